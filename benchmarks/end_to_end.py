@@ -1,8 +1,16 @@
-"""Measure the path around the model: enqueue_many, claim to write, and the reference runner at work.
+"""The path around the model, workload by workload, with Redis and PostgreSQL (fsync on) of its own.
 
-    python -m benchmarks.end_to_end [--jobs 10000] [--sqlite] [enqueue | service | reference | cancel ...]
+    python -m benchmarks.end_to_end [--jobs 10000] [--sqlite] [--model MODEL.gguf] [WORKLOAD ...]
 
-Starts its own Redis and PostgreSQL, with durable settings (fsync on). Prints one JSON line a workload.
+enqueue    jobs a second from `enqueue_many` into SQL and Redis, and how much the client's memory grows
+service    jobs a second through claim, tokenising, scheduling and writing; a runner that draws at once
+reference  the NumPy runner with the demo model, 32 sequences at once: tokens a second
+cancel     from `cancel` of a running job to its final row
+steps      what a step costs the host: 1,024 sequences decode and 4,096 wait; nothing is computed
+start      from the start of a worker's process to its row that says ready, with an empty cache of kernels and
+           again; with --model on a GPU, else the demo model with NumPy
+
+Prints a JSON line for each workload. Needs no GPU. Takes four minutes on two busy cores.
 """
 
 import argparse
@@ -11,22 +19,38 @@ import os
 import random
 import resource
 import statistics
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
-from benchmarks import instant_worker
-from benchmarks.servers import durable_client
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState
+from benchmarks.common.servers import durable_client
+from nightmill.jobs.base.contract import JobState
+from nightmill.jobs.client.client import Client
+from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.jobs.sql.jobs import Selection
+from nightmill.worker.assembly.model import demo_model
 from nightmill.worker.commands.process import running_worker
-from nightmill.worker.link.loading import demo_model
-from tools.demo_corpus import topics, words
+from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.options import Detokenizer, EngineSizes
+from nightmill.worker.engine.request import Request
+from tests.support import instant_worker
+from tests.support.engines import NoText
+from tests.support.instant_worker import InstantRunner
+from tools.demo_model.corpus import topics, words
+
+RUNNING, WAITING, PROMPT, ANSWER = (
+    1024,
+    4096,
+    256,
+    512,
+)  # sequences, and tokens of each, of the workload steps
 
 
 def main() -> None:
@@ -34,13 +58,18 @@ def main() -> None:
     arguments = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    arguments.add_argument("workloads", nargs="*", default=["enqueue", "service", "reference", "cancel"])
+    arguments.add_argument("workloads", nargs="*", default=[*WORKLOADS], metavar="WORKLOAD")
     arguments.add_argument("--jobs", type=int, default=10_000)
+    arguments.add_argument("--model", type=Path, default=demo_model(), help="of the workload start")
     arguments.add_argument("--sqlite", action="store_true", help="SQLite in place of PostgreSQL")
     options = arguments.parse_args()
-    with durable_client(sqlite=options.sqlite, model=demo_model()) as (client, home):
-        for name in options.workloads:
-            report = WORKLOADS[name](client, home, options.jobs)
+    if unknown := set(options.workloads) - set(WORKLOADS):
+        arguments.error(f"no such workload: {', '.join(sorted(unknown))}; there are {', '.join(WORKLOADS)}")
+    chosen = {name: WORKLOADS[name] for name in options.workloads}
+    model = options.model if [*chosen] == ["start"] else demo_model()
+    with durable_client(sqlite=options.sqlite, model=model) as (client, home):
+        for name, workload in chosen.items():
+            report = workload(client, home, options.jobs)
             print(
                 json.dumps(
                     {"workload": name, "database": "sqlite" if options.sqlite else "postgresql"} | report
@@ -49,7 +78,7 @@ def main() -> None:
 
 
 def enqueue(client: Client, home: Path, jobs: int) -> dict[str, Any]:
-    """Chat prompts from a generator into PostgreSQL and Redis. Memory: growth from a tenth to the whole."""
+    """Chat prompts from a generator into PostgreSQL and Redis. Memory: delta from a tenth to the whole."""
     client.enqueue("warm up")
     client.enqueue_many(prompts(jobs // 10), batch="enqueue-tenth")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -137,6 +166,66 @@ def cancel(client: Client, home: Path, jobs: int) -> dict[str, Any]:
     }
 
 
+def steps(client: Client, home: Path, jobs: int) -> dict[str, Any]:
+    """Milliseconds to plan, build and apply a step in which all decode, of 200 steps."""
+    vocab = 32_000
+    runner = InstantRunner(vocab, RUNNING)
+    runner.depth, runner.kv_pages = 3, RUNNING * (PROMPT + ANSWER) // runner.page_size + RUNNING
+    engine = Engine(
+        runner,
+        Detokenizer(text_stream=NoText, eos_ids=frozenset()),
+        EngineSizes(context_length=PROMPT + ANSWER + 1, max_sequences=RUNNING, token_budget=16_384),
+    )
+    rng = np.random.default_rng(0)
+    params = GenerationParams(max_tokens=ANSWER, temperature=0.7, ignore_eos=True)
+    for number in range(RUNNING + WAITING):
+        prompt = tuple(rng.integers(0, vocab, PROMPT).tolist())
+        engine.submit(Request(str(number), 1, prompt, params, number))
+    while engine.stats.generated_tokens < 8 * RUNNING:  # until every prompt is computed
+        engine.step()
+    seconds: dict[str, list[float]] = defaultdict(list)
+
+    def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timing(*given: Any) -> Any:
+            began = time.perf_counter()
+            result = call(*given)
+            seconds[name].append(time.perf_counter() - began)
+            return result
+
+        return timing
+
+    engine._scheduler.plan = timed("plan", engine._scheduler.plan)  # type: ignore[method-assign]
+    engine._builder.build = timed("build", engine._builder.build)  # type: ignore[method-assign]
+    engine._apply = timed("apply", engine._apply)  # type: ignore[method-assign]
+    step = timed("step", engine.step)
+    for _ in range(200):
+        assert step() == []
+    return {
+        "running": engine.running,
+        "waiting": engine.waiting,
+        **{f"{name}_ms": round(1000 * statistics.median(each), 3) for name, each in seconds.items()},
+        "step_worst_ms": round(1000 * max(seconds["step"]), 3),
+    }
+
+
+def start(client: Client, home: Path, jobs: int) -> dict[str, Any]:
+    """Seconds to the worker's row that says ready, twice; the file of the model is in the page cache."""
+    assert client.settings.model is not None
+    Path(client.settings.model).read_bytes()
+    os.environ["XDG_CACHE_HOME"] = str(home / "cache")  # the worker inherits it
+    seconds = []
+    for _ in range(2):
+        began, log = time.perf_counter(), home / "start.log"
+        with running_worker(client, log, ["--max-sequences", "256"]):
+            seconds.append(round(time.perf_counter() - began, 1))
+        print(log.read_text(), file=sys.stderr)  # where the time goes
+    return {
+        "model": Path(client.settings.model).name,
+        "cold_cache_seconds": seconds[0],
+        "warm_cache_seconds": seconds[1],
+    }
+
+
 def prompts(count: int) -> Iterator[list[dict[str, str]]]:
     """Chat prompts, different from one another."""
     draw = random.Random(count)
@@ -167,7 +256,10 @@ class PeakMemory:
             self._peak = max(self._peak, self._process.memory_info().rss)
 
 
-WORKLOADS = {"enqueue": enqueue, "service": service, "reference": reference, "cancel": cancel}
+WORKLOADS = {
+    "enqueue": enqueue, "service": service, "reference": reference, "cancel": cancel, "steps": steps,
+    "start": start,
+}  # fmt: skip
 
 if __name__ == "__main__":
     main()

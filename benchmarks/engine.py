@@ -3,7 +3,7 @@
     python -m benchmarks.engine MODEL.gguf [--weights 16bit] [--kv 16bit] [--repeat 3] [single uniform ...]
 
 Prints one JSON line a workload: the median over the repetitions, after one that is not counted, and the limit
-of what memory and arithmetic of an H200 allow (`benchmarks.limits`). --quick is
+of what memory and arithmetic of an H200 allow (`tests.support.limits`). --quick is
 for when a GPU's time is scarce: all workloads on one runner with room for each, and before what is counted
 only two steps of prompts and some tokens.
 --constrained none,one,same,all does so for each of these, on one runner: no answer is held to a JSON schema,
@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.formats import add_formats, numbers_from
-from benchmarks.held import WHICH, Held
-from benchmarks.limits import Limit
-from nightmill.jobs.parameters import GenerationParams
+from benchmarks.common.constrained_requests import WHICH, ConstrainedRequests
+from benchmarks.common.options import add_formats, precision_from
+from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import Request
 from nightmill.worker.engine.stats import EngineStats
 from nightmill.worker.link.garbage import QuietCollector
@@ -34,8 +34,10 @@ from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.base import Runner
-from nightmill.worker.runners.gpu.runner import CudaRunner
-from tests.engines import NoText
+from nightmill.worker.runners.gpu.memory import RunnerSizes
+from nightmill.worker.runners.gpu.runner import CudaRunner, Launching
+from tests.support.engines import NoText
+from tests.support.limits import Limit
 
 
 @dataclass(frozen=True)
@@ -117,17 +119,19 @@ class Turn:
 
 def play(
     workload: Workload, runner: Runner, seed: int, *, slots: int, token_budget: int,
-    prefix_sharing: bool = True, held: Held | None = None, which: str = "none",
+    prefix_sharing: bool = True, held: ConstrainedRequests | None = None, which: str = "none",
 ) -> Turn:  # fmt: skip
     """Do a workload once, with requests drawn by `seed`, on a runner with room for it.
 
     held, which  holds the answers that are to be held
     """
     engine = Engine(
-        runner, text_stream=NoText, eos_ids=frozenset(), context_length=workload.context + 1,
-        max_sequences=slots, token_budget=token_budget, prefix_sharing=prefix_sharing,
+        runner,
+        Detokenizer(text_stream=NoText, eos_ids=frozenset()),
+        EngineSizes(context_length=workload.context + 1, max_sequences=slots, token_budget=token_budget),
+        prefix_sharing=prefix_sharing,
         constraints=None if held is None else held.grammars,
-    )  # fmt: skip
+    )
     requests = workload.requests(runner.vocab, seed)
     if held is not None:
         requests = held.requests(requests, which)
@@ -217,18 +221,26 @@ def measure(
     every = workloads.values()
     began = time.perf_counter()
     runner = CudaRunner(
-        file, spec, slots=max(one.slots for one in every), depth=options.depth,
-        context=max(one.context for one in every) + 1, max_tokens=max(one.token_budget for one in every),
-        gpu=options.gpu, graphs=not options.no_graphs, numbers=numbers_from(options, file, spec),
+        file,
+        spec,
+        RunnerSizes(
+            slots=max(one.slots for one in every),
+            context=max(one.context for one in every) + 1,
+            depth=options.depth,
+            max_tokens=max(one.token_budget for one in every),
+        ),
+        launching=Launching(graphs=not options.no_graphs),
+        gpu=options.gpu,
+        precision=precision_from(options, file, spec),
         report=lambda line: print(line, file=sys.stderr),
-    )  # fmt: skip
+    )
     ready = time.perf_counter() - began
     if options.products:
         for product, ways in runner.products().items():
             print(f"{product}: {in_ranges(ways)}", file=sys.stderr)
-    limit = Limit(spec, runner.numbers)
+    limit = Limit(spec, runner.precision)
     constrained = options.constrained.split(",")
-    held = None if constrained == ["none"] else Held(file, spec.vocab)
+    held = None if constrained == ["none"] else ConstrainedRequests(file, spec.vocab)
     same: dict[str, Any] = {"prefix_sharing": not options.no_prefix_sharing, "held": held}
     try:
         for name, workload in workloads.items():
@@ -244,15 +256,15 @@ def measure(
                     "constrained": which,
                     "model": spec.name,
                     "gpu": runner.device.name,
-                    "dtype": runner.numbers.element.value,
-                    "weights": runner.numbers.weights.value,
-                    "kv": runner.numbers.kv.value,
+                    "dtype": runner.precision.element.value,
+                    "weights": runner.precision.weights.value,
+                    "kv": runner.precision.kv.value,
                     **figures(workload, turns, limit),
                     "slots": workload.slots,
                     "token_budget": budget,
                     "depth": options.depth,
                     "weights_gib": round(runner.memory.weights / 2**30, 2),
-                    "kv_pages": runner.kv_blocks,
+                    "kv_pages": runner.kv_pages,
                     "ready_s": round(ready, 2),
                 }
     finally:

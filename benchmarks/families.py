@@ -3,7 +3,7 @@
     python -m benchmarks.families [--only gemma3 phi3 ...] [--skip-speed] [--json families.json]
 
 Agreement: random models with a few layers of a 0.5B's size, of all kinds that a family has, against the
-reference runner (`benchmarks.agreement`). Speed: a model of each family in the size of Qwen2.5-0.5B does the
+reference runner (`agreement`). Speed: a model of each family in the size of Qwen2.5-0.5B does the
 workload "uniform" of `benchmarks.engine` (256 prompts of 512 tokens, answers of 256), in turns with a Qwen2
 on the same GPU; the ratio is of the medians. What a family fixes, such as heads of 256, it keeps: then it is
 also compared with a Qwen2 that has such heads, whose keys and values are as many bytes.
@@ -25,10 +25,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.agreement import MEAN_KL
-from benchmarks.apart import ApartError
-from benchmarks.family_models import families
-from benchmarks.family_runs import COARSER, Row, check, race
+from benchmarks.common.family_runs import COARSER, Row, check, race
+from tests.support.agreement import MEAN_KL
+from tests.support.apart import ApartError
+from tests.support.family_models import families
 
 OF_QWEN = 0.85  # the bar of speed
 

@@ -1,17 +1,20 @@
-"""Times the kernels on the GPU, one JSON line per kernel and size: `python benchmarks/kernels.py [name ...]`.
+"""Kernels on a GPU, each alone: microseconds and bytes or FLOPs a second, one JSON line a kernel and size.
+
+    python -m benchmarks.kernels [embed | rms_norm | swiglu | qkv_rope_write | decode_attention |
+                                  prefill_attention | sample ...]
 
 Launches are captured in a CUDA graph, which is replayed between two events; successive launches go round
 through buffers larger than L2 together. `bytes` is the least that has to move (each input once, each output
 once), and `of_copy` its rate against that of a device-to-device copy measured first; attention over long
-chunks is given in TFLOP/s. Data is random. The sizes are those of Qwen2.5-0.5B (14 query heads, 2 KV heads,
-head size 64) and of 7B.
+chunks is given in TFLOP/s. Data is random. Sizes are those of Qwen2.5-0.5B (14 query heads, 2 KV heads, head
+size 64) and of 7B; attention is measured with heads of 80 to 256 elements, too. All take a few minutes.
 """
 
 # ruff: noqa: B023 - a case is measured before the loop that made its closure goes on
 
+import argparse
 import itertools
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -33,9 +36,9 @@ from nightmill.worker.runners.gpu.rows.rotation import Rotation
 from nightmill.worker.runners.gpu.sampling.sampler import SLOT, Sampler
 from nightmill.worker.runners.gpu.weights.layout import NormWeight
 from nightmill.worker.runners.kv_format import KvFormat
-from tests.gpu.operands import inputs_of, shape_of
-from tests.kept import as_parts
-from tests.specs import dense_spec
+from tests.support.fp8_pages import as_parts
+from tests.support.operands import inputs_of, shape_of
+from tests.support.specs import dense_spec
 
 SMALL = dense_spec(name="0.5B", vocab=151_936)
 LARGE = dense_spec(name="7B", width=3584, heads=28, kv_heads=4, head_dim=128, ffn_width=18_944, vocab=151_936)
@@ -45,6 +48,8 @@ Context = int | tuple[int, int]
 DECODE: list[tuple[int, Context]] = [
     (1, 512), (1, 32_000), (8, 2048), (64, 512), (256, 512), (256, (100, 2000)), (1024, 512), (4096, 384),
 ]  # fmt: skip
+HEADS = [(14, 2, 64), (12, 2, 80), (10, 2, 96), (7, 1, 128), (4, 1, 256)]
+"""Queries, keys and size, with about as many elements each: 256 sequences decode, 16 prompts of 2,048."""
 PREFILL = [(16, 512), (16, 1024), (2, 8192), (1, 32_000)]
 
 
@@ -206,7 +211,7 @@ def attention_cases(
         cut = decode_all.pieces(contexts, np.arange(count, dtype=np.int32))
         steps = [
             inputs_of(
-                bench.device, table_width=stride, block_tables=table, context_lengths=contexts, pieces=cut
+                bench.device, table_width=stride, page_tables=table, context_lengths=contexts, pieces=cut
             )
             for table in tables
         ]
@@ -228,7 +233,7 @@ def attention_cases(
         tiles, groups = prefill_all.stage(0, tables, starts, contexts, 0)
         step = inputs_of(
             bench.device, table_width=need, sequence_starts=starts, context_lengths=contexts, tiles=tiles,
-            block_tables=tables,
+            page_tables=tables,
         )  # fmt: skip
         shape = shape_of(tokens=rows, tiles=len(tiles), groups=groups)
         qkv, out = bench.random(rows, attention.qkv), bench.random(rows, attention.queries)
@@ -240,6 +245,11 @@ def attention_cases(
             0,
             4 * head * heads * count * length * (length + 1) // 2,
         )
+
+
+def heads_cases(bench: Bench, spec: ModelSpec) -> Iterator[Case]:
+    """Attention of one size, by which heads of different sizes are compared."""
+    return attention_cases(bench, spec, [(256, 2048)], [(16, 2048)], cache_bytes=512 << 20)
 
 
 def sampling_cases(bench: Bench, spec: ModelSpec) -> Iterator[Case]:
@@ -276,12 +286,19 @@ def sampling_cases(bench: Bench, spec: ModelSpec) -> Iterator[Case]:
 
 def main() -> None:
     """Measure the kernels named on the command line, or all."""
-    wanted = sys.argv[1:]
+    style = argparse.RawDescriptionHelpFormatter
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    arguments.add_argument("kernels", nargs="*", metavar="KERNEL")
+    wanted = arguments.parse_args().kernels
     groups: list[tuple[Callable[[Bench, ModelSpec], Iterator[Case]], ModelSpec]] = [
         (row_cases, SMALL),
         (attention_cases, SMALL),
         (attention_cases, LARGE),
         (sampling_cases, SMALL),
+        *(
+            (heads_cases, dense_spec(name=f"heads of {size}", heads=queries, kv_heads=keys, head_dim=size))
+            for queries, keys, size in HEADS
+        ),
     ]
     copy = 0.0
     for group, spec in groups:

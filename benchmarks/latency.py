@@ -29,23 +29,25 @@ from typing import Any
 
 import httpx2
 
-from benchmarks.instant_worker import CONTEXT, InstantRunner
+from benchmarks.common.servers import durable_client
 from benchmarks.nightly import prompts
-from benchmarks.servers import durable_client
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState
-from nightmill.jobs.messages.streams import Followers
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.base.contract import JobState
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
+from nightmill.jobs.streams.redis import Followers
+from nightmill.worker.assembly.engine import build_engine
+from nightmill.worker.assembly.model import OpenModel
+from nightmill.worker.assembly.sizes import interactive_slots, max_sequences
 from nightmill.worker.commands.process import running_worker
 from nightmill.worker.engine.engine import Engine
-from nightmill.worker.link.loading import OpenModel, build_engine, interactive_slots, max_sequences
 from nightmill.worker.link.messages import Submit
 from nightmill.worker.link.process import _Loop
 from nightmill.worker.runners.base import Drawn, StepBatch
 from nightmill.worker.service.publishing import Publisher
 from nightmill.worker.service.shards import Service
-from tests.own_engine import engine_on, run_module
-from tests.servers import free_port, wait_until, worker_env
+from tests.support.instant_worker import CONTEXT, InstantRunner
+from tests.support.own_engine import engine_on, run_module
+from tests.support.servers import free_port, wait_until, worker_env
 
 NAME = "benchmarks.latency"
 MARKS = "LATENCY_MARKS"
@@ -236,7 +238,7 @@ def timed_worker() -> None:
         _wrap(
             Publisher,
             "grown",
-            lambda _, growths: [mark("grown", [one.job_id, one.start]) for one in growths],
+            lambda _, deltas: [mark("grown", [one.job_id, one.start]) for one in deltas],
         )
         _wrap(
             Followers,
@@ -253,15 +255,15 @@ def timed_worker() -> None:
             lambda _, command: isinstance(command, Submit)
             and [mark("taken", one.job_id) for one in command.requests if one.interactive],
         )  # fmt: skip
-        growths = Engine.growths
+        deltas = Engine.deltas
 
         def told(engine: Engine) -> Any:
-            grown = growths(engine)
-            for growth in grown:
-                mark("told", [growth.job_id, growth.start])
+            grown = deltas(engine)
+            for delta in grown:
+                mark("told", [delta.job_id, delta.start])
             return grown
 
-        Engine.growths = told  # type: ignore[method-assign]
+        Engine.deltas = told  # type: ignore[method-assign]
         step, last = Engine.step, [0.0]
 
         def stepped(engine: Engine) -> Any:

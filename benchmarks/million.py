@@ -21,18 +21,18 @@ from typing import Any
 
 from sqlalchemy import Connection, event, insert, text
 
-from nightmill.jobs.batch_status import BatchRecord
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState
-from nightmill.jobs.ids import IdSource
-from nightmill.jobs.settings import Settings
-from nightmill.jobs.spec import JobSpec
+from nightmill.jobs.base.contract import JobState
+from nightmill.jobs.base.ids import IdSource
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
+from nightmill.jobs.reply.batch_status import BatchRecord
+from nightmill.jobs.request.spec import JobSpec
 from nightmill.jobs.sql.claims import Claims
+from nightmill.jobs.sql.dashboard_queries import DashboardQueries, RowFilter
 from nightmill.jobs.sql.jobs import JOBS, chunked
-from nightmill.jobs.sql.looking import Filter, Looking
 from nightmill.jobs.sql.prune import Prune
 from nightmill.jobs.sql.sweep import Sweep
-from tests.servers import start_postgres
+from tests.support.servers import start_postgres
 
 LIVE = "tonight"  # the batch that is being worked on: half of all rows
 BATCHES = {LIVE: 0.5, "yesterday": 0.3, "later": 0.2}
@@ -143,14 +143,14 @@ def questions(client: Client) -> dict[str, Callable[[], object]]:
 
 def pages(client: Client) -> dict[str, Callable[[], object]]:
     """What the page of the night asks for."""
-    looking, rows = Looking(client.database), client.batches.store.get(LIVE).row_count or 0
+    looking, rows = DashboardQueries(client.database), client.batches.store.get(LIVE).row_count or 0
     now = client.database.now()
-    middle = looking.lines(LIVE, Filter(), None, rows).after
+    middle = looking.lines(LIVE, RowFilter(), None, rows).after
     for _ in range(100):
-        middle = looking.lines(LIVE, Filter(), middle, rows).after
+        middle = looking.lines(LIVE, RowFilter(), middle, rows).after
 
     def find(few: int, after: str | None = None, **wanted: Any) -> Callable[[], object]:
-        return lambda: looking.lines(LIVE, Filter(**wanted), after, few)
+        return lambda: looking.lines(LIVE, RowFilter(**wanted), after, few)
 
     evening = now - timedelta(hours=12)
     return {

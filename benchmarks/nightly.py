@@ -24,18 +24,20 @@ from typing import Any
 
 import psutil
 
-from benchmarks import timed_worker
+from benchmarks.common import timed_worker
+from benchmarks.common.servers import durable_client
+from benchmarks.common.timed_worker import StepTimes, difference
 from benchmarks.end_to_end import PeakMemory
-from benchmarks.servers import durable_client
-from benchmarks.timed_worker import StepTimes, difference
-from nightmill.jobs.client import Client
-from nightmill.jobs.parameters import GenerationParams
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
+from nightmill.jobs.request.parameters import GenerationParams
+from nightmill.worker.assembly.engine import build_engine
+from nightmill.worker.assembly.model import load_model
+from nightmill.worker.assembly.sizes import max_sequences
 from nightmill.worker.commands.process import running_worker
 from nightmill.worker.engine.request import Request
 from nightmill.worker.link.garbage import QuietCollector
-from nightmill.worker.link.loading import build_engine, load_model, max_sequences
-from tools.demo_corpus import topics, words
+from tools.demo_model.corpus import topics, words
 
 
 def main() -> None:

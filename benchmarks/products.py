@@ -23,12 +23,11 @@ from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.device.sources import for_element
 from nightmill.worker.runners.gpu.products.chooser import Products
-from nightmill.worker.runners.gpu.products.packed_few import PackedFew
-from nightmill.worker.runners.gpu.products.packed_tiles import PackedTiles
-from nightmill.worker.runners.gpu.products.shapes import SUMMED, Kind, Shape, padded_rows
-from nightmill.worker.runners.gpu.rows.activate import Activate
-from tests.gpu.operands import room
-from tests.gpu.test_packed import packed, weights_of
+from nightmill.worker.runners.gpu.products.packed.packed_few import PackedFew
+from nightmill.worker.runners.gpu.products.packed.packed_gemm import PackedTiles
+from nightmill.worker.runners.gpu.shapes import SUMMED, Kind, Shape, padded_rows
+from tests.support.operands import products_with, room
+from tests.support.packed_weights import packed, weights_of
 
 PRODUCTS = {  # outputs and inputs of a 7B, of a 0.5B
     "qkv": (Kind.PLAIN, (4608, 3584), (1152, 896)),
@@ -81,7 +80,7 @@ def timings(
     for candidate in products._candidates(shape):
         if expected is not None and only not in candidate.name:
             continue
-        way = candidate.way(shape)
+        way = candidate.kernel(shape)
         device.fill(y.address, 0, y.bytes)
         way(x, weights[0], y)
         found = device.download(y.address, (y.bytes,), np.uint8)
@@ -111,7 +110,7 @@ def main() -> None:
         compile_all((for_element(file, device.element, device.kv) for file in files), device.architecture)
         widest = max(shape.outputs for _, shape, _ in options.products)
         gate_up: Buffer = room(device, (most, 2 * widest), ELEMENT)
-        products = Products(device, Activate(device), gate_up, packed=pairs)
+        products = products_with(device, gate_up, packed=pairs)
         bench = Bench(device)
         for name, shape, each in options.products:
             weights = copies(device, shape)

@@ -20,18 +20,20 @@ from typing import Literal, NamedTuple
 import numpy as np
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
 
-from benchmarks.formats import add_formats, numbers_from
-from benchmarks.limits import BYTES_PER_S, FLOPS, Limit
-from nightmill.jobs.parameters import GenerationParams
+from benchmarks.common.options import add_formats, precision_from
+from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import Request
 from nightmill.worker.link.garbage import QuietCollector
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.base import Runner
+from nightmill.worker.runners.gpu.memory import RunnerSizes
 from nightmill.worker.runners.gpu.runner import CudaRunner
-from tests.engines import NoText
+from tests.support.engines import NoText
+from tests.support.limits import BYTES_PER_S, FLOPS, Limit
 
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 PROMPT, ANSWER = 512, 256
@@ -62,7 +64,7 @@ class Point(BaseModel):
     limit_tokens_per_s: PositiveFloat  # `Limit.decoding`
     model: str
     formats: str
-    """What is not in 16 bits (`Numbers.words`)."""
+    """What is not in 16 bits (`Precision.words`)."""
     gpu: str
 
 
@@ -114,14 +116,21 @@ def main() -> None:
     if not every:
         raise SystemExit(f"no sequences fit into the model's context of {spec.context_length:,} tokens")
     runner = CudaRunner(
-        file, spec, numbers=numbers_from(options, file, spec), slots=max(load.sequences for load in every),
-        depth=3, max_tokens=TOKEN_BUDGET, context=max(load.tokens for load in every) + 1,
+        file,
+        spec,
+        RunnerSizes(
+            slots=max(load.sequences for load in every),
+            context=max(load.tokens for load in every) + 1,
+            depth=3,
+            max_tokens=TOKEN_BUDGET,
+        ),
+        precision=precision_from(options, file, spec),
         report=lambda line: print(line, file=sys.stderr),
-    )  # fmt: skip
+    )
     try:
         for series, loads in load_of.items():
             for load in loads:
-                if load.sequences * -(-load.tokens // runner.block_size) > runner.kv_blocks:
+                if load.sequences * -(-load.tokens // runner.page_size) > runner.kv_pages:
                     print(f"{load} do not fit", file=sys.stderr)
                     continue
                 point = point_of(series, load, runner, spec, options)
@@ -147,13 +156,13 @@ def point_of(
     measure(runner, load._replace(sequences=few, answer=WARM_ANSWER), options.repeat, time.perf_counter)
     runs = [measure(runner, load, turn, time.perf_counter) for turn in range(options.repeat)]
     run = Run(*(statistics.median(values) for values in zip(*runs, strict=True)))
-    limit = Limit(spec, runner.numbers, options.bytes_per_s, options.flops)
+    limit = Limit(spec, runner.precision, options.bytes_per_s, options.flops)
     return Point(
         series=series, sequences=load.sequences, prompt=load.prompt, answer=load.answer,
         context=round(run.context), output_tokens_per_s=round(run.output),
         decode_tokens_per_s=round(run.decode),
         limit_tokens_per_s=round(limit.decoding(load.sequences, run.context)),
-        model=spec.name, formats=runner.numbers.words, gpu=runner.device.name,
+        model=spec.name, formats=runner.precision.words, gpu=runner.device.name,
     )  # fmt: skip
 
 
@@ -166,9 +175,11 @@ def measure(runner: Runner, load: Load, seed: int, clock: Callable[[], float]) -
     count, prompt, answer = load
     draw = np.random.default_rng(seed)
     engine = Engine(
-        runner, text_stream=NoText, eos_ids=frozenset(), context_length=load.tokens + 1,
-        max_sequences=count, token_budget=TOKEN_BUDGET, prefix_sharing=False,
-    )  # fmt: skip
+        runner,
+        Detokenizer(text_stream=NoText, eos_ids=frozenset()),
+        EngineSizes(context_length=load.tokens + 1, max_sequences=count, token_budget=TOKEN_BUDGET),
+        prefix_sharing=False,
+    )
     for number in range(count):
         params = GenerationParams(max_tokens=answer, temperature=0.6, ignore_eos=True)
         tokens = tuple(draw.integers(0, runner.vocab, prompt).tolist())

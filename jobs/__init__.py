@@ -1,12 +1,12 @@
-"""Nightmill's client: enqueue prompts, find text and stop reasons.
+"""Nightmill's client: enqueue prompts, read texts and stop reasons.
 
     from nightmill import jobs
     job_id = jobs.enqueue("Write a haiku about rain", max_tokens=64, temperature=0.8, seed=7)
     jobs.wait(job_id, timeout=60)
     print(jobs.get(job_id).text)
 
-The functions use one client, made from the environment at the first call. For other settings, make a
-`Client` of your own: it has the same methods.
+The functions share one client, made from the environment at the first call. For other settings, make a
+`Client`: it has the same methods.
 """
 
 from __future__ import annotations
@@ -21,13 +21,8 @@ if TYPE_CHECKING:
 
     from sqlalchemy.orm import Session
 
-    from nightmill.jobs.arithmetic import Arithmetic
-    from nightmill.jobs.batch_status import BatchState, BatchStatus
-    from nightmill.jobs.batches.batch import Batch, BatchSource
-    from nightmill.jobs.batches.submission import OnRows
-    from nightmill.jobs.batches.verifying import Verdict, Verification, VerifiedRow
-    from nightmill.jobs.client import Client
-    from nightmill.jobs.contract import (
+    from nightmill.jobs.base.arithmetic import Arithmetic
+    from nightmill.jobs.base.contract import (
         FINAL_STATES,
         Constrained,
         ConstraintKind,
@@ -36,6 +31,15 @@ if TYPE_CHECKING:
         StopReason,
         WorkerState,
     )
+    from nightmill.jobs.base.ids import JobIds
+    from nightmill.jobs.base.settings import Settings
+    from nightmill.jobs.batches.batch import Batch
+    from nightmill.jobs.batches.batches import BatchSource
+    from nightmill.jobs.batches.submission import OnRows
+    from nightmill.jobs.batches.trying import Trial
+    from nightmill.jobs.batches.verifying import Verdict, Verification, VerifiedRow
+    from nightmill.jobs.batches.waiting import Order
+    from nightmill.jobs.client.client import Client
     from nightmill.jobs.errors import (
         BatchConflictError,
         BatchFileError,
@@ -44,6 +48,7 @@ if TYPE_CHECKING:
         DatabaseError,
         DeliveryDelayedWarning,
         IdempotencyConflictError,
+        IgnoredColumnWarning,
         InvalidParameterError,
         InvalidPromptError,
         InvalidRequestError,
@@ -57,16 +62,15 @@ if TYPE_CHECKING:
         UnknownModelError,
         WaitTimeoutError,
     )
-    from nightmill.jobs.fields import BatchSettings, JobSettings
     from nightmill.jobs.formats.frames import Prompts
-    from nightmill.jobs.ids import JobIds
-    from nightmill.jobs.job import Answer, Job, Worker
-    from nightmill.jobs.logprobs import LikelyToken, Score, Scores, TokenLogprob
-    from nightmill.jobs.parameters import GenerationParams
-    from nightmill.jobs.pieces import Piece, Place
-    from nightmill.jobs.reading import Reply, ToolCall
-    from nightmill.jobs.settings import Settings
-    from nightmill.jobs.waiting import Order
+    from nightmill.jobs.reply.batch_status import BatchState, BatchStatus
+    from nightmill.jobs.reply.job import Answer, Job, Worker
+    from nightmill.jobs.reply.logprobs import LikelyToken, Score, Scores, TokenLogprob
+    from nightmill.jobs.reply.parsing import Reply, ToolCall
+    from nightmill.jobs.request.fields import BatchSettings, JobSettings
+    from nightmill.jobs.request.parameters import GenerationParams
+    from nightmill.jobs.streams.pieces import Piece, TextPosition
+    from nightmill.jobs.tables.options import TableSettings
 
 __all__ = [
     # the main path
@@ -84,12 +88,15 @@ __all__ = [
     "LikelyToken",
     # batches: files and iterables, whole
     "submit_batch",
+    "try_rows",
+    "Trial",
     "get_batch",
     "list_batches",
     "Batch",
     "BatchState",
     "BatchStatus",
     "BatchSettings",
+    "TableSettings",
     # the same texts again, to the bit
     "verify",
     "Verification",
@@ -125,6 +132,7 @@ __all__ = [
     "NightmillError",
     "SettingsError",
     "InvalidRequestError",
+    "IgnoredColumnWarning",
     "InvalidParameterError",
     "InvalidPromptError",
     "UnknownModelError",
@@ -143,15 +151,16 @@ __all__ = [
     "DeliveryDelayedWarning",
 ]
 
-# Where the names above are, by module. They are imported when they are first used: SQLAlchemy and Celery take
-# most of a second, which a program pays when it has something to enqueue, and the engine's process never.
+# The modules of the names above. They are imported at first use: SQLAlchemy and Celery take most of a second,
+# which a program pays only when it enqueues, and the engine's process never.
 _HOMES = {
-    "batch_status": ("BatchState", "BatchStatus"),
-    "arithmetic": ("Arithmetic",),
+    "reply.batch_status": ("BatchState", "BatchStatus"),
+    "base.arithmetic": ("Arithmetic",),
     "batches.batch": ("Batch",),
+    "batches.trying": ("Trial",),
     "batches.verifying": ("Verdict", "Verification", "VerifiedRow"),
-    "client": ("Client",),
-    "contract": (
+    "client.client": ("Client",),
+    "base.contract": (
         "FINAL_STATES",
         "Constrained",
         "ConstraintKind",
@@ -160,14 +169,15 @@ _HOMES = {
         "WorkerState",
     ),
     "errors": tuple(name for name in __all__ if name.endswith(("Error", "Warning"))),
-    "fields": ("BatchSettings", "JobSettings"),
-    "ids": ("JobIds",),
-    "job": ("Answer", "Job", "Worker"),
-    "logprobs": ("LikelyToken", "Score", "Scores", "TokenLogprob"),
-    "parameters": ("GenerationParams",),
-    "pieces": ("Piece",),
-    "reading": ("Reply", "ToolCall"),
-    "settings": ("Settings",),
+    "request.fields": ("BatchSettings", "JobSettings"),
+    "base.ids": ("JobIds",),
+    "reply.job": ("Answer", "Job", "Worker"),
+    "reply.logprobs": ("LikelyToken", "Score", "Scores", "TokenLogprob"),
+    "request.parameters": ("GenerationParams",),
+    "streams.pieces": ("Piece",),
+    "tables.options": ("TableSettings",),
+    "reply.parsing": ("Reply", "ToolCall"),
+    "base.settings": ("Settings",),
 }
 _HOME = {name: f"{__name__}.{module}" for module, names in _HOMES.items() for name in names}
 
@@ -185,8 +195,8 @@ def __dir__() -> list[str]:
 
 @cache
 def default_client() -> Client:
-    """The client that the functions of this module use, made from the environment."""
-    from nightmill.jobs.client import Client
+    """Return the client that the functions of this module share, made from the environment."""
+    from nightmill.jobs.client.client import Client
 
     return Client()
 
@@ -219,19 +229,33 @@ def submit_batch(
     name: str | None = None,
     on_rows: OnRows | None = None,
     webhook: str | None = None,
-    **settings: Unpack[BatchSettings],
+    **settings: Unpack[TableSettings],
 ) -> Batch:
     """Queue every row of a file, table or iterable as one batch, bad ones too. See Client.submit_batch."""
     return default_client().submit_batch(source, name=name, on_rows=on_rows, webhook=webhook, **settings)
 
 
+def try_rows(
+    source: BatchSource,
+    *,
+    rows: int = 10,
+    seed_of_sample: int | None = None,
+    timeout: float | None = None,
+    **settings: Unpack[TableSettings],
+) -> Trial:
+    """Run some rows of a source at random, before all of them. See Client.try_rows."""
+    return default_client().try_rows(
+        source, rows=rows, seed_of_sample=seed_of_sample, timeout=timeout, **settings
+    )
+
+
 def get_batch(name: str) -> Batch:
-    """A batch; raises BatchNotFoundError."""
+    """Return a batch; raises BatchNotFoundError."""
     return default_client().get_batch(name)
 
 
 def list_batches(*, limit: int = 50) -> list[Batch]:
-    """The newest batches, newest first."""
+    """Return the newest batches, newest first."""
     return default_client().list_batches(limit=limit)
 
 
@@ -258,7 +282,7 @@ def verify(
 
 
 def get(job_id: str) -> Job:
-    """A snapshot of one job; raises JobNotFoundError."""
+    """Return a snapshot of one job; raises JobNotFoundError."""
     return default_client().get(job_id)
 
 
@@ -277,14 +301,14 @@ def results(
     wait: bool = True,
     timeout: float | None = None,
 ) -> Iterator[Job]:
-    """Finished jobs, one by one, in the order of enqueueing or as they finish. See Client.results."""
+    """Yield finished jobs in the order of enqueueing or as they finish. See Client.results."""
     return default_client().results(jobs, batch=batch, order=order, wait=wait, timeout=timeout)
 
 
 def stream(
-    job_id: str, *, answer: int = 0, after: Place | str | None = None, timeout: float | None = None
+    job_id: str, *, answer: int = 0, after: TextPosition | str | None = None, timeout: float | None = None
 ) -> Iterator[Piece]:
-    """The text of a job while it is generated, piece by piece. See Client.stream."""
+    """Yield the text of a job in pieces while it is generated. See Client.stream."""
     return default_client().stream(job_id, answer=answer, after=after, timeout=timeout)
 
 
@@ -295,7 +319,7 @@ def score(
     timeout: float | None = None,
     **settings: Unpack[JobSettings],
 ) -> Scores:
-    """How likely each of these texts is after a prompt, once that is computed. See Client.score."""
+    """Compute how likely each text is after a prompt. See Client.score."""
     return default_client().score(prompt, texts, timeout=timeout, **settings)
 
 
@@ -321,15 +345,15 @@ def list_jobs(
     model: str | None = None,
     limit: int = 50,
 ) -> list[Job]:
-    """The newest jobs that fit, newest first."""
+    """Return the newest jobs that match, newest first."""
     return default_client().list_jobs(state=state, batch=batch, model=model, limit=limit)
 
 
 def stats(batch: str | None = None) -> dict[str, Any]:
-    """Numbers of jobs by state and stop reason, and the tokens read and written."""
+    """Count jobs by state and stop reason, and prompt and completion tokens."""
     return default_client().stats(batch)
 
 
 def workers() -> list[Worker]:
-    """Every worker that was ever there, newest first."""
+    """Return all workers, past and present, newest first."""
     return default_client().workers()

@@ -1,6 +1,6 @@
-"""The functions of `jobs` for asyncio: SQL runs in threads.
+"""asyncio versions of the functions of `jobs`; SQL runs in threads.
 
-None is held while `wait`, `results` or `stream` waits.
+`wait`, `results` and `stream` occupy no thread while they wait.
 
     from nightmill.jobs import aio
 
@@ -11,8 +11,8 @@ None is held while `wait`, `results` or `stream` waits.
     async for job in aio.results(batch="tonight"):
         print(job.custom_id, job.text)
 
-Arguments, results and errors are those of `jobs`. An `await` that is cancelled stops waiting at once; a
-statement that was on its way is still carried out, so that a job may have been queued. For a `Client` or
+Arguments, results and errors are those of `jobs`. A cancelled `await` stops waiting at once, but a statement
+that was sent is still executed, so a job may have been queued. For a `Client` or
 `Batch` of your own: `await asyncio.to_thread(batch.status)`. For a transaction of your own, with SQLAlchemy's
 AsyncSession: `await session.run_sync(lambda own: jobs.enqueue("...", session=own))`.
 """
@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack
 
 from nightmill import jobs as _jobs
 from nightmill.jobs.errors import InvalidParameterError
-from nightmill.jobs.job import Job, scores_of
+from nightmill.jobs.reply.job import Job, scores_of
 
 if TYPE_CHECKING:
-    from nightmill.jobs.contract import Prompt
-    from nightmill.jobs.fields import JobSettings
-    from nightmill.jobs.logprobs import Scores
-    from nightmill.jobs.pieces import Piece, Place
-    from nightmill.jobs.waiting import Order
+    from nightmill.jobs.base.contract import Prompt
+    from nightmill.jobs.batches.waiting import Order
+    from nightmill.jobs.reply.logprobs import Scores
+    from nightmill.jobs.request.fields import JobSettings
+    from nightmill.jobs.streams.pieces import Piece, TextPosition
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -56,6 +56,7 @@ def _threaded(function: Callable[P, R]) -> Callable[P, Coroutine[Any, Any, R]]:
 enqueue = _threaded(_jobs.enqueue)
 enqueue_many = _threaded(_jobs.enqueue_many)
 submit_batch = _threaded(_jobs.submit_batch)
+try_rows = _threaded(_jobs.try_rows)
 get_batch = _threaded(_jobs.get_batch)
 list_batches = _threaded(_jobs.list_batches)
 verify = _threaded(_jobs.verify)
@@ -84,7 +85,7 @@ async def score(
     timeout: float | None = None,
     **settings: Unpack[JobSettings],
 ) -> Scores:
-    """How likely each of these texts is after a prompt, once that is computed. See Client.score."""
+    """Compute how likely each text is after a prompt. See Client.score."""
     settings["score"] = texts
     job_id = await enqueue(prompt, **settings)
     await wait(job_id, timeout=timeout)
@@ -99,23 +100,23 @@ async def results(
     wait: bool = True,
     timeout: float | None = None,
 ) -> AsyncIterator[Job]:
-    """Finished jobs, one by one, in the order of enqueueing or as they finish. See Client.results."""
+    """Yield finished jobs in the order of enqueueing or as they finish. See Client.results."""
     client = await asyncio.to_thread(_jobs.default_client)
     async for job in _driven(client.waiting.steps_to_results(jobs, batch, order, wait, timeout)):
         yield job
 
 
 async def stream(
-    job_id: str, *, answer: int = 0, after: Place | str | None = None, timeout: float | None = None
+    job_id: str, *, answer: int = 0, after: TextPosition | str | None = None, timeout: float | None = None
 ) -> AsyncIterator[Piece]:
-    """The text of a job while it is generated, piece by piece. See Client.stream."""
+    """Yield the text of a job in pieces while it is generated. See Client.stream."""
     client = await asyncio.to_thread(_jobs.default_client)
     async for piece in client.stream_async(job_id, answer=answer, after=after, timeout=timeout):
         yield piece
 
 
 async def _driven(steps: Iterator[Job | float]) -> AsyncIterator[Job]:
-    """The jobs among these steps; a number of seconds is slept, here and not in a thread."""
+    """Yield the jobs among these steps; a step that is a number is a pause, slept on the event loop."""
     while (step := await asyncio.to_thread(next, steps, None)) is not None:
         if isinstance(step, Job):
             yield step

@@ -1,4 +1,4 @@
-"""Every error Nightmill raises on purpose, as one tree.
+"""The tree of all errors that Nightmill raises on purpose.
 
 NightmillError
 ├── SettingsError                    a NIGHTMILL_* variable is unknown or impossible
@@ -10,24 +10,25 @@ NightmillError
 │   ├── IdempotencyConflictError
 │   └── BatchConflictError
 ├── BatchFileError                   a batch file that cannot be read or written as a whole
+│   └── BatchFileUnavailableError    not just now: the disk is full, or failed
 ├── JobNotFoundError                 (also LookupError)
 ├── BatchNotFoundError               (also LookupError)
 ├── InvalidTransitionError           the job's state does not allow what was asked
 ├── WaitTimeoutError                 (also TimeoutError)
-├── StreamChangedError               a text began afresh and is another than was read so far
-├── ScoreError                       a job that was to score texts ended without
-├── NotServedError                   no live worker serves what somebody wants to wait for
+├── StreamChangedError               a job restarted and produced different text
+├── ScoreError                       a scoring job ended without scores
+├── NotServedError                   no live worker serves the model of a waiting caller
 ├── DatabaseError
 │   ├── DatabaseUnreachableError     an outage: the same statement may succeed later
 │   │   └── DatabaseBusyError        other transactions hold the same rows, also after several tries
-│   ├── DatabaseRefusedError         it never takes these values
+│   ├── DatabaseRefusedError         the database never accepts these values
 │   └── SchemaError                  the database needs `nightmill migrate`
 ├── BrokerError
 │   ├── BrokerUnreachableError
-│   └── MessageError                 a message in the broker that announces no jobs of ours
-├── ModelFetchError                  a model that its name does not find, or that cannot be fetched
+│   └── MessageError                 a message in the broker that does not announce jobs
+├── ModelFetchError                  a model that is not found or cannot be fetched
 ├── ModelFileError                   a model file that is broken, hostile or unsupported
-├── ConstraintError                  what an answer must be cannot be compiled, or followed any further
+├── ConstraintError                  a constraint that cannot be compiled or enforced
 ├── ChatTemplateError                the model's chat template is missing or failed on these messages
 └── RunnerError                      the arithmetic failed; the jobs in flight are handed back
 
@@ -43,7 +44,7 @@ from typing import Self
 
 
 class NightmillError(Exception):
-    """Nightmill could not do what was asked."""
+    """Nightmill could not do what was requested."""
 
     def __init__(self, message: str | None = None) -> None:
         super().__init__(message or inspect.cleandoc(type(self).__doc__ or type(self).__name__))
@@ -58,7 +59,7 @@ class MissingExtraError(NightmillError):
 
 
 class RowCode(StrEnum):
-    """Why a job or a row of a file cannot be run, in one word."""
+    """The reason why a job or a row of a file cannot be run, as one word."""
 
     INVALID_ENCODING = "invalid_encoding"
     INVALID_JSON = "invalid_json"
@@ -74,7 +75,7 @@ class InvalidRequestError(NightmillError, ValueError):
     """The request can never run as it stands."""
 
     position = 0
-    """Which of the rows that were to be inserted together is meant."""
+    """Index of the bad row among those inserted together."""
 
     def __init__(
         self, message: str | None = None, *, field: str | None = None, code: RowCode = RowCode.INVALID_VALUE
@@ -83,10 +84,10 @@ class InvalidRequestError(NightmillError, ValueError):
         self.field = field
         self.code = code
         self.enqueued: Sequence[str] = ()
-        """Ids of the jobs that `enqueue_many` had queued before it met this item."""
+        """Ids of the jobs that `enqueue_many` queued before this item."""
 
     def renamed(self, field: str) -> Self:
-        """The same, of a field that has this name where it was given."""
+        """Return this error for the name that the field has in the caller's request."""
         said = str(self).removeprefix(str(self.field))
         return type(self)(f"{field}{said}", field=field, code=self.code)
 
@@ -96,7 +97,7 @@ class InvalidParameterError(InvalidRequestError):
 
 
 class InvalidPromptError(InvalidRequestError):
-    """The prompt is neither a text nor a list of chat messages that can be stored and tokenised."""
+    """The prompt must be a text, token ids, or a list of chat messages, and storable as UTF-8."""
 
 
 class UnknownModelError(InvalidRequestError):
@@ -108,15 +109,19 @@ class IdempotencyConflictError(InvalidRequestError):
 
 
 class BatchConflictError(InvalidRequestError):
-    """There is a batch of this name, which does not take this: it has other rows, or is being deleted."""
+    """The batch of this name conflicts: it has other rows, or is being deleted."""
 
 
 class BatchFileError(NightmillError):
-    """The batch file cannot be read or written; what is wrong with a single row is that row's error."""
+    """The batch file cannot be read or written."""
+
+
+class EmptyBatchFileError(BatchFileError):
+    """The batch file holds no rows; its batch, if it has one, is `failed`."""
 
 
 class BatchFileUnavailableError(BatchFileError):
-    """The batch file could not be read just now, whatever it holds: its disk or shared folder failed."""
+    """The batch file is temporarily unavailable: its disk is full, or failed."""
 
 
 class JobNotFoundError(NightmillError, LookupError):
@@ -132,11 +137,11 @@ class InvalidTransitionError(NightmillError):
 
 
 class WaitTimeoutError(NightmillError, TimeoutError):
-    """The jobs did not finish in the time given; they go on."""
+    """The jobs did not finish in time; they continue."""
 
 
 class StreamChangedError(NightmillError):
-    """The job began afresh and its text is another than was read so far: read all of it once it has ended."""
+    """The job restarted and produced different text; read the final result instead."""
 
 
 class ScoreError(NightmillError):
@@ -156,11 +161,11 @@ class DatabaseUnreachableError(DatabaseError):
 
 
 class DatabaseBusyError(DatabaseUnreachableError):
-    """Other transactions hold the same rows, also after several tries."""
+    """Other transactions hold the same rows, even after several attempts."""
 
 
 class DatabaseRefusedError(DatabaseError):
-    """The database does not take these values, today or later."""
+    """The database does not accept these values."""
 
 
 class SchemaError(DatabaseError):
@@ -176,11 +181,11 @@ class BrokerUnreachableError(BrokerError):
 
 
 class MessageError(BrokerError):
-    """A message in the broker is not one that Nightmill could have sent."""
+    """A message in the broker could not have been sent by Nightmill."""
 
 
 class ModelFetchError(NightmillError):
-    """The model's name finds nothing, or what it finds cannot be fetched."""
+    """The model was not found, or cannot be fetched."""
 
 
 class ModelFileError(NightmillError):
@@ -192,7 +197,7 @@ class ChatTemplateError(NightmillError):
 
 
 class ConstraintError(NightmillError):
-    """What the answer must be cannot be compiled, or needs more than a step may take."""
+    """The constraint cannot be compiled, or exceeds the limits of a step."""
 
 
 class RunnerError(NightmillError):
@@ -200,4 +205,8 @@ class RunnerError(NightmillError):
 
 
 class DeliveryDelayedWarning(UserWarning):
-    """Jobs are safe in the database, but the broker did not take their message: a worker will fetch them."""
+    """The jobs are stored, but the broker did not accept their message: a worker will fetch them later."""
+
+
+class IgnoredColumnWarning(UserWarning):
+    """Index columns that pandas wrote into the table are ignored."""

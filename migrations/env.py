@@ -2,7 +2,7 @@
 
 from alembic import context
 
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.tables import Base
 

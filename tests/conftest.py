@@ -2,11 +2,12 @@
 
 `NIGHTMILL_TEST_REDIS_URL` (its database is emptied) and `NIGHTMILL_TEST_DATABASE_URL` (of a role that may
 create databases) name servers to use instead of those from the wheels. Nothing here
-skips: a server that does not start is an error. What else tests need is in `tests/fetched.py`.
+skips: a server that does not start is an error. What else tests need is in `tests/support/needs.py`.
 """
 
 import gc
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -21,11 +22,13 @@ import redis
 from sqlalchemy.engine import make_url
 
 from nightmill import jobs
-from nightmill.jobs.client import Client
-from nightmill.jobs.settings import FOREIGN_PREFIXES, PREFIX, Settings
+from nightmill.jobs.base.settings import FOREIGN_PREFIXES, PREFIX, Settings
+from nightmill.jobs.client.client import Client
+from nightmill.jobs.errors import BrokerError
+from nightmill.jobs.messages.embedded import EmbeddedRedis
 from nightmill.jobs.sql.database import Database
-from tests import fetched
-from tests.servers import (
+from tests.support import leftovers, needs
+from tests.support.servers import (
     Clock,
     PostgresServer,
     RedisServer,
@@ -38,6 +41,7 @@ from tests.servers import (
 # Products of test size are not worth a second BLAS thread, which waits by spinning on a busy machine.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+_LONGEST_NAME = 20
 LONG = Path(__file__).parent / "integration" / "worker"  # tests that start workers
 
 _SERVERS = {"redis_url", "redis_server", "postgres_server", "chromium"}
@@ -50,15 +54,51 @@ hypothesis.settings.register_profile("nightmill", deadline=None, database=None, 
 hypothesis.settings.load_profile("nightmill")
 
 
-def pytest_configure() -> None:
-    """Refuse a need that does not exist before a test runs."""
-    fetched.required()
+_WATCH = pytest.StashKey[leftovers.Watch]()
+_LEFT = pytest.StashKey[list[str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse a need that does not exist before a test runs; mark what is started from now on."""
+    needs.required()
+    if (
+        not hasattr(config, "workerinput") and not config.option.collectonly
+    ):  # of several processes, the first
+        config.stash[_WATCH] = leftovers.Watch()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """What works in the session's temporary folders is the session's, too."""
+    if watch := session.config.stash.get(_WATCH, None):
+        factory: pytest.TempPathFactory = session.config._tmp_path_factory  # type: ignore[attr-defined]
+        watch.add(factory.getbasetemp())
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A session that leaves processes behind has failed: servers would be there until the machine is off."""
+    if watch := session.config.stash.get(_WATCH, None):
+        left = watch.left_behind()
+        session.config.stash[_LEFT] = leftovers.described(left)
+        leftovers.end(left)
+        if left and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Nothing is left to watch for."""
+    if watch := config.stash.get(_WATCH, None):
+        watch.close()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say how many tests were skipped for want of what, which nobody reads off a list of skips."""
+    """Say what was left running, and how many tests were skipped for want of what."""
+    if left := terminalreporter.config.stash.get(_LEFT, None):
+        terminalreporter.section("left behind, and ended now", red=True)
+        for line in left:
+            terminalreporter.write_line(line, red=True)
     skipped = terminalreporter.stats.get("skipped", [])
-    if lines := fetched.summary(str(report.longrepr) for report in skipped):
+    if lines := needs.summary(str(report.longrepr) for report in skipped):
         terminalreporter.section("not tested here")
         for line in lines:
             terminalreporter.write_line(line, yellow=True)
@@ -120,10 +160,17 @@ def session_directory() -> Iterator[Path]:
 
 
 @pytest.fixture
-def directory(session_directory: Path) -> Iterator[Path]:
-    """As `tmp_path`, but in memory where possible: for what waits for the disk at every commit."""
-    path = Path(tempfile.mkdtemp(dir=session_directory))
+def directory(request: pytest.FixtureRequest, session_directory: Path) -> Iterator[Path]:
+    """As `tmp_path`, but in memory where possible: for what waits for the disk at every commit.
+
+    Its name says which test has left a server there, as far as the path of a socket has room.
+    """
+    name = re.sub(r"\W", "_", request.node.name.removeprefix("test_"))[:_LONGEST_NAME]
+    path = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=session_directory))
     yield path
+    for lock in path.rglob("redis/server.lock"):  # the embedded Redis outlives whoever has started it
+        with suppress(BrokerError):  # a silent one is ended with the session, which then says so
+            EmbeddedRedis(lock.parent.parent).stop()
     shutil.rmtree(path, ignore_errors=True)
 
 

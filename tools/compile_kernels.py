@@ -25,7 +25,7 @@ from nightmill.worker.runners.gpu.catalogue import sources_for
 from nightmill.worker.runners.gpu.device.compiler import COMMON_OPTIONS, cubin_name, kernel_directory
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.waits import BOUNDED_WAITS
-from nightmill.worker.runners.gpu.numbers import Numbers, WeightNumbers
+from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.kv_format import KvFormat
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,8 +67,8 @@ def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
     large = with_heads(bundled, 128, RopeStyle.PAIRS)
     small = with_heads(bundled, 32, RopeStyle.HALVES)
     sixes = replace(bundled, tensor_types=dict.fromkeys(bundled.tensor_types, "Q6_K"))
-    f16, bf16 = Numbers(Element.F16), Numbers(Element.BF16)
-    in_file = WeightNumbers.FILE  # packed weights, in the bundled model Q8_0
+    f16, bf16 = Precision(Element.F16), Precision(Element.BF16)
+    in_file = WeightsFormat.FILE  # packed weights, in the bundled model Q8_0
     chosen = (
         (other, replace(f16, weights=in_file), (HOPPER, "sm_80")),
         (sixes, replace(bf16, weights=in_file), ("sm_80",)),
@@ -82,13 +82,13 @@ def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
         (with_scores(small, softcap=50.0), f16, (HOPPER,)),
         (with_heads(bundled, 96, RopeStyle.HALVES), f16, (HOPPER,)),
         (with_heads(bundled, 256, RopeStyle.HALVES), bf16, (HOPPER,)),
-        (other, replace(f16, weights=WeightNumbers.FP8), (HOPPER,)),
+        (other, replace(f16, weights=WeightsFormat.FP8), (HOPPER,)),
         (bundled, replace(f16, kv=KvFormat.FP8), (HOPPER,)),
         (large, replace(bf16, kv=KvFormat.FP8), ("sm_80",)),
     )
-    for spec, numbers, architectures in chosen:
+    for spec, precision, architectures in chosen:
         for architecture in architectures:
-            sources = sources_for(spec, numbers, hopper=architecture == HOPPER)
+            sources = sources_for(spec, precision, hopper=architecture == HOPPER)
             yield from ((path, options, architecture) for path, options in sources)
     for path, options in sources_for(bundled, f16, hopper=True):
         if path.stem in BOUNDED:
@@ -100,13 +100,13 @@ def with_heads(spec: ModelSpec, size: int, style: RopeStyle) -> ModelSpec:
     layer = spec.layers[0]
     rope = replace(layer.attention.rope, dim=size, style=style)
     attention = replace(layer.attention, head_dim=size, rope=rope)
-    return replace(spec, layers=(replace(layer, attention=attention),) * len(spec.layers))
+    return replace(spec, layers=(replace(layer, mixer=attention),) * len(spec.layers))
 
 
 def with_scores(spec: ModelSpec, **scores: Any) -> ModelSpec:
     """The model with other attention in its last layer."""
     *layers, last = spec.layers
-    return replace(spec, layers=(*layers, replace(last, attention=replace(last.attention, **scores))))
+    return replace(spec, layers=(*layers, replace(last, mixer=replace(last.attention, **scores))))
 
 
 def with_other_parts(spec: ModelSpec) -> ModelSpec:

@@ -21,18 +21,18 @@ import uvicorn
 from playwright.sync_api import Browser, sync_playwright
 from sqlalchemy import insert
 
-from nightmill.jobs.batch_status import BatchRecord
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import WorkerState
-from nightmill.jobs.ids import IdSource
+from nightmill.jobs.base.contract import WorkerState
+from nightmill.jobs.base.ids import IdSource
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
+from nightmill.jobs.reply.batch_status import BatchRecord
+from nightmill.jobs.request.spec import JobSpec
 from nightmill.jobs.server.app import make_app
-from nightmill.jobs.server.keys import Keys
-from nightmill.jobs.settings import Settings
-from nightmill.jobs.spec import JobSpec
+from nightmill.jobs.server.keys import ApiKeys
 from nightmill.jobs.sql.claims import Claims
 from nightmill.jobs.sql.jobs import JOBS, chunked
 from tests.browser.conftest import find_chromium
-from tests.servers import free_port, wait_until
+from tests.support.servers import free_port, wait_until
 
 MODEL = "qwen2.5-7b-instruct-q4_k_m"
 WORKERS = (("a" * 32, "mill-1", 4711, 61.0, 512.4, 5230.0), ("b" * 32, "mill-2", 902, 57.0, 488.9, 5105.5))
@@ -192,7 +192,7 @@ def enter(
 def served(client: Client) -> Iterator[str]:
     """A server of that night."""
     port = free_port()
-    server = uvicorn.Server(uvicorn.Config(make_app(client, Keys.parse(None)), port=port, log_config=None))
+    server = uvicorn.Server(uvicorn.Config(make_app(client, ApiKeys.parse(None)), port=port, log_config=None))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     wait_until(lambda: server.started)

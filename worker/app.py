@@ -18,40 +18,33 @@ from celery import Celery, bootsteps, signals
 from celery.concurrency.thread import TaskPool
 from celery.worker import state as celery_state
 
-from nightmill.jobs.batches.batch import Batches
+from nightmill.jobs.base.last_resort import END_SECONDS, LastResort
+from nightmill.jobs.base.logs import fit
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.batches.batches import Batches
 from nightmill.jobs.commands.terminal import echo
 from nightmill.jobs.errors import NightmillError
-from nightmill.jobs.last_resort import END_SECONDS, LastResort
-from nightmill.jobs.logs import fit
 from nightmill.jobs.messages.announcing import Announcer
 from nightmill.jobs.messages.broker import Broker, make_app, queue_name, resolve_broker_url
-from nightmill.jobs.messages.streams import Followers
-from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.claims import Claims
 from nightmill.jobs.sql.database import Database
+from nightmill.jobs.streams.redis import Followers
 from nightmill.jobs.webhooks.delivering import Courier
-from nightmill.worker.fetching import with_model_file
+from nightmill.worker.assembly.engine import describe
+from nightmill.worker.assembly.fetching import with_model_file
+from nightmill.worker.assembly.model import LoadedModel, load_model, served_name
+from nightmill.worker.assembly.options import gpu_name, merge_options, worker_id_option, worker_options
+from nightmill.worker.assembly.sizes import capacity, gpu_index, hang_seconds, interactive_slots
 from nightmill.worker.link.link import ENGINE_COMMAND, EngineLink, launch_engine
-from nightmill.worker.link.loading import (
-    LoadedModel,
-    capacity,
-    describe,
-    gpu_index,
-    hang_seconds,
-    interactive_slots,
-    load_model,
-    served_name,
-)
-from nightmill.worker.options import gpu_name, merge_options, worker_id_option, worker_options
 from nightmill.worker.service import tasks
-from nightmill.worker.service.gate import GatedAMQP
 from nightmill.worker.service.heart import LOADING, Heart
 from nightmill.worker.service.housekeeper import Housekeeper
-from nightmill.worker.service.lane import Lane
+from nightmill.worker.service.interactive import InteractiveConsumer
+from nightmill.worker.service.message_filter import FilteringAMQP
 from nightmill.worker.service.metrics import WorkerMetrics, serve_metrics
 from nightmill.worker.service.nvml import GpuProbe
-from nightmill.worker.service.shards import Service
+from nightmill.worker.service.shards import Service, ServiceOptions
 
 log = logging.getLogger("nightmill.worker")
 
@@ -79,7 +72,7 @@ class EngineStep(bootsteps.StartStopStep):
             )
             raise SystemExit(1)
         # Celery's ways of workers to know of each other; ours is the table. What they hear comes from Redis,
-        # where anybody can put anything, past the gate.
+        # where anybody can put anything, past the message filter.
         parent.options.update(without_gossip=True, without_mingle=True, without_heartbeat=True)
         return self
 
@@ -102,7 +95,7 @@ class EngineStep(bootsteps.StartStopStep):
         if self.service is None:
             return
         self.service.drain()
-        self.lane.close()
+        self.interactive.close()
         self.courier.stop()
         self.housekeeper.close()
         try:
@@ -154,6 +147,8 @@ class EngineStep(bootsteps.StartStopStep):
         try:
             with heart.while_loading(settings.heartbeat_seconds) as tell:
                 model = load_model(settings)
+                if (fault := model.template_fault()) is not None:
+                    log.warning("%s: %s", model.name, fault)
                 self.service = self._wait_for_engine(settings, model, engine, tell)
         except BaseException:  # a load that is interrupted, too, is no longer shown as a worker
             with suppress(NightmillError):  # what happened first is what matters
@@ -172,7 +167,7 @@ class EngineStep(bootsteps.StartStopStep):
         self._on_shutdown = lambda **_: service.begin_drain()
         signals.worker_shutting_down.connect(self._on_shutdown, weak=False)
         signal.signal(signal.SIGQUIT, lambda *_: _hand_back(service))
-        self.lane = Lane(
+        self.interactive = InteractiveConsumer(
             self.broker,
             (None, model.name),
             service.in_flight,
@@ -180,7 +175,7 @@ class EngineStep(bootsteps.StartStopStep):
             service.fail,
         )
         self.housekeeper.start()
-        self.lane.start()
+        self.interactive.start()
         announcer = Announcer(self.database, self.broker)
         self.courier = Courier(Batches(BatchStore(self.database), announcer, settings), settings)
         self.courier.start()
@@ -199,16 +194,14 @@ class EngineStep(bootsteps.StartStopStep):
         return Service(
             self.claims,
             engine,
-            model.tokenize_all,
-            model.spell,
-            apart=model.apart,
-            spelling=model.spelling,
-            capacity=capacity(settings),
-            lane=interactive_slots(settings),
-            drain_seconds=settings.drain_seconds,
+            model,
+            ServiceOptions(
+                capacity=capacity(settings),
+                reserved_slots=interactive_slots(settings),
+                drain_seconds=settings.drain_seconds,
+            ),
             followers=Followers(self.broker),
             on_fatal=_end_process,
-            markup=model.markup,
             while_loading=while_loading,
         )
 
@@ -223,7 +216,7 @@ class RoomStep(bootsteps.StartStopStep):
     requires = ("celery.worker.consumer.tasks:Tasks",)
 
     def start(self, parent: Any) -> None:
-        """Put the gate on the new channel."""
+        """Put this limit on the new channel."""
         step = next(step for step in parent.controller.steps if isinstance(step, EngineStep))
         qos = parent.task_consumer.channel.qos
         within_prefetch = qos.can_consume
@@ -238,7 +231,7 @@ class RoomStep(bootsteps.StartStopStep):
 def make_worker_app() -> Celery:
     """The app with the worker's options and steps; the broker is looked up when a worker starts."""
     worker_app = make_app(None)
-    worker_app.amqp_cls = GatedAMQP
+    worker_app.amqp_cls = FilteringAMQP
     worker_app.conf.update(worker_pool="threads", worker_concurrency=TASK_THREADS)
     worker_app.user_options["worker"].update([*worker_options(), worker_id_option()])
     worker_app.steps["worker"].add(EngineStep)
@@ -254,12 +247,12 @@ def _hand_back(service: Service) -> None:
 
 
 def _told_to_end() -> bool:
-    """Whether a signal or a failure has asked this process to end."""
+    """True if a signal or a failure has asked this process to end."""
     return _is_set(celery_state.should_stop) or _is_set(celery_state.should_terminate)
 
 
 def _is_set(flag: int | bool | None) -> bool:
-    """Whether a flag of Celery's says to end: it is an exit code then, and 0 is one, which equals False."""
+    """True if a flag of Celery's says to end: it is an exit code then, and 0 is one, which equals False."""
     return flag is not None and flag is not False
 
 

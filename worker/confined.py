@@ -37,7 +37,7 @@ class LostError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """How errors put it.
+    """The wording of errors about a confined process.
 
     process  what it is called
     slow     said if its processor time is used up, which it lets the kernel end it for (SIGPROF)
@@ -92,7 +92,7 @@ class ConfinedProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The id of the process."""
         return self._process.pid
 
     @staticmethod

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from nightmill.jobs.silence import Silence
+from nightmill.jobs.base.silence import Silence
 
 log = logging.getLogger(__name__)
 

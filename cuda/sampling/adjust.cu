@@ -6,7 +6,7 @@
 //   history: the token at each place of the KV cache, pages of 16; tables (S, width): the pages of each chunk
 //   starts (S + 1,): where the step's chunks begin; a draw's row lies in the chunk of its sequence
 //
-// A sequence's wishes, as worker/runners/gpu/sampling/wishes.py writes them: N tokens, N floats, their biases; W + 1
+// A sequence's wishes, as worker/runners/gpu/sampling/logit_adjustments.py writes them: N tokens, N floats, their biases; W + 1
 // places where runs of banned tokens begin, and these. The answer is read from the cache's history, so nothing is kept
 // of it here, and a sequence that takes a slot again brings nothing but its wishes.
 //
@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int64_t table = static_cast<int64_t>(chunk_of(draw.row, starts, chunks)) * width;
     const History tokens{history, tables + table};
 
-    const int* biased = reinterpret_cast<const int*>(slot.wishes);
+    const int* biased = reinterpret_cast<const int*>(slot.adjustments);
     const float* biases = reinterpret_cast<const float*>(biased + slot.biases);
     const int* runs = biased + 2 * slot.biases;
     const int* banned = runs + slot.words + 1;

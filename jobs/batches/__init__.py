@@ -1,1 +1,1 @@
-"""Files and iterables of prompts as wholes: handed in, followed, read."""
+"""Batches: files, tables and iterables of prompts, submitted, followed and read as a whole."""

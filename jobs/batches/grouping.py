@@ -1,18 +1,18 @@
-"""Rows in groups of so many, or so much text: what is held at once and written at once has a bound."""
+"""Groups of rows, bounded in number and in characters, for transactions of bounded size."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Generic, TypeVar
 
 ROWS_PER_TRANSACTION = 1024
 CHARACTERS_PER_TRANSACTION = 8 * 2**20
-_DEPTH = 8  # a prompt, or messages with parts: what lies deeper is not weighed
+_DEPTH = 8  # deep enough for messages with parts; deeper texts are not counted
 _CHARACTERS_OF_A_NUMBER = 6
 
 T = TypeVar("T")
 
 
-class Group(Generic[T]):
-    """Rows that are to be written at once. It is full with the row that reaches one of the bounds."""
+class RowGroup(Generic[T]):
+    """Rows of one transaction. The row that reaches a bound is the last one."""
 
     def __init__(self) -> None:
         self.rows: list[T] = []
@@ -26,20 +26,20 @@ class Group(Generic[T]):
 
 
 def grouped(rows: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Lists of rows: each ends with the row that reaches one of the bounds. `size_of` gives characters."""
-    group: Group[T] = Group()
+    """Split rows into lists; the row that reaches a bound ends its list. `size_of` returns characters."""
+    group: RowGroup[T] = RowGroup()
     for row in rows:
         if group.add(row, size_of(row)):
             yield group.rows
-            group = Group()
+            group = RowGroup()
     if group.rows:
         yield group.rows
 
 
 def characters(value: object, depth: int = _DEPTH) -> int:
-    """How many characters of text a prompt holds, or an item with a prompt and settings of its own.
+    """Count the characters of a prompt, or of an item with a prompt and settings.
 
-    A number counts as six: of token ids a prompt may have as many as it likes.
+    A number counts as six characters, since a prompt may have any number of token ids.
     """
     if isinstance(value, str):
         return len(value)

@@ -1,33 +1,42 @@
-"""A batch's results and errors as files: whose they may be, and written whole in the order of the input."""
+"""Result and error files of a batch: checks of the destination, and writing in the order of the input."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from nightmill.jobs.contract import JsonObject
+from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.formats import Destination, FileFormat, InputFile, error_row, result_row
-from nightmill.jobs.formats.places import Place
-from nightmill.jobs.job import Job
+from nightmill.jobs.formats.places import OutputTarget
+from nightmill.jobs.reply.job import Job
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.jobs import Selection, Store
+from nightmill.jobs.tables.layout import layout_of
+from nightmill.jobs.tables.reading import TableFile
 
-ROWS_PER_CALL = 100  # of `on_rows`
+ROWS_PER_CALL = 100  # rows between calls of `on_rows`
 
 
 def output_row(job: Job, format: FileFormat, *, errors: bool) -> JsonObject:
-    """A job as a row of the result file, or of the error file."""
+    """Return a job as a row of the result file or the error file."""
     return error_row(job, format) if errors else result_row(job, format)
 
 
 @contextmanager
 def destinations(
-    source: InputFile, results: Place, errors: Place, *, overwrite: bool
+    source: InputFile, results: OutputTarget, errors: OutputTarget, *, overwrite: bool
 ) -> Iterator[tuple[Destination, Destination]]:
-    """The result file and the error file of an input: three different files. Raises BatchFileError."""
+    """Open the result file and the error file of an input, which must be three different files. Raises
+    BatchFileError."""
+    shape = source.table.shape if isinstance(source, TableFile) else None
     apart = {"the input": source.path}
     with (
         Destination(
-            results.path, source.format, overwrite=overwrite, apart_from=apart, label=results.label
+            results.path,
+            source.format,
+            overwrite=overwrite,
+            apart_from=apart,
+            label=results.label,
+            layout=layout_of(shape, source.format, results.path),
         ) as first,
         Destination(
             errors.path,
@@ -36,13 +45,14 @@ def destinations(
             overwrite=overwrite,
             apart_from=apart | {"the file of results": results.path},
             label=errors.label,
+            layout=layout_of(shape, source.format, errors.path, errors=True),
         ) as second,
     ):
         yield first, second
 
 
 def vet(destination: Destination, store: BatchStore, batch: str, fingerprint: str | None) -> None:
-    """Refuse a destination that holds anything but rows of this batch, which need not be entered yet.
+    """Refuse a destination that contains anything but rows of this batch, which may not be entered yet.
 
     Raises BatchFileError.
     """
@@ -57,20 +67,18 @@ def vet(destination: Destination, store: BatchStore, batch: str, fingerprint: st
 def write_in_order(
     destination: Destination,
     jobs: Iterable[Job],
-    format: FileFormat,
     *,
-    errors: bool = False,
     on_rows: Callable[[int], None] | None = None,
 ) -> int:
-    """Write these jobs; returns how many rows that are.
+    """Write these jobs; returns the number of rows.
 
-    The file appears under its name when it is complete; until then a file that was there stays. Raises
+    The file appears under its name once it is complete; until then an existing file stays. Raises
     BatchFileError if it cannot be written.
     """
     written = 0
     with destination.replace() as file:
         for job in jobs:
-            file.write(output_row(job, format, errors=errors))
+            file.write(destination.layout.row(job))
             written += 1
             if on_rows is not None and written % ROWS_PER_CALL == 0:
                 on_rows(written)
@@ -78,5 +86,5 @@ def write_in_order(
 
 
 def source_of(path: str | None) -> Mapping[str, Path]:
-    """What a destination must be apart from: the input of a batch, if that is a file."""
+    """Return the input file of a batch, if it is a file, which no destination may be."""
     return {"the input": Path(path)} if path else {}

@@ -1,36 +1,44 @@
-"""From the rows of a file to the jobs of a batch: in groups, each committed, so that it can be broken off.
+"""Submission of a file's rows as jobs, in committed groups, so that it can be interrupted and resumed.
 
-Rows are entered in the order of the file. Submitting the file again skips those that are there and goes on;
-two who submit it at once share the work, and no row is entered twice.
+Rows are entered in the order of the file. Submitting the file again skips existing rows and continues;
+concurrent submissions share the work, and no row is entered twice.
 """
 
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from nightmill.jobs.batch_status import BatchRecord
-from nightmill.jobs.batches.grouping import Group, characters
-from nightmill.jobs.contract import JobState, StopReason
-from nightmill.jobs.errors import BatchFileError, BatchFileUnavailableError, InvalidRequestError
+from nightmill.jobs.base.contract import JobState, StopReason
+from nightmill.jobs.base.ids import IdSource
+from nightmill.jobs.batches.grouping import RowGroup, characters
+from nightmill.jobs.errors import (
+    BatchFileError,
+    BatchFileUnavailableError,
+    EmptyBatchFileError,
+    InvalidRequestError,
+)
 from nightmill.jobs.formats import InputFile, InputRow, RowError, rows_from
-from nightmill.jobs.ids import IdSource
 from nightmill.jobs.messages.announcing import Announcer
-from nightmill.jobs.spec import JobSpec
+from nightmill.jobs.reply.batch_status import BatchRecord
+from nightmill.jobs.request.spec import JobSpec
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.jobs import by_queue
+from nightmill.jobs.tables.memory import TableItems
 
+_MOST_RENAMED = 100  # other models named by rows that are counted
 OnRows = Callable[[int], None]
 """Called after each group with the number of rows read so far."""
 Steps = Generator[int, None, int]
-"""Yields after each row how many of those that were read are committed; returns how many the file has."""
+"""Yields after each row the number of committed rows; returns the number of rows in the file."""
 
 
 class Submission:
     """Enters the rows of one batch.
 
-    `defaults` hold if a row says nothing, and their model, if there is one, whatever a row says.
-    `check_model` raises UnknownModelError for a name that no worker has.
+    `defaults` apply where a row has no value; their model, if any, overrides the rows'. `check_model` raises
+    UnknownModelError for a name that no worker has.
     """
 
     def __init__(
@@ -50,21 +58,31 @@ class Submission:
         self._models: dict[str, RowError | None] = {}
         self._ids = IdSource()
         self._announcing = True
+        self._entered = False  # whether any row is entered, now or earlier
+        self.renamed: Counter[str] = Counter()
+        """Number of rows whose model the batch's model replaced, by name, for the first names."""
 
-    def steps(self, source: InputFile | Iterable[Any], store: BatchStore, announcer: Announcer) -> Steps:
-        """Enter all rows that are not there yet, announce them, and mark the batch as complete.
+    def steps(
+        self, source: InputFile | TableItems | Iterable[Any], store: BatchStore, announcer: Announcer
+    ) -> Steps:
+        """Enter all missing rows, announce them, and mark the batch as complete.
 
-        Raises BatchFileError if the file cannot be read, or changes meanwhile: then the batch is not
-        complete, and all rows in it are of the file as it was at first.
+        Raises BatchFileError if the file cannot be read or changes meanwhile: then the batch stays
+        incomplete, with rows of the original file only.
         """
+        if isinstance(source, TableItems):
+            return (yield from self._enter(source.rows(self._defaults), store, announcer))
         if not isinstance(source, InputFile):
             return (yield from self._enter(rows_from(source, self._defaults), store, announcer))
         try:
             return (yield from self._enter(source.rows(self._defaults), store, announcer, source))
-        except BatchFileUnavailableError:  # which says nothing of what it holds
+        except BatchFileUnavailableError:  # not a fault of the content
+            raise
+        except EmptyBatchFileError:
+            store.complete(self._record.name, 0)
             raise
         except BatchFileError as error:
-            if source.changed():  # which explains whatever was wrong with it
+            if source.changed():  # the change explains the error
                 raise self._changed(source) from error
             raise
 
@@ -77,25 +95,28 @@ class Submission:
     ) -> Steps:
         name = self._record.name
         last = store.last_row(name)
+        self._entered = last > 0
         committed = 0
-        group: Group[InputRow] = Group()
+        group: RowGroup[InputRow] = RowGroup()
 
         def commit() -> None:
             nonlocal committed, group
             if source is not None and source.changed():
-                raise self._changed(source)  # these rows may be of the new file
+                raise self._changed(source)  # these rows may come from the new file
             now = store.database.now()
             jobs = [self._job(row, now) for row in group.rows if row.number > last]
-            if jobs and store.insert_rows(name, jobs):
-                # A broker that is away is asked once; workers find the rest in the table.
+            inserted = bool(jobs) and store.insert_rows(name, jobs)
+            self._entered = self._entered or bool(jobs)
+            if inserted:
+                # An unreachable broker is tried once; workers find the other jobs in the table.
                 self._announcing = self._announcing and announcer.announce(
                     by_queue(job for job in jobs if job["sent_at"])
                 )
             committed += len(group.rows)
-            group = Group()
+            group = RowGroup()
 
         for row in rows:
-            if group.add(row, characters(row.prompt)):
+            if group.add(row, characters(row.prompt) + characters(row.kept)):
                 commit()
             yield committed
         if group.rows:
@@ -108,6 +129,8 @@ class Submission:
 
     def _changed(self, source: InputFile) -> BatchFileError:
         name = self._record.name
+        if not self._entered:
+            return BatchFileError(f"{source.label}: changed while it was submitted: submit it once more")
         return BatchFileError(
             f"{source.label}: changed while it was submitted, so batch {name!r} is not complete; its rows "
             "are of the file as it was: submit that once more, or delete the batch "
@@ -115,9 +138,11 @@ class Submission:
         )
 
     def _job(self, row: InputRow, now: datetime) -> dict[str, Any]:
-        """The row of `jobs`. All have the same keys, so that they go into one statement."""
+        """Return the row of `jobs`. All rows have the same keys, so that one statement can insert many."""
         spec, error = row.spec or self._defaults, row.error
         if self._defaults.model is not None and spec.model != self._defaults.model:
+            if spec.model in self.renamed or len(self.renamed) < _MOST_RENAMED:
+                self.renamed[str(spec.model)] += 1
             spec = replace(spec, model=self._defaults.model)
         if error is None:
             error = self._model_error(spec.model)
@@ -130,6 +155,8 @@ class Submission:
             "finished_at": None,
             "cancel_requested_at": None,
         }
+        if row.kept is not None:
+            job["metadata"] = row.kept or None
         if not self._announcing:
             job["sent_at"] = None
         return job if error is None else job | _failed(row, error, now)
@@ -147,7 +174,7 @@ class Submission:
 
 
 def _failed(row: InputRow, error: RowError, now: datetime) -> dict[str, Any]:
-    """What makes a job of a bad row: final from the start, without a prompt."""
+    """Return the columns of a job for a bad row: final from the start, without a prompt."""
     entry = {"code": error.code, "field": error.field, "line": row.number, "error": error.message}
     return {
         "prompt": None,

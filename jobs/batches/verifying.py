@@ -1,7 +1,6 @@
-"""Verifying a batch: some of its rows are computed again from their seeds, and the texts compared.
+"""Verification of a batch: some rows are computed again from their seeds, and the texts compared.
 
-The copies are jobs of a batch of their own, which is deleted in the end, whatever happened. The batch that is
-verified is only read.
+The copies are jobs of a separate batch that is always deleted at the end. The verified batch is only read.
 """
 
 import hashlib
@@ -12,38 +11,38 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from nightmill.jobs.arithmetic import difference
-from nightmill.jobs.contract import JobState
+from nightmill.jobs.base.arithmetic import difference, model_of
+from nightmill.jobs.base.contract import JobState
+from nightmill.jobs.base.ids import IdSource
+from nightmill.jobs.batches.waiting import JobWaiter
 from nightmill.jobs.errors import (
     InvalidParameterError,
     InvalidTransitionError,
     NotServedError,
     WaitTimeoutError,
 )
-from nightmill.jobs.fields import check_option
-from nightmill.jobs.ids import IdSource
-from nightmill.jobs.job import Job
 from nightmill.jobs.messages.announcing import Announcer
+from nightmill.jobs.reply.job import Job
+from nightmill.jobs.request.fields import check_option
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.copying import COPIED_FROM, copy_jobs, models_of
 from nightmill.jobs.sql.deletion import Deletion
 from nightmill.jobs.sql.jobs import Selection, Store, by_queue, chunked
 from nightmill.jobs.sql.workers import WorkerStore
-from nightmill.jobs.waiting import Waiting
 
-_ROWS_AT_ONCE = 50  # whole rows, whose prompts and texts may be long
-_EXCERPT = 24  # characters before and after the place where two texts part
+_ROWS_AT_ONCE = 50  # few, as whole rows may have long prompts and texts
+_EXCERPT = 24  # characters before and after the first difference
 _STOPPING_SECONDS = 10.0  # running jobs stop within one
-_LONGEST_NAME = 150  # of the batch, in the name of the batch of copies
+_LONGEST_NAME = 150  # characters of the batch's name in the name of the batch of copies
 
 
 class Verdict(StrEnum):
-    """What comparing a row with its copy has shown.
+    """The result of comparing a row with its copy.
 
     equal           the same text and stop reason, to the bit
-    explained       another text, and another prompt or arithmetic, whose differing parts are named
-    unrecorded      another text; the arithmetic of one of the two was not recorded
-    defect          another text by the same arithmetic, which must not be
+    explained       different text, and a different prompt or arithmetic, whose differing parts are named
+    unrecorded      different text; the arithmetic of one of the two was not recorded
+    defect          different text by the same arithmetic, which must not happen
     not_compared    the copy did not succeed, or the row is gone
     """
 
@@ -56,7 +55,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """Where two texts part: after `at` equal characters. With what surrounds the place in each."""
+    """The first difference of two texts, after `at` equal characters, with excerpts of both."""
 
     at: int
     then: str
@@ -65,7 +64,7 @@ class Parting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifiedRow:
-    """A row that was computed again; `then` is what the batch holds, `now` what its copy gave."""
+    """A row that was computed again: `then` is the batch's result, `now` the copy's."""
 
     job_id: str
     verdict: Verdict
@@ -73,7 +72,7 @@ class VerifiedRow:
     custom_id: str | None = None
     arithmetic_then: str | None = None  # None: not recorded
     arithmetic_now: str | None = None
-    differences: tuple[str, ...] = ()  # in which prompt and arithmetic are not the same, in words
+    differences: tuple[str, ...] = ()  # differences in prompt and arithmetic, in words
     parting: Parting | None = None  # if texts differ
     stop_reason_then: str | None = None
     stop_reason_now: str | None = None
@@ -82,25 +81,25 @@ class VerifiedRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What came of it."""
+    """The result of a verification."""
 
     batch: str
-    seed_of_sample: int  # the same rows are chosen for the same seed
+    seed_of_sample: int  # the same seed selects the same rows
     rows: tuple[VerifiedRow, ...]
     copies: str | None  # the batch of copies, if it was kept
 
     def count(self, verdict: Verdict) -> int:
-        """How many rows had it."""
+        """Return the number of rows with this verdict."""
         return sum(row.verdict is verdict for row in self.rows)
 
     @property
     def equal(self) -> bool:
-        """True if every row was computed again, to the bit."""
+        """True if every row was computed again and is equal to the bit."""
         return self.count(Verdict.EQUAL) == len(self.rows)
 
 
 class Verifier:
-    """Verifies batches of one database, through the workers that serve it."""
+    """Verifies batches of one database with the workers that serve it."""
 
     def __init__(self, store: BatchStore, announcer: Announcer) -> None:
         self._batches = store
@@ -119,11 +118,11 @@ class Verifier:
         keep: bool,
         on_rows: Callable[[int], None] | None,
     ) -> Verification:
-        """See Client.verify."""
+        """Verify a batch; see Client.verify."""
         if sample < 1:
             raise InvalidParameterError(f"sample: must be at least 1 row (got {sample})", field="sample")
         check_option("priority", priority)
-        self._batches.get(batch)  # or BatchNotFoundError
+        self._batches.get(batch)  # raises BatchNotFoundError
         seed = secrets.randbelow(2**31) if seed_of_sample is None else seed_of_sample
         chosen = choose(self._batches.ids(batch, JobState.SUCCEEDED), sample, seed)
         if not chosen:
@@ -132,7 +131,7 @@ class Verifier:
         copies = f"verify:{batch[:_LONGEST_NAME]}:{secrets.token_hex(6)}"
         try:
             queued = self._queue(chosen, copies, priority)
-            if not queued:  # the batch was deleted just now
+            if not queued:  # the batch was deleted meanwhile
                 raise _nothing_in(batch)
             self._wait(copies, queued, timeout, on_rows)
             rows = tuple(self._compared(copies))
@@ -151,7 +150,7 @@ class Verifier:
                 )
 
     def _queue(self, job_ids: list[str], copies: str, priority: int) -> int:
-        """Queue copies of these jobs; returns how many, since some may be gone meanwhile."""
+        """Queue copies of these jobs; returns their number, as some jobs may be gone meanwhile."""
         ids, queued = IdSource(), 0
         for chunk in chunked(job_ids, _ROWS_AT_ONCE):
             rows = copy_jobs(self._batches.database, chunk, copies, priority, ids)
@@ -163,7 +162,7 @@ class Verifier:
         self, copies: str, queued: int, timeout: float | None, on_rows: Callable[[int], None] | None
     ) -> None:
         try:
-            for pause in Waiting(self._jobs).steps_to_end(None, copies, timeout):
+            for pause in JobWaiter(self._jobs).steps_to_end(None, copies, timeout):
                 if on_rows is not None:
                     on_rows(queued - self._unfinished(copies))
                 time.sleep(pause)
@@ -176,20 +175,20 @@ class Verifier:
 
     def _compared(self, copies: str) -> Iterator[VerifiedRow]:
         for page in chunked(self._batches.ids(copies, *JobState), _ROWS_AT_ONCE):
-            made = self._jobs.find(Selection(ids=page))
-            ids = [str(copy.metadata[COPIED_FROM]) for copy in made]
+            copied = self._jobs.find(Selection(ids=page))
+            ids = [str(copy.metadata[COPIED_FROM]) for copy in copied]
             there = {job.id: job for job in self._jobs.find(Selection(ids=ids, states=[JobState.SUCCEEDED]))}
-            for job_id, copy in zip(ids, made, strict=True):
+            for job_id, copy in zip(ids, copied, strict=True):
                 yield compare(job_id, there.get(job_id), copy)
 
     def _remove(self, copies: str) -> None:
-        """Delete the copies. Raises InvalidTransitionError if one goes on running."""
+        """Delete the copies. Raises InvalidTransitionError if one does not stop running."""
         if self._unfinished(copies):
             self._batches.cancel(copies)
             give_up_at = time.monotonic() + _STOPPING_SECONDS
             while self._unfinished(copies) and time.monotonic() < give_up_at:
                 time.sleep(0.1)
-        if self._jobs.count(Selection(batch=copies)):  # else not even its first row was entered
+        if self._jobs.count(Selection(batch=copies)):  # otherwise no row was entered
             for _ in Deletion(self._batches.database).run(copies):
                 pass
 
@@ -198,10 +197,10 @@ class Verifier:
 
 
 def choose(job_ids: Iterable[str], sample: int, seed: int) -> list[str]:
-    """`sample` of the ids at random, or all if there are not more; in their order.
+    """Choose `sample` of the ids at random, or all if there are fewer, in their order.
 
-    Those whose hashes with the seed are smallest: the same seed chooses the same, in one pass and little
-    memory, and when other rows have come to the batch it chooses most of them again.
+    The ids with the smallest hashes are chosen: the same seed gives the same sample, in one pass and little
+    memory, and mostly the same sample after more rows were added.
     """
 
     def rank(job_id: str) -> bytes:
@@ -211,7 +210,7 @@ def choose(job_ids: Iterable[str], sample: int, seed: int) -> list[str]:
 
 
 def compare(job_id: str, then: Job | None, now: Job) -> VerifiedRow:
-    """A row as the batch holds it (None: no more) and its copy."""
+    """Compare a row of the batch (None: it is gone) with its copy."""
     if then is None:
         gone = "the row has been deleted meanwhile"
         return VerifiedRow(job_id=job_id, verdict=Verdict.NOT_COMPARED, error=gone)
@@ -244,17 +243,20 @@ def compare(job_id: str, then: Job | None, now: Job) -> VerifiedRow:
 
 
 def _prompts(then: Job, now: Job) -> tuple[str, ...]:
-    """Whether the prompt became other tokens: by digests, or by number if an older row has no digest."""
+    """Describe a change of the prompt's tokens: by digests, or by count if an older row has no digest."""
     if then.prompt_digest is None or now.prompt_digest is None:
         if then.prompt_tokens == now.prompt_tokens:
             return ()
         return (f"prompt: {then.prompt_tokens} tokens, now {now.prompt_tokens}",)
     if then.prompt_digest == now.prompt_digest:
         return ()
-    return (
-        f"prompt: the tokens {then.prompt_digest}, now {now.prompt_digest}, since its chat template or the "
-        "version of Jinja is another",
-    )
+    models = [model_of(job.arithmetic) for job in (then, now)]
+    cause = "its chat template or the version of Jinja is another"
+    if models[0] is not None and models[0] == models[1]:  # the file's digest covers its templates
+        cause = (
+            "the version of Jinja or of Nightmill is another; the model file and its chat template are not"
+        )
+    return (f"prompt: the tokens {then.prompt_digest}, now {now.prompt_digest}, since {cause}",)
 
 
 def _said(job: Job) -> list[tuple[str, str]]:
@@ -262,13 +264,13 @@ def _said(job: Job) -> list[tuple[str, str]]:
 
 
 def _parting(then: Job, now: Job) -> Parting | None:
-    """Where the first answer parts from its copy that is not the same; None if all texts are."""
+    """Return the first difference of the first answer that differs; None if all texts are equal."""
     pairs = zip(then.answers, now.answers, strict=False)
     return next((part(one.text, other.text) for one, other in pairs if one.text != other.text), None)
 
 
 def part(then: str, now: str) -> Parting:
-    """Where two texts part that are not the same."""
+    """Return the first difference of two different texts."""
     pairs = enumerate(zip(then, now, strict=False))
     at = next((index for index, (one, other) in pairs if one != other), min(len(then), len(now)))
     around = slice(max(0, at - _EXCERPT), at + _EXCERPT)

@@ -1,1 +1,1 @@
-"""The `nightmill` command: thin over the client; all that is printed goes through here."""
+"""The `nightmill` command: a thin layer over the client, with all printing."""

@@ -1,4 +1,4 @@
-"""`nightmill batch ...` and `nightmill prune`: files handed in, looked at, cancelled, cleared away."""
+"""`nightmill batch ...` and `nightmill prune`: submit, follow, read, cancel and delete batches of files."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -6,30 +6,32 @@ from typing import Any
 
 import click
 
-from nightmill.jobs.batch_status import BatchState, BatchStatus, status_values
-from nightmill.jobs.client import Client
+from nightmill.jobs.base.printable import printable
+from nightmill.jobs.base.times import describe_moment, parse_span
+from nightmill.jobs.client.client import Client
+from nightmill.jobs.commands.comparing import diff
 from nightmill.jobs.commands.job_options import AT, BATCH_OPTIONS, given, job_options
 from nightmill.jobs.commands.on_end import on_end_options, run_on_end, words_of
-from nightmill.jobs.commands.options import Group, json_option
+from nightmill.jobs.commands.options import CommandGroup, json_option
 from nightmill.jobs.commands.over_http import describe_http, http_batch, http_values
 from nightmill.jobs.commands.printing import counted, describe_status, say_if_nobody_serves
-from nightmill.jobs.commands.progress import BatchProgress
-from nightmill.jobs.commands.terminal import Line, LiveLine, confirm, echo, echo_err, echo_json, table
+from nightmill.jobs.commands.progress import EXIT_FAILED, BatchProgress, logged_errors
+from nightmill.jobs.commands.table_options import opened_with, table_options, taken
+from nightmill.jobs.commands.terminal import LiveLine, ProgressLine, confirm, echo, echo_err, echo_json, table
 from nightmill.jobs.errors import BatchNotFoundError
 from nightmill.jobs.formats import FileFormat, InputFile
 from nightmill.jobs.formats.places import STANDARD, brought_to, taken_from
-from nightmill.jobs.printable import printable
+from nightmill.jobs.reply.batch_status import BatchState, BatchStatus, status_values
 from nightmill.jobs.sql.prune import Pruned
-from nightmill.jobs.when import describe_moment, parse_span
 
 EXIT_CODES = {
     BatchState.COMPLETED: 0,
     BatchState.COMPLETED_WITH_ERRORS: 3,
-    BatchState.FAILED: 4,
+    BatchState.FAILED: EXIT_FAILED,
     BatchState.EXPIRED: 5,
     BatchState.CANCELLED: 6,
 }
-"""How commands that follow a batch to its end exit; 1 is an error of the command, 2 wrong usage."""
+"""Exit codes of commands that follow a batch to its end; 1 is an error of the command, 2 wrong usage."""
 
 FORMAT_OPTION = click.option(
     "--format",
@@ -38,9 +40,9 @@ FORMAT_OPTION = click.option(
 )
 
 
-@click.group(cls=Group)
+@click.group(cls=CommandGroup)
 def batch() -> None:
-    """Files of prompts: submit, follow, read, cancel, try again.
+    """Batches of prompts: submit, follow, read, cancel, retry.
 
     \b
       nightmill batch submit prompts.jsonl --name tonight --at 01:00 --deadline 06:00
@@ -48,6 +50,7 @@ def batch() -> None:
       nightmill batch results tonight -o results.jsonl
       nightmill batch errors tonight -o errors.jsonl
       nightmill batch retry-failed tonight
+      nightmill batch diff tonight yesterday
 
     A batch is submitting, scheduled, queued or running; in the end it is completed (every row succeeded),
     completed_with_errors, failed (no row succeeded), cancelled, or expired (the deadline ended rows). A
@@ -60,6 +63,7 @@ def batch() -> None:
 @FORMAT_OPTION
 @click.option("--name", help="Name of the batch; by default made of the file, the model and the parameters.")
 @click.option("--model", help="Name of the model that must serve every row, whatever the rows say.")
+@table_options
 @on_end_options
 @job_options(*BATCH_OPTIONS)
 @json_option
@@ -75,32 +79,38 @@ def submit(
 ) -> None:
     """Queue every row of FILE as a batch.
 
-    FILE holds OpenAI batch rows, plain JSONL rows, CSV or Parquet; docs/file-formats.md says what a row may
-    hold. Parameters given here hold for rows that do not say otherwise. A bad row becomes a failed row and
-    stops nothing. Broken off? The same command again goes on where it stood, and keeps the times of the
-    first one. FILE must not change meanwhile. With - for FILE the rows are
-    those of standard input; it may also be at s3://, gs:// or https://.
+    FILE contains OpenAI batch rows, plain JSONL rows, CSV or Parquet; docs/file-formats.md describes rows.
+    With --template it is any table, and each of its rows a prompt (docs/tables.md). Parameters given here are
+    defaults of the rows. A bad row becomes a failed row and stops nothing.
+    Repeating an interrupted command resumes it, with the times of the first one. FILE must not change
+    meanwhile. Use - for FILE to read standard input; it may also be at s3://, gs:// or https://.
 
-    With --on-end the command stays until the batch has ended, as watch does, and then runs COMMAND, which
-    reads the status as JSON. Started again after it was broken off, it follows the same batch.
+    With --on-end the command waits until the batch has ended, like watch, and then runs COMMAND, which reads
+    the status as JSON. Repeated after an interruption, it follows the same batch.
 
     \b
       nightmill batch submit prompts.jsonl --name tonight --on-end "mail -s done me@example.org"
 
     \b
-    Exits 0 while there are rows to run. A batch that is done already (or whose rows are all bad) exits as
-    watch does: 0 if every row succeeded, 3 to 6 otherwise. So does one that --on-end has followed.
+    Exits with 0 while there are rows to run. If the batch has ended already (or all rows are bad), and with
+    --on-end, it exits like watch: with 0 if every row succeeded, 3 to 6 otherwise.
     """
     at_end = None if on_end is None else words_of(on_end)
-    settings = given(options)
+    table = taken(options)
+    settings = given(options) | table
+    opened = opened_with(settings)
     with Client() as client:
         wanted = None if format is None else FileFormat(format)
         spool_bytes = client.settings.spool_bytes
-        with taken_from(file, wanted, most=spool_bytes) as source, submitting(source) as on_rows:
+        with (
+            logged_errors(None),
+            taken_from(file, wanted, most=spool_bytes, opened=opened) as source,
+            submitting(source) as on_rows,
+        ):
             made = client.submit_batch(source, name=name, on_rows=on_rows, webhook=webhook, **settings)
         status = made.status()
         say_times(status, settings)
-        idle = status.state.final or status.state is BatchState.SCHEDULED  # needs no worker, or not yet
+        idle = status.state.final or status.state is BatchState.SCHEDULED  # no worker is needed, or not yet
         if not as_json and not idle:
             say_if_nobody_serves(client, made.record.model)
         if at_end is not None and not status.state.final:
@@ -124,7 +134,7 @@ def submit(
 def say_times(
     status: BatchStatus, settings: Mapping[str, Any], say: Callable[[str], object] = echo_err
 ) -> None:
-    """Say which times hold, if some were asked for: a batch keeps its first ones."""
+    """Report the batch's times if some were given: a batch keeps its first ones."""
     for label, asked, kept in (
         ("begins", settings.get(AT), status.scheduled_at),
         ("deadline", settings.get("deadline"), status.deadline_at),
@@ -138,7 +148,7 @@ def say_times(
 
 @contextmanager
 def submitting(source: InputFile, *, show: bool = True) -> Iterator[Callable[[int], None]]:
-    """A progress bar for a file, if `show`; yields what submit_batch calls as `on_rows`."""
+    """Show a progress bar for a file, if `show`; yields the `on_rows` callback for submit_batch."""
     with _progress("submitting", source.size, megabytes=True, show=show) as update:
         yield lambda _: update(source.position)
 
@@ -174,12 +184,12 @@ def list_command(limit: int, as_json: bool) -> None:
 @click.argument("name")
 @json_option
 def status(name: str, as_json: bool) -> None:
-    """Show where a batch stands: rows by state and stop reason, errors, speed, when it will end."""
+    """Show the status of a batch: rows by state and stop reason, errors, speed, estimated end."""
     with Client() as client:
         http = http_batch(client, name)
         try:
             found = client.get_batch(name).status()
-        except BatchNotFoundError:  # its rows need not be there yet
+        except BatchNotFoundError:  # its rows may not be entered yet
             if http is None:
                 raise
             found = None
@@ -200,7 +210,7 @@ def watch(name: str, as_json: bool) -> None:
 
     \b
     Exits 0 if every row succeeded; 3: completed_with_errors; 4: failed, no row succeeded; 5: expired at the
-    deadline; 6: cancelled. 1 is an error of this command, 2 wrong usage. Ctrl-C stops watching, no more; 130.
+    deadline; 6: cancelled. 1 is an error of this command, 2 wrong usage. Ctrl-C only stops watching; 130.
     """
     with Client() as client:
         followed = client.get_batch(name)
@@ -257,6 +267,9 @@ batch.add_command(
 )
 
 
+batch.add_command(diff)
+
+
 @batch.command()
 @click.argument("name")
 @json_option
@@ -277,7 +290,7 @@ def cancel(name: str, as_json: bool) -> None:
 def retry_failed(name: str, deadline: str | None, as_json: bool) -> None:
     """Queue the rows again that failed, expired or were cancelled, under their ids and seeds.
 
-    Rows that have a result, and bad rows of the file, are left alone.
+    Rows with a result, and bad rows of the file, are not changed.
     """
     settings = given({"deadline": deadline})
     with Client() as client:
@@ -310,10 +323,10 @@ def delete(name: str, yes: bool, as_json: bool) -> None:
 @click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
 @json_option
 def prune(older_than: str, dry_run: bool, as_json: bool) -> None:
-    """Delete what ended long ago, and empty batches. What is not finished is never touched.
+    """Delete jobs and batches that ended long ago, and empty batches. Unfinished ones are never deleted.
 
-    A submitted file goes as a whole, by the time at which its last row ended; other jobs go one by one. It
-    deletes in groups, so that workers go on meanwhile.
+    A submitted file is deleted as a whole, by the time at which its last row ended; other jobs one by one.
+    Rows are deleted in groups, so that workers continue meanwhile.
 
     \b
       nightmill prune --older-than 30d --dry-run
@@ -339,11 +352,11 @@ def _say_pruned(done: Pruned, dry_run: bool, as_json: bool) -> None:
 def _progress(
     label: str, total: int, *, megabytes: bool = False, show: bool = True
 ) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr, if that is a terminal; yields what moves it to a number."""
-    with LiveLine(Line(name=label, total=total), show=show, estimate=True) as live:
+    """Show a progress bar on stderr, if that is a terminal; yields a function that sets it to a number."""
+    with LiveLine(ProgressLine(name=label, total=total), show=show, estimate=True) as live:
 
         def update(done: int) -> None:
             count = f"{done / 1e6:,.1f}/{total / 1e6:,.1f} MB" if megabytes else ""
-            live.update(Line(name=label, done=done, total=total, count=count))
+            live.update(ProgressLine(name=label, done=done, total=total, count=count))
 
         yield update

@@ -1,4 +1,4 @@
-"""The commands of `nightmill` for single jobs, and for the installation: thin over `jobs.client`."""
+"""Commands for single jobs and for the installation, a thin layer over `jobs.client`."""
 
 import sys
 from dataclasses import asdict
@@ -6,10 +6,14 @@ from typing import Any
 
 import click
 
-from nightmill.jobs.batch_status import BatchState
-from nightmill.jobs.client import Client
+from nightmill.jobs.base.contract import JobState
+from nightmill.jobs.base.printable import printable
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.base.times import describe_moment
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.batches import EXIT_CODES
 from nightmill.jobs.commands.job_options import given, job_options
+from nightmill.jobs.commands.naming import ids_of
 from nightmill.jobs.commands.options import json_option
 from nightmill.jobs.commands.printing import (
     counted,
@@ -22,13 +26,10 @@ from nightmill.jobs.commands.printing import (
     say_if_nobody_serves,
 )
 from nightmill.jobs.commands.terminal import echo, echo_json, table
-from nightmill.jobs.contract import JobState
-from nightmill.jobs.fields import FIELDS
-from nightmill.jobs.job import Job
 from nightmill.jobs.messages.embedded import EmbeddedRedis
-from nightmill.jobs.printable import printable
-from nightmill.jobs.settings import Settings
-from nightmill.jobs.when import describe_moment
+from nightmill.jobs.reply.batch_status import BatchState
+from nightmill.jobs.reply.job import Job
+from nightmill.jobs.request.fields import FIELDS
 
 
 @click.command()
@@ -50,8 +51,8 @@ def enqueue(
 ) -> None:
     """Queue PROMPTS, one job each, and print their ids. A prompt of - is read from standard input.
 
-    With --wait or --stream the exit code is 3 if a job has failed or was cancelled. Ctrl-C stops waiting, no
-    more.
+    With --wait or --stream the exit code is 3 if a job has failed or was cancelled. Ctrl-C only stops
+    waiting.
     """
     if stream and as_json:
         raise click.UsageError("--json prints jobs that have ended: give --wait in place of --stream")
@@ -87,7 +88,7 @@ def _shown(client: Client, ids: list[str], *, stream: bool, as_json: bool) -> li
 
 
 def _exit_code(ended: list[Job]) -> int:
-    """As of a batch: 3 if some have not succeeded."""
+    """Return 3 if some jobs have not succeeded, like for a batch."""
     fine = all(job.state is JobState.SUCCEEDED for job in ended)
     return EXIT_CODES[BatchState.COMPLETED if fine else BatchState.COMPLETED_WITH_ERRORS]
 
@@ -129,11 +130,15 @@ def list_command(state: str | None, batch: str | None, model: str | None, limit:
 def show(job_id: str, as_json: bool) -> None:
     """Show one job, with its text and error history.
 
-    A terminal gets control characters as escapes (\\x1b); a file or another program gets the text as it is.
+    JOB_ID may also be the id of an answer over HTTP (chatcmpl-..., cmpl-..., resp_..., msg_...); of a request
+    with several prompts it shows each of its jobs.
+
+    A terminal gets control characters as escapes (\\x1b); a file or another program gets the unchanged text.
     """
     with Client() as client:
-        job = client.get(job_id)
-    echo_json(job_values(job)) if as_json else print_all_of(job)
+        found = [client.get(one) for one in ids_of(client, job_id)]
+    for job in found:
+        echo_json(job_values(job)) if as_json else print_all_of(job)
 
 
 @click.command()
@@ -141,11 +146,15 @@ def show(job_id: str, as_json: bool) -> None:
 @click.option("--batch", help="Cancel every unfinished job of this batch.")
 @json_option
 def cancel(job_ids: tuple[str, ...], batch: str | None, as_json: bool) -> None:
-    """Cancel jobs: queued ones at once, running ones at their next step, keeping the text so far."""
+    """Cancel jobs: queued ones at once, running ones at their next step, keeping the text so far.
+
+    JOB_IDS may also be the ids of answers over HTTP (chatcmpl-..., cmpl-..., resp_..., msg_...).
+    """
     if not job_ids and batch is None:
         raise click.UsageError("name job ids, or a --batch")
     with Client() as client:
-        states = {job_id: str(client.cancel(job_id)) for job_id in job_ids}
+        named = {name: ids_of(client, name) for name in job_ids}
+        states = {one: str(client.cancel(one)) for ids in named.values() for one in ids}
         if batch is not None:
             at_once, asked = client.cancel_batch(batch)
             states[f"batch {batch}"] = f"{at_once} cancelled, {asked} running and asked to stop"
@@ -160,9 +169,13 @@ def cancel(job_ids: tuple[str, ...], batch: str | None, as_json: bool) -> None:
 @click.argument("job_ids", nargs=-1, required=True)
 @json_option
 def retry(job_ids: tuple[str, ...], as_json: bool) -> None:
-    """Queue failed or cancelled jobs again, under their ids and seeds."""
+    """Queue failed or cancelled jobs again, under their ids and seeds.
+
+    JOB_IDS may also be the ids of answers over HTTP (chatcmpl-..., cmpl-..., resp_..., msg_...).
+    """
     with Client() as client:
-        retried = [client.retry(job_id).id for job_id in job_ids]
+        named = [one for name in job_ids for one in ids_of(client, name)]
+        retried = [client.retry(job_id).id for job_id in named]
     echo_json({"ids": retried}) if as_json else echo("\n".join(f"{i}: queued" for i in retried))
 
 
@@ -195,7 +208,7 @@ def stats(batch: str | None, as_json: bool) -> None:
 
 @click.command()
 def migrate() -> None:
-    """Bring the database's tables to this version. Safe to run again."""
+    """Migrate the database to this version. Safe to repeat."""
     with Client() as client:
         before = client.database.revision()
         client.database.migrate()
@@ -209,7 +222,7 @@ def migrate() -> None:
 
 @click.command()
 def stop() -> None:
-    """Stop the embedded Redis; what it holds is there again at the next start."""
+    """Stop the embedded Redis; its data is kept for the next start."""
     settings = Settings.from_env()
     if not settings.embedded_broker:
         raise click.ClickException(f"the broker is {settings.safe_broker_url}, which Nightmill did not start")

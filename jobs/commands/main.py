@@ -1,4 +1,4 @@
-"""The `nightmill` command: which commands there are. Each is imported when it runs, which takes its time.
+"""The `nightmill` command: its subcommands, imported when they run, as imports take time.
 
 Commands of the worker come from the entry points `nightmill.commands`, which name a table like the one here.
 """
@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import click
 
-from nightmill.jobs.commands.options import INTERRUPTED, Group
-from nightmill.jobs.errors import DeliveryDelayedWarning, NightmillError
-from nightmill.jobs.printable import printable
+from nightmill.jobs.base.printable import printable
+from nightmill.jobs.commands.options import INTERRUPTED, CommandGroup
+from nightmill.jobs.errors import DeliveryDelayedWarning, IgnoredColumnWarning, NightmillError
 
 
 class Lazy(NamedTuple):
-    """A command that is not loaded yet: where it is, and the first sentence of its help."""
+    """A command that is not loaded yet: its location, and the first sentence of its help."""
 
     path: str  # module:attribute
     says: str
@@ -26,7 +26,7 @@ class Lazy(NamedTuple):
 
 COMMANDS = {
     "batch": Lazy(
-        "nightmill.jobs.commands.batches:batch", "Files of prompts: submit, follow, read, cancel, try again."
+        "nightmill.jobs.commands.batches:batch", "Batches of prompts: submit, follow, read, cancel, retry."
     ),
     "cancel": Lazy(
         "nightmill.jobs.commands.jobs:cancel",
@@ -36,8 +36,11 @@ COMMANDS = {
         "nightmill.jobs.commands.jobs:enqueue", "Queue PROMPTS, one job each, and print their ids."
     ),
     "list": Lazy("nightmill.jobs.commands.jobs:list_command", "List the newest jobs."),
-    "migrate": Lazy("nightmill.jobs.commands.jobs:migrate", "Bring the database's tables to this version."),
-    "prune": Lazy("nightmill.jobs.commands.batches:prune", "Delete what ended long ago, and empty batches."),
+    "migrate": Lazy("nightmill.jobs.commands.jobs:migrate", "Migrate the database to this version."),
+    "prune": Lazy(
+        "nightmill.jobs.commands.batches:prune",
+        "Delete jobs and batches that ended long ago, and empty batches.",
+    ),
     "retry": Lazy(
         "nightmill.jobs.commands.jobs:retry",
         "Queue failed or cancelled jobs again, under their ids and seeds.",
@@ -52,7 +55,7 @@ COMMANDS = {
     ),
     "stop": Lazy(
         "nightmill.jobs.commands.jobs:stop",
-        "Stop the embedded Redis; what it holds is there again at the next start.",
+        "Stop the embedded Redis; its data is kept for the next start.",
     ),
     "verify": Lazy(
         "nightmill.jobs.commands.verify:verify",
@@ -61,10 +64,11 @@ COMMANDS = {
 }
 
 
-class NightmillGroup(Group):
-    """Turns Nightmill's errors into one line on stderr and exit code 1, and finds commands by name.
+class NightmillGroup(CommandGroup):
+    """A command group that finds commands by name, and turns Nightmill's errors into one line on stderr and
+    exit code 1.
 
-    Ctrl-C ends them with INTERRUPTED.
+    Ctrl-C exits with INTERRUPTED.
     """
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -79,16 +83,16 @@ class NightmillGroup(Group):
                 raise SystemExit(INTERRUPTED) from None
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        """Read what stands before the command's name."""
+        """Parse the arguments before the command's name."""
         with _printable_errors():
             return super().make_context(*args, **kwargs)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names of all commands."""
+        """Return the names of all commands."""
         return sorted(self._commands())
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        """A command by its name, imported now."""
+        """Import and return a command."""
         lazy = self._commands().get(name)
         if lazy is None:
             return None
@@ -97,7 +101,7 @@ class NightmillGroup(Group):
         return command
 
     def sentences(self, ctx: click.Context) -> list[tuple[str, str]]:
-        """Names, and what the commands do, without importing them."""
+        """Return names and first sentences of commands without importing them."""
         return [(name, lazy.says) for name, lazy in sorted(self._commands().items())]
 
     @staticmethod
@@ -117,13 +121,13 @@ def main() -> None:
     Prompts go in as jobs; a worker generates; text and stop reasons are rows in a database.
 
     \b
-      nightmill demo                                  see all of it work, without a GPU
+      nightmill demo                                  a demonstration without a GPU
       nightmill worker --model model.gguf             serve a model
       nightmill enqueue "Once upon a time" --wait     run one prompt
       nightmill run prompts.jsonl -o results.jsonl --model model.gguf
-                                                      a whole file, whatever happens
+                                                      a whole file, in one command
       nightmill batch --help                          files overnight, unattended
-      nightmill stats                                 where everything stands
+      nightmill stats                                 jobs and workers
 
     Settings come from NIGHTMILL_* variables: NIGHTMILL_DATABASE_URL and NIGHTMILL_BROKER_URL name your
     own PostgreSQL and Redis; without them, both are embedded in NIGHTMILL_DATA_DIR.
@@ -132,7 +136,7 @@ def main() -> None:
 
 @contextmanager
 def _printable_errors() -> Iterator[None]:
-    """Click prints the messages of its errors as they are, and they quote what was typed."""
+    """Escape Click's error messages, which quote the user's input."""
     try:
         yield
     except click.ClickException as error:
@@ -141,7 +145,7 @@ def _printable_errors() -> Iterator[None]:
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-    if issubclass(category, DeliveryDelayedWarning):
+    if issubclass(category, DeliveryDelayedWarning | IgnoredColumnWarning):
         from nightmill.jobs.commands.terminal import echo
 
         echo(f"Warning: {message}", err=True)

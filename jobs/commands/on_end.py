@@ -1,4 +1,4 @@
-"""`--on-end COMMAND`: what a person wants done once a batch has ended."""
+"""`--on-end COMMAND`: a command to be run once a batch has ended."""
 
 import os
 import shlex
@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 import click
 
-from nightmill.jobs.batch_status import BatchStatus, status_values
+from nightmill.jobs.base.settings import END_PREFIX
 from nightmill.jobs.commands.terminal import to_json
 from nightmill.jobs.errors import InvalidRequestError
-from nightmill.jobs.settings import END_PREFIX
+from nightmill.jobs.reply.batch_status import BatchStatus, status_values
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -47,7 +47,7 @@ def on_end_options(command: Command) -> Command:
 
 
 def words_of(command: str) -> list[str]:
-    """The program and its arguments. Raises InvalidRequestError."""
+    """Split a command into program and arguments. Raises InvalidRequestError."""
     try:
         words = shlex.split(command)
     except ValueError as error:
@@ -57,7 +57,7 @@ def words_of(command: str) -> list[str]:
     return words
 
 
-_KILLED_SECONDS = 10.0  # for the end of a command that was killed
+_KILLED_SECONDS = 10.0  # for a killed command to end
 
 
 def run_on_end(
@@ -69,10 +69,10 @@ def run_on_end(
     results: str | None = None,
     errors: str | None = None,
 ) -> int | None:
-    """Run the command of `words_of`; returns its exit code, None if it could not be run or took too long.
+    """Run the command; returns its exit code, None if it could not be run or took too long.
 
-    It reads the status (as of `batch status --json`) and writes to our standard error. Whatever becomes of it
-    is said, and changes nothing of the batch.
+    It reads the status in the form of `batch status --json` and writes to this process's standard error. Its
+    result is reported and does not affect the batch.
     """
     named = {"BATCH": status.name, "STATE": str(status.state), "RESULTS": results, "ERRORS": errors}
     numbers = {"ROWS": status.rows, "SUCCEEDED": status.succeeded, "UNSUCCESSFUL": status.unsuccessful}
@@ -97,15 +97,15 @@ def _run(words: list[str], said: bytes, environment: Mapping[str, str], seconds:
         words,
         env=environment,
         stdin=subprocess.PIPE,
-        stdout=2,  # what we print on standard output is for the next program
-        start_new_session=True,  # so that what it has started can be killed with it
+        stdout=2,  # standard output is reserved for this command's own output
+        start_new_session=True,  # so that its children can be killed with it
     )
     try:
         process.communicate(said, timeout=seconds)
-    except BaseException:  # Ctrl-C too must not leave it behind
+    except BaseException:  # Ctrl-C must not leave it behind, either
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):  # stuck in the system; nobody needs its end
+        with suppress(subprocess.TimeoutExpired):  # stuck in the kernel, which is harmless
             process.wait(_KILLED_SECONDS)
         raise
     return process.returncode

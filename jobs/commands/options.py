@@ -1,36 +1,36 @@
-"""What commands share, and is quickly loaded: an option, an exit code, groups with whole sentences."""
+"""Shared parts of commands that load quickly: options, an exit code, groups with whole sentences."""
 
 from typing import Any, get_args
 
 import click
 
-from nightmill.jobs.logs import LogFormat
+from nightmill.jobs.base.logs import LogFormat
 
-_SENTENCE = 1000  # characters; the first sentence is shorter
+_SENTENCE = 1000  # characters, more than any first sentence
 
 LOG_FORMAT: dict[str, Any] = {
     "type": click.Choice(get_args(LogFormat)),
-    "help": "How to log: lines for people, or an object of JSON on each line [NIGHTMILL_LOG_FORMAT].",
+    "help": "Log format: lines of text, or one JSON object a line [NIGHTMILL_LOG_FORMAT].",
 }
 INTERRUPTED = 130
-"""The exit code after Ctrl-C, as of a command that SIGINT ends."""
+"""Exit code after Ctrl-C, like that of a command ended by SIGINT."""
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 
 
-class Group(click.Group):
-    """A group whose list of commands has the whole first sentence of each, on several lines if need be."""
+class CommandGroup(click.Group):
+    """A group that lists each command with its whole first sentence, wrapped if needed."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list."""
+        """Write the list of commands."""
         with formatter.section("Commands"):
             formatter.write_dl(self.sentences(ctx))
 
     def sentences(self, ctx: click.Context) -> list[tuple[str, str]]:
-        """Names, and the first sentence of each command's help."""
+        """Return names and first sentences of commands."""
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         return [(name, first_sentence(one)) for name, one in commands if one and not one.hidden]
 
 
 def first_sentence(command: click.Command) -> str:
-    """Of its help."""
+    """Return the first sentence of a command's help."""
     return command.get_short_help_str(_SENTENCE)

@@ -1,20 +1,20 @@
-"""What commands say of batches that came over HTTP, beside what they say of every batch."""
+"""Additional output of commands about batches submitted over HTTP."""
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JsonObject
-from nightmill.jobs.printable import printable
+from nightmill.jobs.base.contract import JsonObject
+from nightmill.jobs.base.printable import printable
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.sql.http_batches import BATCH_PREFIX, HttpBatch, HttpBatchStore
 
 
 def http_batch(client: Client, name: str) -> HttpBatch | None:
-    """The batch over HTTP whose rows have this name, if there is one; its rows need not be there yet."""
+    """Return the HTTP batch whose rows have this name, if any; its rows may not be entered yet."""
     if not name.startswith(BATCH_PREFIX):
         return None
     return HttpBatchStore(client.database).get(name.removeprefix(BATCH_PREFIX))
 
 
 def describe_http(batch: HttpBatch) -> str:
-    """Where it stands for servers, why it does not go on, and what is wrong with its file as a whole."""
+    """Describe its status for servers, delays, and errors of the whole file."""
     lines = [f"  {'over HTTP':11}{batch.status}"]
     if batch.note is not None:
         lines.append(f"  {'delayed':11}{printable(batch.note)}")
@@ -23,7 +23,7 @@ def describe_http(batch: HttpBatch) -> str:
 
 
 def http_values(batch: HttpBatch) -> JsonObject:
-    """The same for programs."""
+    """Return the same as JSON values."""
     return {"status": str(batch.status), "note": batch.note, "errors": _of_the_file(batch)}
 
 

@@ -1,4 +1,4 @@
-"""How commands print jobs and batches: for people, and as JSON for programs."""
+"""Printing of jobs and batches, for people or as JSON for programs."""
 
 import json
 import time
@@ -7,25 +7,25 @@ from dataclasses import asdict, replace
 from datetime import datetime
 from typing import Any
 
-from nightmill.jobs.batch_status import BatchState, BatchStatus
-from nightmill.jobs.client import Client
+from nightmill.jobs.base.contract import JobState
+from nightmill.jobs.base.printable import printable
+from nightmill.jobs.base.times import describe_moment
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.progress import duration
-from nightmill.jobs.commands.terminal import Line, LiveLine, echo, echo_text, to_json, type_text
-from nightmill.jobs.contract import JobState
+from nightmill.jobs.commands.terminal import LiveLine, ProgressLine, echo, echo_text, to_json, type_text
 from nightmill.jobs.formats.results import answer_values, reply_values
-from nightmill.jobs.job import Job
-from nightmill.jobs.printable import printable
-from nightmill.jobs.when import describe_moment
+from nightmill.jobs.reply.batch_status import BatchState, BatchStatus, unserved_sentence
+from nightmill.jobs.reply.job import Job
 
-_LONGEST_LINE = 300  # of a prompt in a list; `show` has all of it
+_LONGEST_LINE = 300  # characters of a prompt in a list; `show` prints all of it
 _LABEL = 20
 
 
 def follow(client: Client, ids: list[str], *, show: bool, total_label: str = "jobs") -> Iterator[Job]:
-    """Finished jobs as they finish, under a progress bar (on a terminal) with tokens per second."""
+    """Yield finished jobs under a progress bar (on a terminal) with tokens per second."""
     began = time.monotonic()
     tokens = 0
-    with LiveLine(Line(name=total_label, total=len(ids)), show=show) as live:
+    with LiveLine(ProgressLine(name=total_label, total=len(ids)), show=show) as live:
         for job in client.results(ids, order="finished"):
             tokens += job.completion_tokens or 0
             speed = tokens / max(time.monotonic() - began, 1e-9)
@@ -35,7 +35,7 @@ def follow(client: Client, ids: list[str], *, show: bool, total_label: str = "jo
 
 
 def say_if_nobody_serves(client: Client, model: str | None) -> None:
-    """Say on stderr that what was handed in for `model` waits for a worker, if none lives that takes it."""
+    """Warn on stderr if no live worker serves `model`."""
     if not client.serving(model):
         which = "" if model is None else f" that serves {printable(model)!r}"
         echo(f"No worker is running{which}: start one, nightmill worker --model FILE", err=True)
@@ -55,7 +55,7 @@ def print_job(job: Job) -> None:
 
 
 def print_stream(client: Client, job_id: str) -> Job:
-    """Print the text of a job while it is generated, and what is to be said of it on stderr; returns it."""
+    """Print the text of a job while it is generated, with remarks on stderr; returns the job."""
     echo(f"{job_id}  {prompt_line(client.get(job_id))}", err=True)
     for piece in client.stream(job_id):
         type_text(piece)
@@ -68,7 +68,7 @@ def print_stream(client: Client, job_id: str) -> Job:
 
 
 def print_all_of(job: Job) -> None:
-    """Print everything that is known of a job, its text last."""
+    """Print all fields of a job, its text last."""
     for name, value in json.loads(to_json(job_values(job))).items():
         if value not in (None, [], {}, "") and name not in ("text", "answers", "errors"):
             echo(_field(name, value if isinstance(value, str) else to_json(value)))
@@ -83,7 +83,7 @@ def print_all_of(job: Job) -> None:
 
 
 def _print_several(job: Job, after: int = -1) -> None:
-    """Each of several answers (those `after` that number) under a line that says how it ended."""
+    """Print several answers, starting after number `after`, each below a line with its stop reason."""
     for number, answer in enumerate(job.several):
         if number > after:
             how = f"{answer.stop_reason}, {answer.completion_tokens} tokens, seed {answer.seed}"
@@ -96,21 +96,21 @@ def _tokens(job: Job) -> str:
 
 
 def _field(name: str, value: str) -> str:
-    """A name and its value, whose further lines are indented: none of them can pass for a field."""
+    """Format a name and its value with further lines indented, so that no line can pass for a field."""
     return f"{name:{_LABEL}} " + value.replace("\n", "\n" + " " * (_LABEL + 1))
 
 
 def job_values(job: Job) -> dict[str, Any]:
-    """A job as an object for programs; `answers` are as in result rows."""
+    """Return a job as a JSON object; `answers` are as in result rows."""
     values = asdict(job) | {"params": job.params.model_dump(mode="json", warnings=False)}
-    for name in ("several", "told"):
+    for name in ("several", "packed_logprobs"):
         del values[name]
     read = reply_values(job.replies[0]) if job.answers else {}
     return values | {"answers": answer_values(job)} | read
 
 
 def prompt_line(job: Job) -> str:
-    """The prompt, or the last message, on one line."""
+    """Return the prompt, or the last message, on one line."""
     text: object = job.prompt
     if job.prompt_ids is not None:
         text = f"token ids {' '.join(map(str, job.prompt_ids[:_LONGEST_LINE]))}"
@@ -120,13 +120,13 @@ def prompt_line(job: Job) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things: 1 row, 2,000 rows, 2 batches."""
+    """Format a number with its noun: 1 row, 2,000 rows, 2 batches."""
     ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
     return f"{number:,} {noun}{ending}"
 
 
 def describe_status(status: BatchStatus) -> str:
-    """A batch's status for a person to read."""
+    """Format a batch's status for people."""
     lines = [f"{printable(status.name)}: {status.state}"]
 
     def say(label: str, text: str) -> None:
@@ -137,6 +137,8 @@ def describe_status(status: BatchStatus) -> str:
     entered = "" if status.row_count in (None, status.rows) else f" of {status.row_count:,}"
     states = ", ".join(f"{status.states.get(state, 0):,} {state}" for state in JobState)
     say("rows", f"{status.rows:,}{entered}: {states}")
+    if status.state is BatchState.FAILED and not status.rows:
+        say("error", "the file holds no rows; write one row on each line")
     if status.stop_reasons:
         ranked = sorted(status.stop_reasons.items(), key=lambda item: -item[1])
         say("stopped by", ", ".join(f"{reason} {rows:,}" for reason, rows in ranked))
@@ -154,10 +156,18 @@ def describe_status(status: BatchStatus) -> str:
             f"about {describe_moment(status.estimated_end)}, in {duration(left)}"
             + (", too late" if late else ""),
         )
-    if status.cancel_requested_at is not None:
+    if status.unserved:
+        deadline = None if status.deadline_at is None else describe_moment(status.deadline_at)
+        say(
+            "waits",
+            f"{unserved_sentence(status.unserved, deadline)}; nightmill worker --model FILE --name NAME",
+        )
+    if status.cancel_requested_at is not None and status.state is not BatchState.FAILED:
         say("cancelled", describe_moment(status.cancel_requested_at))
     for group in status.errors:
         say("error" if group is status.errors[0] else "", f"{group.rows:,} x {group.message}")
+    if status.unlisted_errors:
+        say("", f"and {counted(status.unlisted_errors, 'row')} with other errors: nightmill batch errors")
     if status.state is BatchState.SUBMITTING:
         lines.append(
             "  If nobody is submitting it any more, submit the file again: it goes on where it stood."

@@ -10,22 +10,26 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from nightmill.jobs.batch_status import BatchState, BatchStatus
-from nightmill.jobs.commands.terminal import Line, LiveLine
-from nightmill.jobs.contract import JobState
-from nightmill.jobs.errors import NightmillError
-from nightmill.jobs.logs import fit
-from nightmill.jobs.settings import Settings
-from nightmill.jobs.when import describe_moment
+import click
+
+from nightmill.jobs.base.contract import JobState
+from nightmill.jobs.base.logs import fit
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.base.times import describe_moment
+from nightmill.jobs.commands.terminal import LiveLine, ProgressLine
+from nightmill.jobs.errors import EmptyBatchFileError, NightmillError
+from nightmill.jobs.reply.batch_status import BatchState, BatchStatus
 
 if TYPE_CHECKING:
     from rich.console import Console  # noqa: TID251 - the name of a type
 
 LOG_SECONDS = 30.0
+EXIT_FAILED = 4
+"""Exit code of a batch without a succeeded row, including one without rows."""
 
 
 def log_of_command(settings: Settings) -> logging.Logger | None:
-    """Where a command says what it does, if that is to be an object of JSON on each line of stderr."""
+    """Return the log for a command's output if it is to be JSON lines on stderr."""
     if settings.log_format != "json":
         return None
     handler = logging.StreamHandler(sys.stderr)
@@ -36,20 +40,26 @@ def log_of_command(settings: Settings) -> logging.Logger | None:
     return log
 
 
+class _NoRowsException(click.ClickException):
+    exit_code = EXIT_FAILED
+
+
 @contextmanager
 def logged_errors(log: logging.Logger | None) -> Iterator[None]:
-    """Errors of ours go to the log, if there is one, and end the command with 1."""
+    """Log Nightmill's errors, if there is a log, and exit with 1, or with 4 for an empty file."""
     try:
         yield
     except NightmillError as error:
+        kind = _NoRowsException if isinstance(error, EmptyBatchFileError) else click.ClickException
+        failure = kind(str(error))
         if log is None:
-            raise
+            raise failure from error
         log.critical("%s", error)
-        raise SystemExit(1) from error
+        raise SystemExit(failure.exit_code) from error
 
 
 class BatchProgress:
-    """Shows statuses on stderr as they come. `show` False shows nothing; with `log` it is told all of it."""
+    """A display of statuses on stderr. `show` False disables it; with `log`, statuses are logged instead."""
 
     def __init__(
         self,
@@ -62,17 +72,17 @@ class BatchProgress:
         self._show = show
         self._log = log
         self._logged_at = float("-inf")
-        self._line = LiveLine(Line(name=name), show=show and log is None, console=console)
+        self._line = LiveLine(ProgressLine(name=name), show=show and log is None, console=console)
 
     def say(self, text: str) -> None:
-        """A line of its own."""
+        """Print a separate line."""
         if self._log is not None:
             self._log.info("%s", text)
         elif self._show:
             self._line.say(text)
 
     def show(self, status: BatchStatus, note: str = "") -> None:
-        """Show this status, and a note on what is going on, in place of the last ones."""
+        """Replace the displayed status and note."""
         if self._log is not None:
             self._show_as_fields(self._log, status, note)
             return
@@ -85,7 +95,7 @@ class BatchProgress:
             self._line.say(f"{now} {line.done:,} of {line.total or 0:,} rows, {line.facts()}")
 
     def _is_time(self, status: BatchStatus) -> bool:
-        """Whether this status is worth a line in a log."""
+        """Return True if this status is worth a line in a log."""
         if not status.state.final and time.monotonic() - self._logged_at < LOG_SECONDS:
             return False
         self._logged_at = time.monotonic()
@@ -115,8 +125,8 @@ class BatchProgress:
         self._line.__exit__(kind, error, trace)
 
 
-def line_of(status: BatchStatus) -> Line:
-    """A status as a line of progress."""
+def line_of(status: BatchStatus) -> ProgressLine:
+    """Convert a status to a line of progress."""
     running, queued = (status.states.get(state, 0) for state in (JobState.RUNNING, JobState.QUEUED))
     end = ""
     if status.state is BatchState.SCHEDULED and status.scheduled_at is not None:
@@ -124,7 +134,7 @@ def line_of(status: BatchStatus) -> Line:
     elif status.estimated_end is not None:
         end = f"ends in about {duration((status.estimated_end - _now()).total_seconds())}"
     speed = status.tokens_per_second
-    return Line(
+    return ProgressLine(
         name=status.name,
         done=status.done,
         total=status.expected_rows,
@@ -137,12 +147,12 @@ def line_of(status: BatchStatus) -> Line:
 
 
 def describe(status: BatchStatus) -> str:
-    """What there is to say beside the number of rows done."""
+    """Describe a status besides its number of finished rows."""
     return line_of(status).facts()
 
 
 def duration(seconds: float) -> str:
-    """Seconds as 45 s, 12 min, or 3 h 05 min."""
+    """Format seconds as 45 s, 12 min, or 3 h 05 min."""
     minutes = round(seconds / 60)
     if seconds < 99:
         return f"{max(0, round(seconds))} s"

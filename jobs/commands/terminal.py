@@ -1,7 +1,7 @@
-"""The only door to a person's screen: what goes through it is never markup and never steers the terminal.
+"""The only output path to a terminal: nothing printed here is markup or can steer the terminal.
 
-Elsewhere `print`, `click.echo` and rich are forbidden by ruff (see pyproject.toml), so that no command prints
-text from outside unescaped. To keep a value on its line, give it through `printable` as well.
+ruff forbids `print`, `click.echo` and rich elsewhere (see pyproject.toml), so that no command prints
+untrusted text unescaped. To keep a value on one line, pass it through `printable`, too.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import click
 
-from nightmill.jobs.printable import json_printable, printable
+from nightmill.jobs.base.printable import json_printable, printable
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 _GAP = "  "  # between columns
 _LONGEST_CELL = 100
 _SHORTEST_CELL = 10
-_LINES = "\n\t"  # what a text of several lines may have
+_LINES = "\n\t"  # allowed in a text of several lines
 _BARS = (24, 10)
 _SHORT_NAME = 24
 
 
 def echo(text: object = "", *, err: bool = False, mark: tuple[str, str] | None = None) -> None:
-    """Print lines for a person; `mark` is a word of ours and its colour, to go before them."""
+    """Print lines for people; `mark` is a word of our own with its colour, printed before them."""
     stream = sys.stderr if err else sys.stdout
     before = "" if mark is None else click.style(mark[0], fg=mark[1]) + " "
     click.echo(before + _encodable(printable(text, keep=_LINES), stream), err=err)
@@ -43,15 +43,16 @@ def echo_err(text: object) -> None:
 
 
 def echo_text(text: str) -> None:
-    """Print a generated text: exactly as it is into a file or another program, escaped on a terminal."""
+    """Print a generated text: unchanged into a file or another program, escaped on a terminal."""
     if sys.stdout.isatty():
         echo(text)
     else:
-        click.echo(_encodable(text, sys.stdout), color=True)  # or click would strip what it takes for colours
+        # Otherwise click would strip sequences that look like colours.
+        click.echo(_encodable(text, sys.stdout), color=True)
 
 
 def type_text(piece: str) -> None:
-    """Print a piece of a generated text at once, as `echo_text` would print the whole."""
+    """Print a piece of a generated text at once, in the way of `echo_text`."""
     shown = printable(piece, keep=_LINES) if sys.stdout.isatty() else piece
     click.echo(_encodable(shown, sys.stdout), nl=False, color=True)
 
@@ -59,18 +60,18 @@ def type_text(piece: str) -> None:
 def echo_json(value: object, *, err: bool = False) -> None:
     """Print a value as one line of JSON."""
     line = to_json(value)
-    if _encodable(line, sys.stderr if err else sys.stdout) != line:  # Python's escapes are not those of JSON
+    if _encodable(line, sys.stderr if err else sys.stdout) != line:  # Python's escapes differ from JSON's
         line = json.dumps(value, default=plain)
     click.echo(line, color=True, err=err)
 
 
 def to_json(value: object) -> str:
-    """One line of JSON, in which control characters are JSON's escapes."""
+    """Format one line of JSON, with control characters as JSON's escapes."""
     return json_printable(json.dumps(value, default=plain, ensure_ascii=False))
 
 
 def plain(value: object) -> str:
-    """What JSON has no type for."""
+    """Convert a value of a type that JSON lacks."""
     return value.isoformat() if isinstance(value, datetime) else str(value)
 
 
@@ -86,10 +87,10 @@ def table(
     cut: str = "",
     whole: Mapping[str, int] | None = None,
 ) -> None:
-    """Print a table, no cell of which is longer than 100 characters. Without headings it has none.
+    """Print a table with cells of at most 100 characters. An empty list of headings omits them.
 
-    Where a terminal is too narrow, first the column `cut` gets shorter, then the others, except that those of
-    `whole` keep so many characters.
+    On a narrow terminal, the column `cut` is shortened first, then the others, but those in `whole` keep at
+    least this many characters.
     """
     from rich.cells import cell_len
 
@@ -119,8 +120,8 @@ def _sized(text: str, width: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """What there is to say about work that goes on; what is empty is left out."""
+class ProgressLine:
+    """A line about work in progress; empty parts are omitted."""
 
     name: str
     done: int = 0
@@ -135,15 +136,15 @@ class Line:
     elapsed: str = ""
 
     def facts(self) -> str:
-        """What is said beside the numbers."""
+        """The parts besides the numbers."""
         parts = (self.state, self.failed, self.load, self.speed, self.end, self.note)
         return ", ".join(printable(part) for part in parts if part)
 
     def fit(self, width: int, *, ascii_only: bool = False) -> str:
-        """As much of it as fits into `width` cells; the count is there in any width.
+        """Format as much as fits into `width` cells; the count is always included.
 
-        First bar and name get shorter, then there go, one after the other: speed, what runs and waits, time
-        elapsed, end, note, bar, number of failures, state; at last the name is cut.
+        Bar and name are shortened first; then these are dropped in order: speed, running and waiting rows,
+        elapsed time, end, note, bar, number of failures, state; finally the name is cut.
         """
         from rich.cells import cell_len, set_cell_size
 
@@ -162,7 +163,7 @@ class Line:
         return (name if cell_len(name) <= room else set_cell_size(name, max(room, 0))) + after
 
     def _parts(self, bar: int, ascii_only: bool) -> tuple[str, str]:
-        """The name, and what follows it."""
+        """Return the name, and the rest."""
         count, drawn = self.count, ""
         if self.total is not None:
             count = count or f"{self.done:,}/{self.total:,}"
@@ -175,10 +176,15 @@ class Line:
 
 
 class LiveLine:
-    """A line on stderr that is kept up to date, on a terminal; elsewhere nothing."""
+    """A line on stderr that is updated in place on a terminal, and omitted elsewhere."""
 
     def __init__(
-        self, line: Line, *, show: bool = True, console: "Console | None" = None, estimate: bool = False
+        self,
+        line: ProgressLine,
+        *,
+        show: bool = True,
+        console: "Console | None" = None,
+        estimate: bool = False,
     ) -> None:
         self.console = console or _stderr()
         self.shown = show and self.console.is_terminal
@@ -187,19 +193,19 @@ class LiveLine:
         self._began = time.monotonic()
         self._live: Any = None
 
-    def update(self, line: Line) -> None:
-        """Show this from now on."""
+    def update(self, line: ProgressLine) -> None:
+        """Display this line from now on."""
         self.line = line
 
     def say(self, text: str) -> None:
-        """A line of its own, above."""
+        """Print a separate line above."""
         from rich.text import Text
 
         self.console.print(Text(printable(text, keep=_LINES)), soft_wrap=True)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Off the screen meanwhile, so that what goes to stdout does not run into it."""
+        """Hide the line in this block, so that output on stdout does not mix with it."""
         live = self._live
         if live is None:
             yield
@@ -237,7 +243,7 @@ class LiveLine:
 
 
 def clock(seconds: float) -> str:
-    """Seconds as 1:02:03."""
+    """Format seconds as 1:02:03."""
     minutes, rest = divmod(max(0, round(seconds)), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
@@ -249,6 +255,6 @@ def _stderr() -> "Console":
 
 
 def _encodable(text: str, stream: Any) -> str:
-    """Characters that the stream's encoding lacks become escapes, in place of an error."""
+    """Escape characters that the stream's encoding lacks."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)

@@ -1,4 +1,4 @@
-"""`nightmill verify`: rows of a batch computed again, compared, and what came of it said."""
+"""`nightmill verify`: compute rows of a batch again, compare them, and report the result."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, replace
@@ -6,16 +6,16 @@ from typing import Any
 
 import click
 
+from nightmill.jobs.base.printable import printable
+from nightmill.jobs.base.times import parse_span
 from nightmill.jobs.batches.verifying import Verdict, Verification, VerifiedRow
-from nightmill.jobs.client import Client
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.options import INTERRUPTED, json_option
 from nightmill.jobs.commands.printing import counted
-from nightmill.jobs.commands.terminal import Line, LiveLine, echo, echo_json
-from nightmill.jobs.fields import HIGHEST_PRIORITY
-from nightmill.jobs.printable import printable
-from nightmill.jobs.when import parse_span
+from nightmill.jobs.commands.terminal import LiveLine, ProgressLine, echo, echo_json
+from nightmill.jobs.request.fields import HIGHEST_PRIORITY
 
-# The first of these that a row has.
+# The first of these that applies to a row.
 _EXIT_CODES = {
     Verdict.DEFECT: 1,
     Verdict.NOT_COMPARED: 4,
@@ -70,7 +70,7 @@ def verify(
       130  interrupted; the copies are deleted, unless --keep
     """
     seconds = None if timeout is None else parse_span("--timeout", timeout).total_seconds()
-    line = Line(name="computing again", total=sample)
+    line = ProgressLine(name="computing again", total=sample)
     try:
         with Client() as client, LiveLine(line, show=not as_json, estimate=True) as live:
             found = client.verify(
@@ -130,7 +130,7 @@ def _what_differs(row: VerifiedRow) -> str:
 
 
 def _notes(found: Verification) -> Iterable[str]:
-    """What concerns all rows, and how to repeat it."""
+    """Yield remarks about all rows, and the command to repeat the verification."""
     moved = sorted({part for row in found.rows if row.verdict is Verdict.EQUAL for part in row.differences})
     if moved:
         yield f"Equal rows too were computed by another arithmetic: {printable('; '.join(moved))}"

@@ -1,9 +1,9 @@
-"""Rows of input files as data, results as rows of output files. No SQL and no broker here.
+"""Input files as rows of data, results as rows of output files. No SQL and no broker here.
 
     for row in InputFile("prompts.jsonl").rows():
         print(row.number, row.custom_id, row.error or row.prompt)
 
-A row without an error is one that `enqueue` accepts; a row with one is reported and the others go on.
+A row without an error is accepted by `enqueue`; a row with an error is reported and stops no other row.
 """
 
 from nightmill.jobs.formats.destination import Destination

@@ -1,4 +1,4 @@
-"""A stream from elsewhere becomes a file of this disk, within a bound."""
+"""Copying of a stream to a local file, with a limit."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +11,9 @@ PIECE = 1 << 20
 
 
 def copy(source: BinaryIO, path: Path, label: str, most: int) -> int:
-    """Copy a stream to a new file; returns how many bytes. What reading raises is the caller's to understand.
+    """Copy a stream to a new file; returns its size in bytes. Errors from reading pass through to the caller.
 
-    Raises BatchFileError if it has more than `most` bytes, or the file cannot be written.
+    Raises BatchFileError if the stream has more than `most` bytes, or the file cannot be written.
     """
     copied = 0
     with _errors(label, path):

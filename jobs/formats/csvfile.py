@@ -1,41 +1,74 @@
-"""CSV as rows: columns are the keys of plain rows, and an empty cell is an absent key.
+"""CSV files as rows: columns are the keys of plain rows, and an empty cell is an absent key.
 
-A CSV cell is text, so numbers and flags are read by their column, and `messages` and `metadata` hold JSON;
-`stop` and `stop_token_ids` hold one text or number, or a JSON list of them. A cell that cannot be read so
-stays a text, which the checks of the row then refuse by name.
+A CSV cell is text, so numbers and flags are parsed by column, and `messages` and `metadata` contain JSON;
+`stop` and `stop_token_ids` contain one text or number, or a JSON list. A cell that cannot be parsed stays
+text, which the checks of the row then refuse by name.
 """
 
 import csv
-from collections.abc import Callable, Iterator, Sequence
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, takewhile
 from typing import Any, TextIO
 
-from nightmill.jobs.contract import JsonObject
-from nightmill.jobs.errors import BatchFileError, RowCode
-from nightmill.jobs.fields import FIELDS, Kind
+from nightmill.jobs.base.contract import JsonObject
+from nightmill.jobs.errors import BatchFileError, IgnoredColumnWarning, RowCode
 from nightmill.jobs.formats.jsonlines import LINE_LIMIT, parse_value
 from nightmill.jobs.formats.plain import ROW_KEYS
 from nightmill.jobs.formats.rows import RowError, printable
+from nightmill.jobs.request.fields import FIELDS, FieldKind
 
 DELIMITERS = ",;\t"
-KINDS = {name: field.kind for name, field in FIELDS.items()} | {"messages": Kind.OBJECT}
-"""What the cells of a column hold; those of others hold text."""
+KINDS = {name: field.kind for name, field in FIELDS.items()} | {"messages": FieldKind.OBJECT}
+"""Types of cells by column; others contain text."""
+_INDEX = re.compile(r"__index_level_\d+__")  # pandas' names in typed tables
+_UNNAMED = re.compile(r"|Unnamed: \d+")
 _FLAGS = {"true": True, "false": False, "1": True, "0": False}
-_EXACT_FLOATS = 2.0**53  # whole numbers up to here survive a column that was stored as floating point
+_EXACT_FLOATS = 2.0**53  # largest whole number that survives a floating-point column
 
 
 def read_csv(stream: TextIO, label: str) -> Iterator[tuple[int, JsonObject | RowError]]:
-    """(1-based record number, its cells by column), from text decoded with `surrogateescape`.
+    """Yield (1-based record number, cells by column) from text decoded with `surrogateescape`.
 
-    The first record names the columns; it is not counted, nor are empty lines. Raises BatchFileError, with
+    The first record names the columns; it and empty lines are not counted. Raises BatchFileError, with
     `label` for the file, if the columns are not those of plain rows.
     """
-    # The limit is the whole process's, so it is only ever raised; without it, 128 KiB end a cell.
-    csv.field_size_limit(max(csv.field_size_limit(), LINE_LIMIT))
     lines = _Lines(stream)
     header = next(iter(lines), "")
     delimiter = max(DELIMITERS, key=lambda mark: len(ROW_KEYS & set(_cells(header, mark))))
     columns = _cells(header, delimiter)
-    check_columns(columns, label)
+    index = check_columns(columns, label, index_columns(columns, text=True))
+    for number, cells in _records(lines, delimiter, len(columns)):
+        if isinstance(cells, RowError):
+            yield number, cells
+        else:
+            pairs = zip(columns, cells, strict=True)
+            record = {column: _from_text(column, cell) for column, cell in pairs if cell != ""}
+            yield number, without(record, index)
+
+
+def read_cells(
+    stream: TextIO, delimiter: str | None = None
+) -> tuple[list[str], Iterator[tuple[int, list[str] | RowError]]]:
+    """The columns of any CSV, and (1-based record number, its cells); the text is decoded as for `read_csv`.
+
+    delimiter  by default whichever the header has most of
+    """
+    lines = _Lines(stream)
+    delimiters = DELIMITERS if delimiter is None else delimiter
+    start = next(iter(lines), "")
+    chosen = max(delimiters, key=lambda mark: len(_cells(start, mark)))
+    try:
+        # A quoted name may go on in the next line.
+        header = next(csv.reader(chain([start], lines), delimiter=chosen, strict=True), [])
+    except csv.Error:
+        header = _cells(start, chosen)
+    return [name.strip() for name in header], _records(lines, chosen, len(header))
+
+
+def _records(lines: "_Lines", delimiter: str, width: int) -> Iterator[tuple[int, list[str] | RowError]]:
+    """(1-based number, the cells) of each record; empty lines do not count."""
     records = csv.reader(lines, delimiter=delimiter, strict=True)
     number = 0
     while True:
@@ -50,27 +83,29 @@ def read_csv(stream: TextIO, label: str) -> Iterator[tuple[int, JsonObject | Row
             continue
         if cells or lines.cut:
             number += 1
-            yield number, _record(columns, cells, cut=lines.cut)
+            yield number, _fault(cells, width, cut=lines.cut) or cells
 
 
 class _LongRecordError(csv.Error):
-    """The record goes on for more lines than it may have characters."""
+    """A record continues over more lines than its limit of characters allows."""
 
 
 class _Lines:
-    """The lines of a text; one that is too long is left out, and `cut` is set.
+    """The lines of a text; a line that is too long is skipped, and `cut` is set.
 
-    Raises _LongRecordError for a record whose lines together are too long: quotes that are never closed would
-    else have the rest of the file collected in memory.
+    Raises _LongRecordError for a record whose lines together are too long: an unclosed quote would otherwise
+    collect the rest of the file in memory.
     """
 
     def __init__(self, stream: TextIO) -> None:
+        # The limit is the whole process's, so it is only ever raised; without it, 128 KiB end a cell.
+        csv.field_size_limit(max(csv.field_size_limit(), LINE_LIMIT))
         self._stream = stream
-        self._characters = 0  # of the record, so far
+        self._characters = 0  # length of the record so far
         self.cut = False
 
     def begin_record(self) -> None:
-        """The next line is the first one of a record."""
+        """Start a new record with the next line."""
         self._characters = 0
         self.cut = False
 
@@ -91,7 +126,7 @@ class _Lines:
         while line:
             quotes += line.count('"')
             line = "" if line.endswith("\n") else self._stream.readline(LINE_LIMIT + 1)
-        return '"\n' if quotes % 2 else "\n"  # the next line is as much within quotes as it was before
+        return '"\n' if quotes % 2 else "\n"  # the next line stays inside or outside quotes as before
 
 
 def _cells(line: str, delimiter: str) -> list[str]:
@@ -105,33 +140,32 @@ def _broken(error: csv.Error) -> RowError:
     return RowError(RowCode.INVALID_CSV, f"is not CSV: {error}; double the quotes within quoted cells")
 
 
-def _record(columns: Sequence[str], cells: list[str], *, cut: bool) -> JsonObject | RowError:
+def _fault(cells: list[str], width: int, *, cut: bool) -> RowError | None:
     if cut:
         return RowError(RowCode.TOO_LONG, f"has more than {LINE_LIMIT} characters; shorten its prompt")
     if any("\udc80" <= c <= "\udcff" for cell in cells if not cell.isascii() for c in cell):
         return RowError(RowCode.INVALID_ENCODING, "holds bytes that are not UTF-8; save the file as UTF-8")
-    if len(cells) != len(columns):
+    if len(cells) != width:
         return RowError(
             RowCode.INVALID_CSV,
-            f"has {len(cells)} cells for {len(columns)} columns; quote cells that hold the delimiter",
+            f"has {len(cells)} cells for {width} columns; quote cells that hold the delimiter",
         )
-    pairs = zip(columns, cells, strict=True)
-    return {column: _from_text(column, cell) for column, cell in pairs if cell != ""}
+    return None
 
 
 def _from_text(column: str, cell: str) -> Any:
-    kind = KINDS.get(column, Kind.TEXT)
-    if kind is Kind.INTEGER:
+    kind = KINDS.get(column, FieldKind.TEXT)
+    if kind is FieldKind.INTEGER:
         return _converted(cell, int, lambda text: whole(float(text)))
-    if kind is Kind.NUMBER:
+    if kind is FieldKind.NUMBER:
         return _converted(cell, float)
-    if kind is Kind.FLAG:
+    if kind is FieldKind.FLAG:
         return _FLAGS.get(cell.strip().lower(), cell)
-    if kind in (Kind.OBJECT, Kind.OBJECTS) or (
-        kind in (Kind.TEXTS, Kind.INTEGERS) and cell.lstrip().startswith("[")
+    if kind in (FieldKind.OBJECT, FieldKind.OBJECTS) or (
+        kind in (FieldKind.TEXTS, FieldKind.INTEGERS) and cell.lstrip().startswith("[")
     ):
         return _converted(cell, parse_value)
-    if kind is Kind.INTEGERS:
+    if kind is FieldKind.INTEGERS:
         return _converted(cell, int)
     return cell
 
@@ -149,19 +183,58 @@ def whole(value: float) -> int | float:
     return int(value) if value.is_integer() and abs(value) < _EXACT_FLOATS else value
 
 
-def check_columns(columns: Sequence[str], label: str) -> None:
-    """Refuse a table whose columns are not keys of plain rows: every row of it would be bad."""
-    if fault := column_fault(columns, ROW_KEYS):
+def index_columns(columns: Sequence[str], *, text: bool = False) -> frozenset[str]:
+    """Return the columns that are the index of a pandas frame.
+
+    text  of CSV, where the first columns are the index if they have no name, also as pandas reads and writes
+          that again
+    """
+    found = {column for column in columns if _INDEX.fullmatch(column)}
+    if text:
+        found.update(takewhile(_UNNAMED.fullmatch, columns))
+    return frozenset(found)
+
+
+def check_columns(columns: Sequence[str], label: str, index: frozenset[str]) -> frozenset[str]:
+    """Refuse a table whose columns are not keys of plain rows, as every row would be bad.
+
+    Columns of the `index` are ignored with a warning; returns them.
+    """
+    if fault := column_fault(columns, ROW_KEYS, index):
         raise BatchFileError(f"{label}: {fault}")
+    say_ignored(label, index)
+    return index
 
 
-def column_fault(columns: Sequence[str], keys: frozenset[str]) -> str | None:
-    """Why these cannot be the columns of prompts, where `keys` may be; None if they can."""
+def say_ignored(label: str, index: frozenset[str]) -> None:
+    """Warn that columns are ignored, if there are any."""
+    if index:
+        named = ", ".join(sorted(repr(printable(column)) for column in index))
+        what = f"column {named} is" if len(index) == 1 else f"columns {named} are"
+        warnings.warn(
+            f"{label}: {what} ignored: the index of a pandas frame, which index=False leaves out",
+            IgnoredColumnWarning,
+            stacklevel=3,
+        )
+
+
+def without(record: Mapping[str, Any], index: frozenset[str]) -> JsonObject:
+    """Return a record without the columns of an index."""
+    return {name: value for name, value in record.items() if name not in index}
+
+
+def column_fault(
+    columns: Sequence[str], keys: frozenset[str], index: frozenset[str] = frozenset()
+) -> str | None:
+    """Return why these cannot be columns of prompts, given the allowed `keys` and an `index`; None if they
+    can."""
     known = ", ".join(sorted(keys))
     if not {"prompt", "messages"} & set(columns):
         return f"has no column prompt or messages; known are {known}"
     seen = set[str]()
     for column in columns:
+        if column in index:
+            continue
         if column not in keys:
             return (
                 f"column {printable(column)!r} is not supported; remove it, or put it into metadata as JSON; "

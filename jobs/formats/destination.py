@@ -1,10 +1,9 @@
-"""The one way to write a file that a user has named: checked, locked, and never in place of something else.
+"""Safe writing of files named by users: checked, locked, and never replacing a foreign file.
 
-A destination is a regular file, or a name that is free. What is there is replaced only if each of its
-rows is of the batch at hand, or if the user says so; the input of the batch is never replaced.
-`.NAME.partial` beside it is the lock that keeps other processes away, and takes the new content until that
-is whole. It is removed at the end, also of a failure; a process that was killed leaves it behind, for the
-next one to take over.
+A destination is a regular file or a free name. An existing file is replaced only if all its rows belong to
+the batch, or if the user says so; the input of the batch is never replaced. `.NAME.partial` in the same
+folder is the lock against other processes, and receives the new content until it is complete. It is removed
+at the end, also after a failure; one left behind by a killed process is taken over by the next.
 """
 
 import errno
@@ -12,34 +11,31 @@ import fcntl
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Self
 
 from nightmill.jobs.errors import BatchFileError
+from nightmill.jobs.formats.layout import Layout
 from nightmill.jobs.formats.ours import ForeignFileError, job_ids
-from nightmill.jobs.formats.output import ResultFile
+from nightmill.jobs.formats.output import ResultFile, writing
 from nightmill.jobs.formats.rows import FileFormat
 
 Owns = Callable[[list[str]], bool]
-"""Are all these jobs of the batch?"""
+"""Returns True if all these jobs belong to the batch."""
 
 _ENDINGS = {
-    ".jsonl": "JSON lines",
-    ".ndjson": "JSON lines",
-    ".json": "JSON lines",
-    ".csv": "CSV",
-    ".tsv": "CSV",
-    ".parquet": "Parquet",
-    ".pq": "Parquet",
-}
-_WANTED = {
-    FileFormat.OPENAI: ("JSON lines", ".jsonl"),
-    FileFormat.JSONL: ("JSON lines", ".jsonl"),
-    FileFormat.CSV: ("CSV", ".csv"),
-    FileFormat.PARQUET: ("Parquet", ".parquet"),
+    ".jsonl": FileFormat.JSONL,
+    ".ndjson": FileFormat.JSONL,
+    ".json": FileFormat.JSONL,
+    ".csv": FileFormat.CSV,
+    ".tsv": FileFormat.CSV,
+    ".parquet": FileFormat.PARQUET,
+    ".pq": FileFormat.PARQUET,
+    ".arrow": FileFormat.ARROW,
+    ".feather": FileFormat.ARROW,
 }
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -48,16 +44,16 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
-_IDS = 500  # looked up at once
-_NO_LOCKS = (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS)  # of some network file systems
+_IDS = 500  # ids per lookup
+_NO_LOCKS = (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS)  # errors of network file systems without locks
 
 
 class Destination:
     """A file for the results or (`errors`) the errors of a batch, reserved until it is closed.
 
-    `apart_from` names the files that it must not be, by what they are: the input, the other output. `label`
-    is its name for people, if that is not its path. First `vet` says whose file it may be; then it is either
-    grown, row by row, or replaced as a whole.
+    `apart_from` has the files that it must not be (the input, the other output), by description. `label` is
+    its name for people, if not the path, `layout` that of its rows, if it is not as usual. Call `vet` first;
+    then either `grow` the file row by row, or `replace` it as a whole.
 
     Raises BatchFileError, here and in every method, if it cannot or must not be written.
     """
@@ -71,18 +67,21 @@ class Destination:
         overwrite: bool = False,
         apart_from: Mapping[str, Path] | None = None,
         label: str | None = None,
+        layout: Layout | None = None,
     ) -> None:
         self.path = Path(path)
         self._label = str(path) if label is None else label
-        self._format = format
+        self.layout = layout or Layout(self._chosen(format), errors)
+        self.format = self.layout.format
+        """The format in which the rows are written: by the name's ending, or as the input."""
         self._kind = "errors" if errors else "results"
         self._overwrite = overwrite
         self._apart_from = apart_from or {}
         self._vetted: Callable[[], None] | None = None
-        self._known: tuple[int, int] | None = None  # the file that was vetted; None: the name was free
+        self._known: tuple[int, int] | None = None  # identity of the checked file; None: the name was free
         self._lock: int | None = None
         self._check_name()
-        with self._errors():
+        with writing(self._label):
             self._target = Path(os.path.realpath(self.path))
             self._check_kind()
             self._partial = partial_of(self._target)
@@ -90,9 +89,10 @@ class Destination:
             self._take_lock()
 
     def vet(self, batch: str, owns: Owns, fingerprint: str | None = None) -> None:
-        """Refuse what is there, unless it is of this batch, or may be overwritten and is not its input.
+        """Refuse an existing file unless it belongs to this batch, or may be overwritten and is not its
+        input.
 
-        `fingerprint`: the SHA-256 of the input, for files that are found again under other names.
+        `fingerprint`: the SHA-256 of the input, to recognise it under other names.
         """
 
         def check() -> None:
@@ -114,49 +114,61 @@ class Destination:
             if fingerprint is not None and _digest(self._target) == fingerprint:
                 raise self._refusal(f"holds the prompts of batch {batch!r}: name another file")
 
-        with self._errors():
+        with writing(self._label):
             check()
         self._vetted = check
 
     def grow(self, *, anew: bool = False) -> ResultFile:
-        """Open the file itself, to go on with its rows; without them if `anew` or if it is overwritten."""
-        with self._errors():
+        """Open the file for appending; empty it first if `anew` or if it is overwritten."""
+        with writing(self._label):
             self._check_again()
             if anew or self._overwrite:
-                self._target.unlink(missing_ok=True)  # not emptied: it may have other names
+                self._target.unlink(missing_ok=True)  # not truncated: it may have other hard links
             file = ResultFile(
                 self._target,
-                self._format,
-                errors=self._kind == "errors",
+                self.format,
                 append=_inode(self._target) is not None,
                 label=self._label,
+                layout=self.layout,
             )
             self._known = _inode(self._target)
         return file
 
     @contextmanager
     def replace(self) -> Iterator[ResultFile]:
-        """Rows written here take the name at the end, at one stroke; an exception changes nothing."""
-        file = ResultFile(self._partial, self._format, errors=self._kind == "errors", label=self._label)
+        """Write a new file that atomically takes the name at the end; an exception changes nothing."""
+        file = ResultFile(self._partial, self.format, label=self._label, layout=self.layout)
         try:
             yield file
             file.close()
-        except BaseException:  # Ctrl-C too must not leave a partial file behind
+        except BaseException:  # Ctrl-C must not leave a partial file behind, either
             file.discard()
+            if self._lock is not None:  # the same file; on a full disk its space is needed
+                with suppress(OSError):
+                    os.ftruncate(self._lock, 0)
             raise
-        with self._errors():
+        with writing(self._label):
             self._check_again()
             if self._lock is not None:  # the same file
                 os.fsync(self._lock)
             self._partial.replace(self._target)
             self._known = _inode(self._target)
 
+    def holds(self, ids: Collection[str]) -> bool:
+        """Return True if the file has the rows of exactly these jobs."""
+        with writing(self._label):
+            try:
+                found = list(self._job_ids())
+            except ForeignFileError:
+                return False
+        return len(found) == len(ids) and set(found) == set(ids)
+
     def close(self) -> None:
-        """Let others write it."""
+        """Release the lock."""
         lock, self._lock = self._lock, None
         if lock is None:
             return
-        with self._errors():
+        with writing(self._label):
             if _inode(self._partial) == _inode_of(os.fstat(lock)):
                 self._partial.unlink()
             os.close(lock)
@@ -173,18 +185,26 @@ class Destination:
         name = self.path.name.lower()
         if str(self.path) == "-":
             raise self._refusal("standard output is not supported: name a file")
-        wanted, ending = _WANTED[self._format]
         if name.endswith(".gz"):
             raise self._refusal(f"{self._kind} are not compressed: name a file without .gz")
         suffix = Path(name).suffix
-        if suffix in _ENDINGS and _ENDINGS[suffix] != wanted:
+        if self.format is FileFormat.OPENAI and _ENDINGS.get(suffix, FileFormat.JSONL) != FileFormat.JSONL:
             raise self._refusal(
-                f"ends in {suffix}, but the {self._kind} of this batch are {wanted}, as its input: "
-                f"name a file that ends in {ending}"
+                f"ends in {suffix}, but the {self._kind} of OpenAI's rows are JSON lines, as these: "
+                "name a file that ends in .jsonl (for others: Batch.to_pandas() or .results() in Python)"
             )
 
+    def _chosen(self, format: FileFormat) -> FileFormat:
+        """Rows of ours may be written in any of the formats; OpenAI's rows have results of their own."""
+        if format is FileFormat.OPENAI:
+            return format
+        chosen = _ENDINGS.get(self.path.suffix.lower(), format)
+        if chosen is FileFormat.ARROW:
+            raise self._refusal("Arrow is for tables with a template: name a file that ends in .parquet")
+        return chosen
+
     def _check_kind(self) -> None:
-        """It is a regular file, or the name is free."""
+        """Check that the path is a regular file or free."""
         with suppress(FileNotFoundError):
             mode = self.path.stat().st_mode
             if not stat.S_ISREG(mode):
@@ -210,7 +230,7 @@ class Destination:
                 if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
                     raise self._refusal(f"cannot be written: {self._partial} is in the way; remove it")
                 _flock(lock)
-                if _inode(self._partial) == _inode_of(found):  # not renamed or removed by the last holder
+                if _inode(self._partial) == _inode_of(found):  # not renamed or removed by the previous holder
                     self._lock, lock = lock, -1
             except BlockingIOError:
                 raise self._refusal(
@@ -221,7 +241,7 @@ class Destination:
                     os.close(lock)
 
     def _holds_only(self, owns: Owns) -> bool:
-        ids = job_ids(self._target, self._format, errors=self._kind == "errors")
+        ids = self._job_ids()
         try:
             while some := list(islice(ids, _IDS)):
                 if not owns(some):
@@ -230,8 +250,11 @@ class Destination:
             return False
         return True
 
+    def _job_ids(self) -> Iterator[str]:
+        return job_ids(self._target, self.format, errors=self.layout.errors, layout=self.layout)
+
     def _check_again(self) -> None:
-        """A night is long: somebody may have put another file there since it was vetted."""
+        """Refuse a file that somebody has put there since `vet`."""
         if self._vetted is None:
             raise RuntimeError("a destination is vetted before it is written")
         if _inode(self._target) not in (None, self._known):
@@ -240,16 +263,9 @@ class Destination:
     def _refusal(self, why: str) -> BatchFileError:
         return BatchFileError(f"{self._label}: {why}")
 
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise self._refusal(f"cannot be written: {error.strerror or error}") from error
-
 
 def partial_of(path: Path) -> Path:
-    """Where the content of a file is until it is whole; locked by whoever writes it."""
+    """Return the path of a file's new content until it is complete, locked by its writer."""
     return path.with_name(f".{path.name}.partial")
 
 
@@ -262,7 +278,7 @@ def _flock(lock: int) -> None:
 
 
 def _identity(path: Path) -> tuple[object, ...]:
-    """Equal for two names of one file, also of one that is not there yet."""
+    """Return a key that is equal for two names of one file, even if it does not exist yet."""
     if inode := _inode(path):
         return inode
     parent = _inode(path.parent)

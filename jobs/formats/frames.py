@@ -1,37 +1,39 @@
-"""Tables of Python programs, in as rows and out as results. pandas and pyarrow are imported only for those.
+"""Tables of Python programs as rows, and results as tables. pandas and pyarrow are imported only when needed.
 
-An Arrow table is whatever has an Arrow C stream (https://arrow.apache.org/docs/format/CStreamInterface.html):
-those of pyarrow, DuckDB and others. Tables of pandas and Polars are read without pyarrow.
+An Arrow table is any object with an Arrow C stream
+(https://arrow.apache.org/docs/format/CStreamInterface.html), such as those of pyarrow and DuckDB. Tables of
+pandas and Polars are read without pyarrow.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any, Protocol
 
-from nightmill.jobs.contract import JsonObject, Prompt
+from nightmill.jobs.base.contract import JsonObject, Prompt
+from nightmill.jobs.base.extras import pip_install
 from nightmill.jobs.errors import InvalidRequestError, MissingExtraError
-from nightmill.jobs.formats.csvfile import column_fault
+from nightmill.jobs.formats.csvfile import column_fault, index_columns, say_ignored
 from nightmill.jobs.formats.parquet import values_of
 
-_ROWS = 1024  # turned into Python objects at once
+_ROWS = 1024  # rows converted to Python objects at once
 
 
 class ArrowTable(Protocol):
-    """A table of any library that speaks Arrow."""
+    """A table of any library that supports Arrow."""
 
     def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
-        """The table as a PyCapsule."""
+        """Return the table as a PyCapsule."""
 
 
 Prompts = Iterable[Prompt | Mapping[str, Any]] | ArrowTable
-"""What is taken as many prompts: an iterable of prompts and rows, or a table."""
+"""Many prompts: an iterable of prompts and rows, or a table."""
 
 
 def items_of(source: Any, columns: frozenset[str]) -> Iterator[Any]:
-    """The items of an iterable, or the rows of a table as mappings, whose columns must be of these.
+    """Yield the items of an iterable, or the rows of a table as mappings, whose columns must be in `columns`.
 
-    Raises InvalidRequestError, before the first row, for a single text or mapping, other columns, and what
-    is not iterable; MissingExtraError for an Arrow table without pyarrow.
+    Raises InvalidRequestError, before the first row, for a single text or mapping, other columns, and a
+    source that is not iterable; MissingExtraError for an Arrow table without pyarrow.
     """
     if isinstance(source, str | bytes | bytearray | memoryview | Mapping):
         raise InvalidRequestError(
@@ -43,9 +45,11 @@ def items_of(source: Any, columns: frozenset[str]) -> Iterator[Any]:
     if names_and_rows is None:
         return _items(source)
     names, rows = names_and_rows
-    if fault := column_fault(names, columns):
+    index = index_columns(names)
+    if fault := column_fault(names, columns, index):
         raise InvalidRequestError(f"prompts: the table {fault}", field="prompts")
-    return map(values_of, rows)
+    say_ignored("prompts", index)
+    return (values_of(row, index) for row in rows)
 
 
 def _items(source: Any) -> Iterator[Any]:
@@ -61,7 +65,7 @@ def _items(source: Any) -> Iterator[Any]:
 
 
 def _table(source: Any) -> tuple[Sequence[str], Iterator[JsonObject]] | None:
-    """Its columns and rows; None if it is not a table."""
+    """Return the columns and rows of a table; None for anything else."""
     if hasattr(source, "to_dicts"):  # Polars
         return list(source.columns), _slices(len(source), lambda at: source.slice(at, _ROWS).to_dicts())
     if hasattr(source, "to_dict") and hasattr(source, "iloc") and hasattr(source, "columns"):  # pandas
@@ -93,7 +97,7 @@ def _slices(length: int, rows: Any) -> Iterator[JsonObject]:
 
 
 def arrow_table(rows: Iterable[JsonObject], columns: Mapping[str, str]) -> Any:
-    """A pyarrow.Table with these columns and types; raises MissingExtraError without pyarrow."""
+    """Build a pyarrow.Table with these columns and types; raises MissingExtraError without pyarrow."""
     arrow = _pyarrow()
     schema = arrow.schema([(name, getattr(arrow, kind)()) for name, kind in columns.items()])
     rows = iter(rows)
@@ -104,11 +108,11 @@ def arrow_table(rows: Iterable[JsonObject], columns: Mapping[str, str]) -> Any:
 
 
 def pandas_frame(rows: Iterable[JsonObject], columns: Mapping[str, str]) -> Any:
-    """A pandas.DataFrame with these columns; raises MissingExtraError without pandas."""
+    """Build a pandas.DataFrame with these columns; raises MissingExtraError without pandas."""
     try:
         import pandas
     except ImportError as error:
-        raise MissingExtraError("to_pandas needs pandas: pip install 'nightmill[pandas]'") from error
+        raise MissingExtraError(f"to_pandas needs pandas: {pip_install('pandas')}") from error
     kept = list(rows)
     return pandas.DataFrame(
         {
@@ -122,5 +126,5 @@ def _pyarrow() -> Any:
     try:
         import pyarrow
     except ImportError as error:
-        raise MissingExtraError("Arrow tables need pyarrow: pip install 'nightmill[parquet]'") from error
+        raise MissingExtraError(f"Arrow tables need pyarrow: {pip_install('parquet')}") from error
     return pyarrow

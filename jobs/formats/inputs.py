@@ -1,4 +1,4 @@
-"""Opens input files: finds their format, reads their rows in bounded memory, and knows how far it has got."""
+"""Input files: detection of their format, rows in bounded memory, reading progress."""
 
 import gzip
 import hashlib
@@ -11,27 +11,36 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from nightmill.jobs.contract import JsonObject, Prompt
-from nightmill.jobs.errors import BatchFileError, BatchFileUnavailableError, RowCode
+from nightmill.jobs.base.contract import JsonObject, Prompt
+from nightmill.jobs.base.stepping import exhaust
+from nightmill.jobs.errors import BatchFileError, BatchFileUnavailableError, EmptyBatchFileError, RowCode
 from nightmill.jobs.formats.csvfile import read_csv
 from nightmill.jobs.formats.jsonlines import read_objects
 from nightmill.jobs.formats.openai import openai_job
 from nightmill.jobs.formats.parquet import read_parquet
 from nightmill.jobs.formats.parquet_reader import Expansion
 from nightmill.jobs.formats.plain import plain_job
-from nightmill.jobs.formats.rows import FileFormat, InputRow, RowError, bad_row, printable, read_row
+from nightmill.jobs.formats.rows import (
+    OF_PROMPTS,
+    FileFormat,
+    InputRow,
+    RowError,
+    bad_row,
+    other_format,
+    printable,
+    read_row,
+)
 from nightmill.jobs.formats.seen import SeenIds
-from nightmill.jobs.spec import JobSpec
-from nightmill.jobs.stepping import exhaust
+from nightmill.jobs.request.spec import JobSpec
 
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _CSV_SUFFIXES = (".csv", ".tsv")
 _PARQUET_SUFFIXES = (".parquet", ".pq")
-_ROWS_TO_LOOK_AT = 100  # for the first that is whole, to tell the two JSON formats apart
+_ROWS_TO_LOOK_AT = 100  # searched for a valid row that shows which JSON format it is
 _HASHED_AT_ONCE = 1 << 20  # bytes
 _NAME_IT = "name it .jsonl, .csv, .tsv or .parquet"
 GZIP = b"\x1f\x8b"
-"""How a file begins that is packed with gzip."""
+"""The first bytes of a gzip file."""
 _OPENAI_KEYS = frozenset({"method", "url", "body"})
 
 NOTHING_SAID = JobSpec()
@@ -42,15 +51,19 @@ Record = tuple[int, JsonObject | RowError]
 class InputFile:
     """A batch file. Every call of `rows` reads it from the beginning.
 
-    The format is found from the name's ending (`.gz` before it is undone; not for Parquet) and the first
-    rows, unless it is given. `label` is its name for people, if that is not its path, and `name` the one
-    whose ending counts. What a file that is not `trusted` may expand to is in proportion to its size. Raises
-    BatchFileError if there is no such file or its format is not known, BatchFileUnavailableError if it cannot
+    The format is detected from the name's ending (`.gz` is decompressed, except for Parquet) and the first
+    rows, unless it is given. `label` is its name for people, if not the path, and `name` the one whose ending
+    counts. If the file is not `trusted`, its expansion is limited in proportion to its size. Raises
+    BatchFileError if the file does not exist or its format is unknown, BatchFileUnavailableError if it cannot
     be read, MissingExtraError for Parquet without pyarrow.
     """
 
     immutable = False
-    """Whether nobody can change the content, so that nobody need look whether somebody did."""
+    """True if the content cannot change, so that checks for changes are skipped."""
+    formats = OF_PROMPTS
+    """The formats that it may have."""
+    plain_remedy = "give plain rows a file of their own"
+    """Remedy in the error for plain rows in a file of OpenAI's format."""
 
     def __init__(
         self,
@@ -67,7 +80,7 @@ class InputFile:
         self.label = str(path) if label is None else label
         self._stream: BinaryIO | None = None
         self._position = 0
-        self._stamp: _Stamp | None = None  # when the fingerprint was taken
+        self._stamp: _Stamp | None = None  # taken with the fingerprint
         self._fingerprint: str | None = None
         with self._errors():
             if not self.path.is_file():
@@ -75,13 +88,15 @@ class InputFile:
                     raise BatchFileUnavailableError(f"{self.label}: there is no such file")
                 raise BatchFileError(f"{self.label}: is not a file")
             if not self.size:
-                raise BatchFileError(f"{self.label}: is empty; write one row on each line")
+                raise EmptyBatchFileError(f"{self.label}: is empty; write one row on each line")
             self.format = format or self._find_format()
+            if self.format not in self.formats:
+                raise BatchFileError(f"{self.label}: is an Arrow file, which takes a template (--template)")
 
     def rows(self, defaults: JobSpec = NOTHING_SAID) -> Iterator[InputRow]:
-        """Every row, checked; `defaults` hold if one says nothing.
+        """Yield every row, checked; `defaults` apply where a row has no value.
 
-        What a row holds never raises; BatchFileError is for the file as a whole.
+        A bad row does not raise; BatchFileError is for the file as a whole.
         """
         openai = self.format is FileFormat.OPENAI
         read = openai_job if openai else plain_job
@@ -93,16 +108,19 @@ class InputFile:
             if isinstance(record, RowError):
                 yield bad_row(number, record)
             else:
-                yield _unless_duplicate(read_row(number, record, read, defaults, id_required=openai), seen)
+                row = read_row(number, record, read, defaults, id_required=openai)
+                if row.spec is None and (error := other_format(record, self.format, self.plain_remedy)):
+                    row = bad_row(number, error, row.custom_id)
+                yield _unless_duplicate(row, seen)
         if empty:
-            raise BatchFileError(f"{self.label}: holds no rows; write one row on each line")
+            raise EmptyBatchFileError(f"{self.label}: holds no rows; write one row on each line")
 
     def fingerprint(self) -> str:
-        """The SHA-256 of the file's bytes, as hexadecimal digits."""
+        """Return the SHA-256 of the file's bytes in hexadecimal."""
         return exhaust(self.hashing())
 
     def hashing(self) -> Generator[None, None, str]:
-        """Take the fingerprint in small steps; yields between two of them."""
+        """Compute the fingerprint in small steps; yields between steps."""
         with self._errors(), self.path.open("rb") as file:
             stamp, digest = _stamp(os.fstat(file.fileno())), hashlib.sha256()
             while piece := file.read(_HASHED_AT_ONCE):
@@ -112,11 +130,12 @@ class InputFile:
         return self._fingerprint
 
     def changed(self, fingerprint: str | None = None) -> bool:
-        """Whether it is another file, size or time of writing than when its fingerprint was taken.
+        """Return True if the file's identity, size or modification time changed since its fingerprint was
+        taken.
 
-        With `fingerprint`: or other bytes, which takes reading it. It is read as well if only the time of
-        the inode's last change differs: chmod, chown and hard links set that and leave the content alone,
-        but so does who writes and sets the time of writing back. Raises BatchFileUnavailableError.
+        With `fingerprint`, the content is read and compared, too. It is also read if only the inode's change
+        time differs: chmod, chown and hard links set that without changing the content, but so does a writer
+        that sets the modification time back. Raises BatchFileUnavailableError.
         """
         if self.immutable:
             return False
@@ -135,12 +154,12 @@ class InputFile:
 
     @property
     def size(self) -> int:
-        """Bytes of the file as it lies on the disk."""
+        """The file's size on disk, in bytes."""
         return self.path.stat().st_size
 
     @property
     def position(self) -> int:
-        """How many of these bytes the latest `rows` has read."""
+        """The number of these bytes that the latest `rows` has read."""
         if self._stream is not None:
             self._position = self._stream.tell()
         return self._position
@@ -163,7 +182,7 @@ class InputFile:
 
     @contextmanager
     def _open(self) -> Iterator[BinaryIO]:
-        """The file's bytes, decompressed."""
+        """Open the file's bytes, decompressed."""
         with self.path.open("rb") as raw:
             self._stream = raw
             try:
@@ -173,7 +192,7 @@ class InputFile:
                 else:
                     yield raw
             finally:
-                _ = self.position  # the last word on it before the stream is closed
+                _ = self.position  # update it before the stream is closed
                 self._stream = None
 
     @contextmanager
@@ -186,16 +205,31 @@ class InputFile:
             said = f"{self.label}: cannot be read: {error.strerror or error}"
             raise BatchFileUnavailableError(said) from error
 
-    def _find_format(self) -> FileFormat:
-        name = self._name.lower().removesuffix(".gz")
+    def _start(self) -> bytes:
+        """Return the first bytes; raises BatchFileError if they are compressed and nothing decompresses
+        them."""
         with self._open() as stream:
             start = stream.read(64)
         if start.startswith(GZIP):
             raise BatchFileError(f"{self.label}: is packed with gzip; unpack it")
+        return start
+
+    def _table_format(self, start: bytes) -> FileFormat | None:
+        """Detect CSV, Parquet or Arrow by name and first bytes; None if it is none of them."""
+        name = self._name.lower().removesuffix(".gz")
         if name.endswith(_CSV_SUFFIXES):
             return FileFormat.CSV
+        if start.startswith(b"ARROW1"):
+            return FileFormat.ARROW
         if name.endswith(_PARQUET_SUFFIXES) or start.startswith(b"PAR1"):
             return FileFormat.PARQUET
+        return None
+
+    def _find_format(self) -> FileFormat:
+        name = self._name.lower().removesuffix(".gz")
+        start = self._start()
+        if (table := self._table_format(start)) is not None:
+            return table
         if start.startswith((b"\xff\xfe", b"\xfe\xff")):
             raise BatchFileError(f"{self.label}: is UTF-16; save it as UTF-8")
         if start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
@@ -216,14 +250,15 @@ _Stamp = tuple[tuple[int, ...], int]
 
 
 def _stamp(found: os.stat_result) -> _Stamp:
-    """What changes when somebody writes to the file, and what changes then and at other times, too."""
+    """Identity and version of a file; ctime cannot be set back, so a write always changes it."""
     return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns), found.st_ctime_ns
 
 
 def rows_from(
     items: Iterable[Prompt | Mapping[str, Any]], defaults: JobSpec = NOTHING_SAID
 ) -> Iterator[InputRow]:
-    """Rows of a Python iterable: prompts, or mappings with the keys of plain rows. The same checks."""
+    """Check the items of an iterable, prompts or mappings with the keys of plain rows, like the rows of a
+    file."""
     seen = SeenIds()
     for number, item in enumerate(items, 1):
         values: Mapping[str, Any] = item if isinstance(item, Mapping) else {"prompt": item}

@@ -1,27 +1,27 @@
-"""Lines of JSON from bytes, whatever the bytes are: each line is an object or an error of its own."""
+"""Lines of JSON from arbitrary bytes: each line is an object or an error of its own."""
 
 import json
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from nightmill.jobs.contract import JsonObject
+from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.errors import InvalidRequestError, RowCode
 from nightmill.jobs.formats.rows import RowError
-from nightmill.jobs.prompts import json_type
+from nightmill.jobs.request.prompts import json_type
 
 LINE_LIMIT = 16 * 2**20
-"""Bytes that a row may have. A prompt of this size has millions of tokens; more is a broken file."""
+"""Largest row in bytes. A prompt of this size has millions of tokens; more is a broken file."""
 MOST_CONTAINERS = 1 << 18
-"""Lists and objects in one JSON text, counted by their brackets, also those within its texts.
+"""Most lists and objects in one JSON text, counted by brackets, including those within strings.
 
-Each takes 56 to 230 bytes of memory, however short it is: 16 MiB of empty ones would take 400 MiB.
+Each takes 56 to 230 bytes of memory, so 16 MiB of empty ones would take 400 MiB.
 """
 _BOM = b"\xef\xbb\xbf"
 _LONGEST_KEY = 100  # characters that a message shows; a key may have megabytes
 
 
 def read_objects(stream: BinaryIO, limit: int = LINE_LIMIT) -> Iterator[tuple[int, JsonObject | RowError]]:
-    """(1-based line number, what it holds), without the empty lines; holds one line at a time."""
+    """Yield (1-based line number, object or error) without empty lines, with one line in memory at a time."""
     for number, line in _lines(stream, limit):
         try:
             yield number, parse_object(line, limit)
@@ -30,7 +30,7 @@ def read_objects(stream: BinaryIO, limit: int = LINE_LIMIT) -> Iterator[tuple[in
 
 
 def _lines(stream: BinaryIO, limit: int) -> Iterator[tuple[int, bytes]]:
-    """Lines with something in them; of one that is too long, the first `limit` bytes and a few."""
+    """Yield lines that are not empty; an overlong one is cut slightly past `limit` bytes."""
     number = 0
     while line := stream.readline(limit + 2):
         number += 1
@@ -44,7 +44,7 @@ def _lines(stream: BinaryIO, limit: int) -> Iterator[tuple[int, bytes]]:
 
 
 def parse_object(line: bytes | bytearray, limit: int = LINE_LIMIT) -> JsonObject:
-    """The object that a line holds; raises InvalidRequestError."""
+    """Parse the object in a line; raises InvalidRequestError."""
     if len(line) > limit:
         said = f"the line has more than {limit} bytes; shorten or divide its prompt"
         raise InvalidRequestError(said, code=RowCode.TOO_LONG)
@@ -61,18 +61,18 @@ def parse_object(line: bytes | bytearray, limit: int = LINE_LIMIT) -> JsonObject
 
 
 def parse_value(text: str) -> Any:
-    """The value that a JSON text stands for; stricter than `json.loads`. Raises InvalidRequestError."""
+    """Parse a JSON text more strictly than `json.loads`. Raises InvalidRequestError."""
     if len(text) > MOST_CONTAINERS and text.count("{") + text.count("[") > MOST_CONTAINERS:
         said = f"holds more than {MOST_CONTAINERS:,} brackets and braces; divide it"
         raise InvalidRequestError(said, code=RowCode.TOO_LONG)
     try:
         return _DECODER.decode(text)
-    except InvalidRequestError:  # a ValueError, too
+    except InvalidRequestError:  # which is a ValueError, too
         raise
     except json.JSONDecodeError as error:
         place = f"{error.msg} at character {error.pos + 1}"
         raise _not_json(f"is not JSON: {place}; write one JSON object on each line") from None
-    except ValueError:  # of all values, only whole numbers of thousands of digits do this
+    except ValueError:  # raised only for whole numbers of thousands of digits
         raise _not_json("holds a number with too many digits; shorten it, or make it a text") from None
     except RecursionError:
         raise _not_json("is nested too deeply; flatten it") from None

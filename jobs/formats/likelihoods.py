@@ -1,16 +1,16 @@
-"""Log-probabilities in rows: as OpenAI's API reference has them for chats and completions, and as ours."""
+"""Log-probabilities in rows and responses: in OpenAI's shapes for chats and completions, and in ours."""
 
 from collections.abc import Sequence
 
-from nightmill.jobs.contract import JsonObject
-from nightmill.jobs.job import Answer
-from nightmill.jobs.logprobs import LikelyToken, TokenLogprob
+from nightmill.jobs.base.contract import JsonObject
+from nightmill.jobs.reply.job import Answer
+from nightmill.jobs.reply.logprobs import LikelyToken, TokenLogprob
 
 __all__ = ["openai_logprobs", "openai_tokens", "token_values"]
 
 
 def token_values(tokens: Sequence[TokenLogprob]) -> list[JsonObject]:
-    """Of plain rows, and of our own endpoints."""
+    """Format tokens for plain rows and our own endpoints."""
     return [
         {"token": one.token, "id": one.id, "logprob": one.logprob, "bytes": list(one.bytes)}
         | {
@@ -23,13 +23,35 @@ def token_values(tokens: Sequence[TokenLogprob]) -> list[JsonObject]:
     ]
 
 
+def vllm_prompt_logprobs(tokens: Sequence[TokenLogprob]) -> list[JsonObject | None]:
+    """`prompt_logprobs` as vLLM has them: by token id, the prompt's own first. The first token has none.
+
+    `rank` is null where the prompt's own token is not among those that were asked for.
+    """
+    return [_by_id(one) for one in tokens]
+
+
+def _by_id(one: TokenLogprob) -> JsonObject | None:
+    if one.logprob is None:
+        return None
+    ranks = {other.id: rank for rank, other in enumerate(one.top, 1)}
+    found: JsonObject = {}
+    tokens: list[TokenLogprob | LikelyToken] = [one, *one.top]
+    for other in tokens:
+        found.setdefault(
+            str(other.id),
+            {"logprob": other.logprob, "rank": ranks.get(other.id), "decoded_token": other.token},
+        )
+    return found
+
+
 def openai_logprobs(answer: Answer, chat: bool) -> JsonObject | None:
-    """`logprobs` of a choice; None if they were not asked for."""
+    """Format `logprobs` of a choice; None if not requested."""
     return None if answer.logprobs is None else openai_tokens(answer.logprobs, chat)
 
 
 def openai_tokens(tokens: Sequence[TokenLogprob], chat: bool) -> JsonObject:
-    """The same for some of its tokens."""
+    """Format some tokens as `logprobs`."""
     return _of_chat(tokens) if chat else _of_completion(tokens)
 
 
@@ -39,7 +61,7 @@ def _of_chat(tokens: Sequence[TokenLogprob]) -> JsonObject:
 
 
 def _named(one: TokenLogprob | LikelyToken) -> JsonObject:
-    """A token; a control token has a name, but no bytes."""
+    """Format a token; a control token has a name but no bytes."""
     return {"token": one.token, "logprob": one.logprob, "bytes": list(one.bytes) or None}
 
 
@@ -53,7 +75,8 @@ def _of_completion(tokens: Sequence[TokenLogprob]) -> JsonObject:
 
 
 def _by_text(one: TokenLogprob) -> JsonObject | None:
-    """The likeliest tokens and the one itself; of several with one text, such as U+FFFD, the likeliest."""
+    """Map the likeliest tokens and the chosen one by text; of several with one text, such as U+FFFD, the
+    likeliest."""
     if one.logprob is None:
         return None
     found: JsonObject = {}

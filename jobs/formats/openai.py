@@ -1,80 +1,61 @@
-"""Rows of OpenAI's batch format: what is supported, what is ignored, and what is an error of its row.
+"""Requests and rows in OpenAI's format: supported, ignored and refused keys.
 
-The keys are those of OpenAI's API reference for POST /v1/chat/completions and /v1/completions, and our own
-parameters that it lacks. A key that would change the answer and that we cannot follow is refused by name;
-one that only concerns OpenAI's service is ignored.
+The keys are those of OpenAI's API reference for POST /v1/chat/completions and /v1/completions, plus our own
+parameters. An unsupported key that would change the answer is refused by name; one that only concerns
+OpenAI's service is ignored.
 """
 
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nightmill.jobs.constrained import FORMS
-from nightmill.jobs.contract import JsonObject
+from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.errors import InvalidRequestError, RowCode
-from nightmill.jobs.fields import PARAMETERS, unknown_field
 from nightmill.jobs.formats.jsonlines import parse_value
+from nightmill.jobs.formats.neutral import check_neutral, short
+from nightmill.jobs.formats.refusals import OF_ROWS, REFUSED
+from nightmill.jobs.formats.responses.request import RESPONSES, read_response
 from nightmill.jobs.formats.rows import invalid, missing
-from nightmill.jobs.parameters import MAX_LOGPROBS
-from nightmill.jobs.prompts import is_id, json_type
-from nightmill.jobs.spec import JobSpec
-from nightmill.jobs.tools import TOOL_KEYS
+from nightmill.jobs.request.fields import PARAMETERS, unknown_field
+from nightmill.jobs.request.parameters import MAX_LOGPROBS
+from nightmill.jobs.request.prompts import is_id, json_type
+from nightmill.jobs.request.spec import JobSpec
+from nightmill.jobs.request.structured import CONSTRAINT_FIELDS
+from nightmill.jobs.request.tools import TOOL_KEYS
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+URLS = (CHAT, COMPLETIONS, RESPONSES)
+"""Endpoints of rows."""
+
+MAX_PROMPTS = 1_024
+"""Most prompts of one request."""
+MAX_REQUEST_TOKENS = 1 << 24
+"""Most tokens of all answers of a request, including log-probabilities, as they form one response body."""
 
 _OF_LOGPROBS = frozenset({"logprobs", "top_logprobs", "echo"})
-_TAKEN = PARAMETERS - _OF_LOGPROBS | FORMS.keys() | {"model"}  # OpenAI's own among them, and ours
+_TAKEN = PARAMETERS - _OF_LOGPROBS | CONSTRAINT_FIELDS.keys() | {"model"}  # OpenAI's and ours
 IGNORED = frozenset(
     {
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
         "prompt_cache_retention", "stream_options", "request_id", "cache_salt",
+        "cache_prompt", "guided_decoding_backend",
     }
 )  # fmt: skip
 """Keys of a body that are accepted and have no effect."""
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "stream": (False,),
-    "suffix": ("",),
-    "modalities": (["text"],),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "audio": (),
-    "prediction": (),
-    "reasoning_effort": (),
-    "verbosity": (),
-    "web_search_options": (),
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "include_reasoning": (True,),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-}
-"""Keys of a body that may be null or have these values, with which they have no effect."""
-_OLDER = "is not supported: it is OpenAI's older word for tools; give these"
-_REFUSALS = {
-    "suffix": "is not supported: models here continue a prompt, and do not fill in what stands before a "
-    "suffix; remove it, or describe it in the prompt",
-    "reasoning_effort": "is not supported; give it in chat_template_kwargs if the model's template reads it",
-    "stream": "is not supported; results are written as they finish",
-    "functions": _OLDER,
-    "function_call": _OLDER,
-}
-"""What is said of other values, and what to do."""
-_LONGEST_SHOWN = 60  # characters of a value
+_NOT_TAKEN = REFUSED | OF_ROWS
+NEUTRAL: dict[str, tuple[Any, ...]] = {name: refusal.neutral for name, refusal in _NOT_TAKEN.items()}
+"""Values of unsupported keys, besides null, that have no effect and are accepted."""
 GUIDED = {
     "guided_json": "json_schema",
     "guided_regex": "regex",
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-"""vLLM's keys of a body that say what the answer must be, and ours."""
+"""Our constraint fields by vLLM's keys."""
 _STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 _FRAME = frozenset({"custom_id", "method", "url", "body"})
 _LIMIT = "max_completion_tokens"  # OpenAI's later name for max_tokens
-_BEST_OF = "best_of"  # so many answers are to be generated, of which the best n are wanted
+_BEST_OF = "best_of"  # generate this many answers and return the best n
 _OF_CHATS = frozenset({*TOOL_KEYS, "chat_template_kwargs", "add_generation_prompt", "continue_final_message"})
 _BODY = {
     CHAT: _OF_CHATS
@@ -95,36 +76,98 @@ _BODY = {
 
 
 def body_keys(url: str) -> frozenset[str]:
-    """What a body that is posted to this URL may have."""
+    """Return the keys that a body posted to this URL may have."""
     return frozenset(_BODY[url])
 
 
 def openai_job(values: JsonObject, defaults: JobSpec) -> JobSpec:
-    """The job of an OpenAI row; raises InvalidRequestError."""
+    """Parse an OpenAI row; raises InvalidRequestError."""
     body, url = _frame(values)
     try:
+        if url == RESPONSES:
+            return read_response(body, defaults, custom_id=values["custom_id"]).spec
         return body_job(body, url, defaults, custom_id=values["custom_id"])
     except InvalidRequestError as error:
         raise error.renamed(f"body.{error.field}") from None
 
 
 def body_job(body: Mapping[str, Any], url: str, defaults: JobSpec, **more: Any) -> JobSpec:
-    """The job that the body of a POST to `url` (CHAT or COMPLETIONS) asks for, with `more` of its fields.
+    """Parse the body of a POST to `url` (CHAT or COMPLETIONS) with the fields `more`.
 
     Raises InvalidRequestError, which names the key of the body.
     """
+    specs = body_jobs(body, url, defaults, **more)
+    if len(specs) > 1:
+        raise invalid(
+            "prompt",
+            f"has {len(specs):,} prompts, and a row is one; give each a row and a custom_id of its own",
+        )
+    return specs[0]
+
+
+def body_jobs(body: Mapping[str, Any], url: str, defaults: JobSpec, **more: Any) -> list[JobSpec]:
+    """Parse a body like `body_job`, into one job for each prompt if it has a list of them."""
     given = {name: value for name, value in body.items() if value is not None}
     try:
-        spec = JobSpec.parse(_fields(given, url) | more, defaults)
-        _check_best_of(given.get(_BEST_OF), spec.params.n)
-        return spec
+        fields = _fields(given, url)
+        if (prompts := _several(fields)) is None:
+            specs = [JobSpec.parse(fields | more, defaults)]
+        else:
+            specs = _of_prompts(fields | more, prompts, defaults)
+        _check_best_of(given.get(_BEST_OF), specs[0].params.n)
+        return specs
     except InvalidRequestError as error:
         renamed = error.field == "max_tokens" and _LIMIT in given
         raise error.renamed(_LIMIT) if renamed else error from None
 
 
+def endpoint_of(spec: JobSpec) -> str:
+    """Return which of URLS a job's row or request was for."""
+    if spec.request is not None:
+        return RESPONSES
+    return COMPLETIONS if spec.messages is None else CHAT
+
+
+def _several(fields: JsonObject) -> list[Any] | None:
+    """Return the prompts if there is a list of texts or of lists of token ids; None for a single prompt."""
+    value = fields.get("prompt")
+    return value if isinstance(value, list) and isinstance(value[0], str | list) else None
+
+
+def _of_prompts(fields: JsonObject, prompts: Sequence[Any], defaults: JobSpec) -> list[JobSpec]:
+    """Make a job for each prompt, with the same fields."""
+    if len(prompts) > MAX_PROMPTS:
+        raise invalid(
+            "prompt", f"has {len(prompts):,} prompts, more than {MAX_PROMPTS:,}; send several requests"
+        )
+    specs: list[JobSpec] = []
+    for number, prompt in enumerate(prompts):
+        try:
+            if not (
+                isinstance(prompt, str) or (isinstance(prompt, list) and (not prompt or _is_ids(prompt)))
+            ):
+                raise invalid("prompt", f"must be a text or a list of token ids, not {json_type(prompt)}")
+            made = (
+                specs[0].prompted(prompt) if specs else JobSpec.parse(fields | {"prompt": prompt}, defaults)
+            )
+        except InvalidRequestError as error:
+            inside = (error.field or "").removeprefix("prompt")
+            of_prompt = error.field is not None and error.field.startswith("prompt")
+            raise error.renamed(f"prompt[{number}]{inside}") if of_prompt else error from None
+        specs.append(made)
+    params = specs[0].params
+    size = len(specs) * params.answers * params.max_tokens * ((params.logprobs or 0) + 1)
+    if size > MAX_REQUEST_TOKENS:
+        raise invalid(
+            "prompt",
+            f"{len(specs):,} prompts may have more than {MAX_REQUEST_TOKENS:,} tokens and log-probabilities "
+            "in all; give fewer in one request, or a smaller max_tokens",
+        )
+    return specs
+
+
 def _frame(values: JsonObject) -> tuple[Mapping[str, Any], str]:
-    """The body and the URL."""
+    """Return the body and the URL of a row."""
     for name in ("method", "url", "body"):
         if values.get(name) is None:
             raise missing(name, 'a row has custom_id, method "POST", url, body')
@@ -134,23 +177,25 @@ def _frame(values: JsonObject) -> tuple[Mapping[str, Any], str]:
     method, url, body = values["method"], values["url"], values["body"]
     if method != "POST":
         raise invalid("method", f'must be "POST" (got {method!r})')
-    if not isinstance(url, str) or url not in _BODY:
-        raise invalid("url", f"must be {CHAT} or {COMPLETIONS} (got {url!r})")
+    if not isinstance(url, str) or url not in URLS:
+        raise invalid("url", f"must be one of {', '.join(URLS)} (got {url!r})")
     if not isinstance(body, Mapping):
         raise invalid("body", f"must be an object, not {json_type(body)}")
     return body, url
 
 
 def _fields(given: JsonObject, url: str) -> JsonObject:
-    """What a body says, as fields of a job; errors name the keys of the body."""
+    """Convert a body to fields of a job; errors name the keys of the body."""
     for name, value in given.items():
         if name not in _BODY[url]:
             raise unknown_field(name, _BODY[url])
-        if name in NEUTRAL and not any(_same(value, neutral) for neutral in NEUTRAL[name]):
-            said = f"{name}: {_short(value)} {_REFUSALS.get(name, 'is not supported; remove it')}"
-            raise InvalidRequestError(said, field=name, code=RowCode.UNSUPPORTED_FIELD)
+        if name in NEUTRAL:
+            why = f"is not supported: {_NOT_TAKEN[name].why}"
+            check_neutral(name, value, NEUTRAL[name], why)
     fields = {name: value for name, value in given.items() if name in _TAKEN | _OF_CHATS} | _vllm_forms(given)
     fields |= _logprobs(given, url)
+    if fields.get("prompt_logprobs") is False:  # as some clients say that they want none
+        del fields["prompt_logprobs"]
     if (limit := given.get(_LIMIT)) is not None:
         if fields.setdefault("max_tokens", limit) != limit:
             raise invalid(_LIMIT, "contradicts max_tokens; give one of them")
@@ -161,15 +206,15 @@ def _fields(given: JsonObject, url: str) -> JsonObject:
     value = given[prompt]
     if value == []:
         raise invalid(prompt, "is empty")
-    if url == COMPLETIONS and not (isinstance(value, str) or (isinstance(value, list) and _is_ids(value))):
-        said = f"must be a text or a list of token ids, not {json_type(value)}"
-        several = isinstance(value, list) and value and isinstance(value[0], str | list)
-        raise invalid(prompt, f"{said} of prompts; give each prompt a row of its own" if several else said)
+    if url == COMPLETIONS and not (isinstance(value, str) or _is_list(value)):
+        got = json_type(value)
+        inside = f" that begins with {json_type(value[0])}" if isinstance(value, list) else ""
+        raise invalid(prompt, f"must be a text, a list of token ids, or a list of these, not {got}{inside}")
     return fields | {prompt: value}
 
 
 def _logprobs(given: JsonObject, url: str) -> JsonObject:
-    """What the keys of log-probabilities say, and echo, in our words."""
+    """Convert the keys about log-probabilities, and echo, to fields."""
     wanted, likely, echo = (given.get(name) for name in ("logprobs", "top_logprobs", "echo"))
     if url == COMPLETIONS:
         if likely not in (None, 0):
@@ -184,18 +229,18 @@ def _logprobs(given: JsonObject, url: str) -> JsonObject:
             raise invalid("top_logprobs", "needs logprobs: true")
         return {"echo": echo}
     if likely is not None and (type(likely) is not int or not 0 <= likely <= MAX_LOGPROBS):
-        said = f"must be a whole number from 0 to {MAX_LOGPROBS} (got {_short(likely)})"
+        said = f"must be a whole number from 0 to {MAX_LOGPROBS} (got {short(likely)})"
         raise invalid("top_logprobs", said)
     return {"logprobs": likely or 0, "echo": echo}
 
 
 def _check_best_of(value: Any, wanted: int) -> None:
-    """All answers that are generated are wanted: which of them are the best, nobody could say."""
+    """Refuse `best_of` unless all generated answers are wanted, as there is no ranking."""
     if value is None:
         return
     if type(value) is not int or value < wanted:
         raise invalid(
-            _BEST_OF, f"must be a whole number of at least n, which is {wanted} (got {_short(value)})"
+            _BEST_OF, f"must be a whole number of at least n, which is {wanted} (got {short(value)})"
         )
     if value > wanted:
         raise InvalidRequestError(
@@ -210,10 +255,16 @@ def _is_ids(value: list[Any]) -> bool:
     return bool(value) and is_id(value[0])
 
 
+def _is_list(value: Any) -> bool:
+    """Return True for a list of token ids or of prompts, by its first item."""
+    return isinstance(value, list) and bool(value) and (is_id(value[0]) or isinstance(value[0], str | list))
+
+
 def _vllm_forms(given: JsonObject) -> JsonObject:
-    """What vLLM's keys say of the answer, in our words."""
+    """Convert vLLM's constraint keys to fields."""
     forms: JsonObject = {}
-    places = {name: name for name in FORMS if name in given}  # where it was said before, by our word for it
+    # Where a constraint is said in the body, by the name of its field here.
+    places = {name: name for name in CONSTRAINT_FIELDS if name in given}
 
     def add(place: str, ours: str, value: Any) -> None:
         if ours in places:
@@ -235,26 +286,12 @@ def _vllm_forms(given: JsonObject) -> JsonObject:
             add(place, _STRUCTURED[name], _read_json(place, value) if name == "json" else value)
         elif name == "json_object" and value is True:
             add(place, "response_format", {"type": "json_object"})
-        elif value is not None and value is not False:
-            raise unknown_field(place, {f"structured_outputs.{one}" for one in (*_STRUCTURED, "json_object")})
+        elif value is not None and value is not False and name != "disable_fallback":  # no such constraint
+            known = ", ".join((*_STRUCTURED, "json_object"))
+            raise unknown_field(place, (), f"remove it; known are {known}")
     return forms
 
 
 def _read_json(name: str, value: Any) -> Any:
-    """vLLM takes a schema as a text, too."""
+    """Parse a schema given as text, which vLLM accepts, too."""
     return parse_value(value) if name.endswith("json") and isinstance(value, str) else value
-
-
-def _same(value: Any, neutral: Any) -> bool:
-    # In Python True equals 1, in JSON it does not.
-    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
-
-
-def _short(value: Any) -> str:
-    """A value as JSON, or in a word if that is long."""
-    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    if not any(isinstance(item, Mapping | list) for item in inside):
-        shown = json.dumps(value, ensure_ascii=False)
-        if len(shown) <= _LONGEST_SHOWN:
-            return shown
-    return f"this {json_type(value).split(maxsplit=1)[1]}"  # without its article

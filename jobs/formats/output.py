@@ -1,34 +1,36 @@
-"""Result and error files: rows appended in groups, so that what is on disk after a crash is whole rows.
+"""Writing of result and error files in groups of rows, so that a crash leaves complete rows.
 
-JSONL and CSV grow as rows come; a last row that a crash cut in two is removed when the file is opened to be
-appended to. Parquet cannot grow, and is a file only once it is closed. Which files may be written, and how
-one appears under its name when it is whole, is in `jobs.formats.destination`.
+JSONL and CSV grow as rows come; a truncated last row is removed when the file is opened for appending.
+Parquet cannot grow, and is readable only once it is closed. `jobs.formats.destination` decides which files
+may be written, and renames complete ones.
 """
 
 import csv
+import errno
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from nightmill.jobs.contract import JsonObject
-from nightmill.jobs.errors import BatchFileError
-from nightmill.jobs.formats.parquet import ParquetWriter
-from nightmill.jobs.formats.results import ERROR_COLUMNS, RESULT_COLUMNS
+from nightmill.jobs.base.contract import JsonObject
+from nightmill.jobs.errors import BatchFileError, BatchFileUnavailableError
+from nightmill.jobs.formats.jsonlines import LINE_LIMIT
+from nightmill.jobs.formats.layout import Layout, WholeWriter
 from nightmill.jobs.formats.rows import FileFormat
 
 _GROUP = 64  # rows written at once
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class ResultFile:
-    """A file of rows made by `result_row` or (`errors`) by `error_row`.
+    """A file of rows of a layout, by default of those made by `result_row` or (`errors`) by `error_row`.
 
-    `append`: go on with a file that is there, in place of emptying it. `label`: its name in errors. Raises
-    BatchFileError if it cannot be written. As a context manager it is closed at the end.
+    `append`: append to an existing file instead of emptying it. `label`: its name in errors. Raises
+    BatchFileError if it cannot be written. As a context manager, it is closed at the end.
     """
 
     def __init__(
@@ -39,76 +41,81 @@ class ResultFile:
         errors: bool = False,
         append: bool = False,
         label: str | None = None,
+        layout: Layout | None = None,
     ) -> None:
         self.path = Path(path)
         self._label = label or str(path)
         self.format = format
-        self._columns = ERROR_COLUMNS if errors else RESULT_COLUMNS
+        self._layout = layout or Layout(format, errors)
         self._rows: list[JsonObject] = []
-        self._parquet: ParquetWriter | None = None
-        if format is FileFormat.PARQUET:
+        self._head = b""
+        self._whole_file: WholeWriter | None = None
+        if not self._layout.grows:
             if append:
                 raise BatchFileError(f"{self._label}: a Parquet file cannot be appended to; write it anew")
-            self._parquet = ParquetWriter(self.path, self._columns, self._label)
+            self._whole_file = self._layout.writer(self.path, self._label)
             return
-        with self._errors():
+        with writing(self._label):
             self._file = self.path.open("r+b" if append and self.path.exists() else "w+b", buffering=0)
             self._file.seek(self._whole())
             self._file.truncate()
-            if format is FileFormat.CSV and self._file.tell() == 0:
-                self._file.write(_csv_line(self._columns))
+            if self._file.tell() == 0:
+                # Written with the first rows, as the disk may be full now.
+                self._head = self._layout.head()
 
     def ids(self) -> set[str]:
-        """The job ids of the rows that the file holds, those that are not flushed left out."""
-        if self.format is FileFormat.PARQUET:
+        """Return the job ids of the rows in the file, without unflushed ones."""
+        if not self._layout.grows:
             return set()
-        with self._errors(), self.path.open(encoding="utf-8", newline="") as file:
+        name = self._layout.id_column
+        with writing(self._label), self.path.open(encoding="utf-8", newline="") as file:
             if self.format is FileFormat.CSV:
-                return {row["id"] for row in csv.DictReader(file)}
-            return {json.loads(line)["id"] for line in file}
+                csv.field_size_limit(max(csv.field_size_limit(), LINE_LIMIT))
+                return {row[name] for row in csv.DictReader(file, delimiter=self._layout.delimiter)}
+            return {json.loads(line)[name] for line in file}
 
     def write(self, row: JsonObject) -> None:
-        """Append a row; it is on its way to the disk once its group is full, or at `flush`."""
+        """Append a row; it is written once its group is full, or at `flush`."""
         self._rows.append(row)
         if len(self._rows) >= _GROUP:
             self.flush()
 
     def flush(self) -> None:
-        """Hand all rows to the operating system."""
-        rows, self._rows = self._rows, []
-        if self._parquet is not None:
-            self._parquet.write(rows)
+        """Write all rows to the operating system; rejected ones stay buffered."""
+        if self._whole_file is not None:
+            rows, self._rows = self._rows, []
+            self._whole_file.write(rows)
             return
-        if self.format is FileFormat.CSV:
-            lines = [_csv_line(row.get(name) for name in self._columns) for row in rows]
-        else:
-            lines = [json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows]
-        with self._errors():
+        lines = list(map(self._layout.line, self._rows))
+        with writing(self._label):
             whole = self._file.tell()
-            left = memoryview(b"".join(lines))
+            left = memoryview(self._head + b"".join(lines))
             try:
-                while left:  # a write to a file may take a part only
+                while left:  # a write may be partial
                     left = left[self._file.write(left) :]
-            except OSError:  # the disk is full, say: let the file end with a whole row
+            except OSError:  # for example a full disk: let the file end with a complete row
                 self._file.seek(whole)
                 self._file.truncate()
                 raise
+        self._rows, self._head = [], b""
 
     def close(self) -> None:
-        """Write what is left, and wait until it is on the disk."""
-        self.flush()
-        if self._parquet is not None:
-            self._parquet.close()
+        """Write the remaining rows and sync the file to disk; repeating it does nothing."""
+        if self._whole_file is None and self._file.closed:
             return
-        with self._errors():
+        self.flush()
+        if self._whole_file is not None:
+            self._whole_file.close()
+            return
+        with writing(self._label):
             os.fsync(self._file.fileno())
             self._file.close()
 
     def discard(self) -> None:
-        """Let go of a file that nobody will read: write nothing more."""
+        """Close a file that nobody will read, without writing more."""
         self._rows = []
-        if self._parquet is not None:
-            self._parquet.discard()
+        if self._whole_file is not None:
+            self._whole_file.discard()
         else:
             self._file.close()
 
@@ -118,13 +125,13 @@ class ResultFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None and self._parquet is not None:
+        if kind is not None and self._whole_file is not None:
             self.discard()
         else:
             self.close()
 
     def _whole(self) -> int:
-        """Bytes up to the end of the last whole row."""
+        """Return the number of bytes up to the end of the last complete row."""
         end = whole = 0
         inside_quotes = False
         for line in io.BufferedReader(io.FileIO(self._file.fileno(), closefd=False)):
@@ -135,15 +142,12 @@ class ResultFile:
                 whole = end
         return whole
 
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise BatchFileError(f"{self._label}: cannot be written: {error.strerror or error}") from error
 
-
-def _csv_line(cells: Iterable[object]) -> bytes:
-    line = io.StringIO()
-    csv.writer(line).writerow(cells)
-    return line.getvalue().encode()
+@contextmanager
+def writing(label: str) -> Iterator[None]:
+    """Map the system's errors in this block to BatchFileError, for a full disk to its temporary kind."""
+    try:
+        yield
+    except OSError as error:
+        said = f"{label}: cannot be written: {error.strerror or error}"
+        raise (BatchFileUnavailableError if error.errno in _FULL else BatchFileError)(said) from error

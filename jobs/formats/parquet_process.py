@@ -1,14 +1,13 @@
-"""Reads a stranger's Parquet file in a process of its own, which may be killed at any moment.
+"""A sandboxed process that reads an untrusted Parquet file and may be killed at any time.
 
-A few hundred bytes can say that they are gigabytes: a page that is compressed, a long text that a dictionary
-holds once, a million rows without a value. Here all of that meets a limit of memory and of processor time,
-and what crashes pyarrow crashes nobody else. `jobs.formats.parquet_reader` starts this as a script, with the
-file as standard input, and reads from its standard output; the package is not imported here, for that would
-take a second.
+A few hundred bytes can expand to gigabytes: a compressed page, a long text stored once in a dictionary, a
+million empty rows. Here memory and processor time are limited, and a crash of pyarrow affects nobody else.
+`jobs.formats.parquet_reader` starts this as a script, with the file as standard input, and reads its standard
+output; the package is not imported, which would take a second.
 
-The output is frames (kind, length, JSON): first the columns and the number of rows, then rows, some at a
-time, and at the end that this was all, or why it was not. A row is an object, or a word that says why it
-cannot be given. Nothing that comes from here is ever unpickled.
+The output is frames (kind, length, JSON): first the columns and the number of rows, then groups of rows, and
+at the end success or an error. A row is an object, or a word that says why it cannot be read. Output of this
+process is never unpickled.
 """
 
 import gc
@@ -17,12 +16,12 @@ import os
 import resource
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-sys.path += sys.argv[2:]  # where pyarrow is: site-packages are not searched, which saves time
+sys.path += sys.argv[2:]  # the location of pyarrow; skipping the search of site-packages saves time
 
 import pyarrow as arrow
 from pyarrow import parquet
@@ -31,20 +30,20 @@ FRAME = struct.Struct("<cI")
 COLUMNS, ROWS, END, FAULT, EXHAUSTED = b"C", b"R", b"Z", b"F", b"X"
 TOO_LONG, NOT_UTF8 = "too long", "not UTF-8"
 OTHER_TYPE = "\0type"
-"""The one key of an object that stands for a value which JSON does not have; its value is the type's name."""
+"""Key of an object that replaces a value without a JSON form; its value is the type's name."""
 SIZES = (2048, 64, 1)
-"""Rows that are decoded at once: fewer, if the memory does not suffice for more."""
-_SENT_AT_ONCE = 1 << 20  # bytes that the rows of a frame have in Arrow's memory, unless it is a single row
-_MOST_ROWS = 256  # of a frame
-_BUFFER = 1 << 18  # bytes of the file that are read at once, of each column
+"""Rows decoded at once; smaller numbers are tried if memory runs out."""
+_SENT_AT_ONCE = 1 << 20  # most bytes of a frame's rows in Arrow's memory, except for a single row
+_MOST_ROWS = 256  # rows of a frame
+_BUFFER = 1 << 18  # bytes of each column read at once
 
 
 class LimitError(Exception):
-    """The file holds more than a file of its size may."""
+    """The file contains more than its size allows."""
 
 
 class Sender:
-    """Sends frames, and counts."""
+    """A writer of frames, with counts."""
 
     def __init__(self, limits: dict[str, int]) -> None:
         self._limits = limits
@@ -53,11 +52,11 @@ class Sender:
         self._bytes = 0
 
     def send(self, kind: bytes, value: Any) -> None:
-        """Send one frame."""
+        """Write one frame."""
         self._write(kind, encoded(value))
 
     def send_batch(self, batch: Any, skipped: int) -> Iterator[int]:
-        """Send the rows of a record batch after `skipped` ones; yields how many were sent each time."""
+        """Write the rows of a record batch after `skipped` ones; yields how many were written each time."""
         columns = [
             column.dictionary_decode() if arrow.types.is_dictionary(column.type) else column
             for column in batch.columns
@@ -68,7 +67,7 @@ class Sender:
             yield self._send_rows(dense.slice(at, at_once))
 
     def _send_rows(self, part: Any) -> int:
-        rows = values(part)
+        rows = self._values(part)
         data = encoded(rows)
         frames = [data] if len(data) <= self._limits["row_bytes"] else map(self._row, rows)
         self.rows += len(part)
@@ -81,8 +80,12 @@ class Sender:
             self._write(ROWS, frame)
         return len(part)
 
+    def _values(self, part: Any) -> list[Any]:
+        """The rows of a record batch."""
+        return values(part)
+
     def _row(self, row: Any) -> bytes:
-        """A frame of one row."""
+        """Encode one row."""
         data = encoded([row])
         return data if len(data) <= self._limits["row_bytes"] else encoded([TOO_LONG])
 
@@ -93,7 +96,7 @@ class Sender:
 
 
 def plain_schema(schema: Any, columns: list[Any]) -> Any:
-    """The schema of columns that are no dictionaries any more."""
+    """Return the schema with dictionary columns decoded."""
     return arrow.schema(
         [arrow.field(field.name, column.type) for field, column in zip(schema, columns, strict=True)]
     )
@@ -104,22 +107,21 @@ def encoded(value: Any) -> bytes:
 
 
 def other(value: Any) -> Any:
-    """What JSON has not, as what it has."""
+    """Convert a value without a JSON form."""
     if isinstance(value, Decimal):
         return float(value) if value.as_tuple().exponent < 0 else int(value)  # type: ignore[operator]
     return {OTHER_TYPE: type(value).__name__}
 
 
-def values(part: Any) -> list[Any]:
-    """The rows of a record batch: a text column may hold any bytes."""
+def values(part: Any, read: Callable[[Any], list[Any]] = lambda part: part.to_pylist()) -> list[Any]:
+    """Return the rows of a record batch; a text column may contain any bytes."""
     try:
-        rows: list[Any] = part.to_pylist()
+        return read(part)
     except UnicodeDecodeError:
         if len(part) == 1:
             return [NOT_UTF8]
         half = len(part) // 2
-        return values(part.slice(0, half)) + values(part.slice(half))
-    return rows
+        return values(part.slice(0, half), read) + values(part.slice(half), read)
 
 
 def opened() -> Any:
@@ -127,7 +129,7 @@ def opened() -> Any:
 
 
 def read(sender: Sender, limits: dict[str, int]) -> None:
-    """Send what the file holds."""
+    """Write the content of the file."""
     file = opened()
     names, rows, groups = file.schema_arrow.names, file.metadata.num_rows, file.metadata.num_row_groups
     if rows > limits["rows"]:
@@ -144,14 +146,14 @@ def read(sender: Sender, limits: dict[str, int]) -> None:
                     done += sent
                 break
             except MemoryError:
-                file = None  # it is read again, some rows at a time
+                file = None  # it is read again, fewer rows at a time
                 if size == SIZES[-1]:
                     raise
     sender.send(END, None)
 
 
 def sent_of_group(sender: Sender, file: Any, group: int, size: int, done: int) -> Iterator[int]:
-    """Send a row group but for its first `done` rows; yields how many were sent each time."""
+    """Write a row group except its first `done` rows; yields how many were written each time."""
     for batch in file.iter_batches(batch_size=size, row_groups=[group], use_threads=False):
         skipped = min(done, len(batch))
         done -= skipped
@@ -160,17 +162,17 @@ def sent_of_group(sender: Sender, file: Any, group: int, size: int, done: int) -
 
 
 def warm_up() -> None:
-    """Have pyarrow load and allocate what it does late."""
+    """Make pyarrow load and allocate everything before the limits apply."""
     sink = arrow.BufferOutputStream()
     parquet.write_table(arrow.table({"prompt": ["Once"]}), sink, compression="zstd")
     parquet.ParquetFile(sink.getvalue()).read().to_pylist()
 
 
 def confine(limits: dict[str, int]) -> None:
-    """Give up what a reader does not need, for good. Memory is counted from what this process has already."""
+    """Drop what a reader does not need, for good. The memory limit is relative to current use."""
     bounds = {resource.RLIMIT_CORE: (0, 0), resource.RLIMIT_FSIZE: (0, 0)}
     if seconds := limits["seconds"]:
-        bounds[resource.RLIMIT_CPU] = (seconds, seconds + 1)  # SIGXCPU says why, SIGKILL would not
+        bounds[resource.RLIMIT_CPU] = (seconds, seconds + 1)  # SIGXCPU tells the reason, SIGKILL would not
     if limits["memory"] and (memory := Path("/proc/self/statm")).exists():
         most = int(memory.read_text().split()[0]) * resource.getpagesize() + limits["memory"]
         bounds[resource.RLIMIT_AS] = (most, most)
@@ -178,26 +180,27 @@ def confine(limits: dict[str, int]) -> None:
         resource.setrlimit(name, bound)
 
 
-def main() -> None:
-    limits: dict[str, int] = json.loads(sys.argv[1])
+def main(
+    read: Callable[[Sender, dict[str, Any]], None] = read,
+    sender_of: Callable[[dict[str, Any]], Sender] = Sender,
+) -> None:
+    limits: dict[str, Any] = json.loads(sys.argv[1])
     arrow.set_cpu_count(1)
     arrow.set_io_thread_count(1)
     warm_up()
     confine(limits)
-    sender = Sender(limits)
+    sender = sender_of(limits)
     try:
         read(sender, limits)
     except BrokenPipeError:
-        sys.exit(1)  # nobody reads any more
+        sys.exit(1)  # the reader is gone
     except MemoryError:
         gc.collect()
         sender.send(EXHAUSTED, None)
     except LimitError as error:
         sender.send(EXHAUSTED, str(error))
     except (arrow.ArrowException, OSError, ValueError, RecursionError) as error:
-        known = (
-            error.errno if isinstance(error, OSError) else None
-        )  # a fault of the disk is said with many words
+        known = error.errno if isinstance(error, OSError) else None  # messages of disk errors are long
         said = os.strerror(known) if known else str(error).partition("\n")[0][:500]
         sender.send(FAULT, said or type(error).__name__)
 

@@ -1,8 +1,8 @@
-"""The handle on the process that reads Parquet: starts it with limits, and says what became of it.
+"""Control of the process that reads Parquet: starts it with limits, and reports its errors.
 
-A Parquet file may say that it is millions of times as large as it is. What a stranger's file may expand to is
-in proportion to its size: memory, rows, bytes of rows, and processor time. A file of one's own has no limits
-but that of a row.
+A Parquet file may expand to millions of times its size. For an untrusted file, the expansion is limited in
+proportion to its size: memory, rows, bytes of rows, and processor time. For a trusted file, only the size of
+a row is limited.
 """
 
 import importlib.util
@@ -19,17 +19,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
+from nightmill.jobs.base.extras import pip_install
 from nightmill.jobs.errors import BatchFileError, MissingExtraError, NightmillError
 from nightmill.jobs.formats.jsonlines import LINE_LIMIT
 
 PROGRAM: Final = Path(__file__).with_name("parquet_process.py")
 ENVIRONMENT: Final = {"ARROW_DEFAULT_MEMORY_POOL": "system", "MALLOC_ARENA_MAX": "1"}
 TOO_LONG, NOT_UTF8 = "too long", "not UTF-8"
-"""What stands in the place of a row that cannot be given."""
+"""Placeholders for rows that cannot be read."""
 _FRAME: Final = struct.Struct("<cI")
 _COLUMNS, _ROWS, _END, _FAULT, _EXHAUSTED = b"C", b"R", b"Z", b"F", b"X"
 _LONGEST_FRAME: Final = LINE_LIMIT + (1 << 20)
-_SILENT_SECONDS: Final = 120.0  # after which a process that says nothing is given up
+_SILENT_SECONDS: Final = 120.0  # after which a silent process is given up
 _DYING_SECONDS: Final = 5.0
 _OTHER_TYPE = "\0type"
 _MARK: Final = b'{"\\u0000type":'
@@ -38,13 +39,13 @@ _NO_LIMIT: Final = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """What a file may expand to.
+    """Limits on the expansion of a file.
 
-    memory     bytes of address space beyond those of an idle process; 0: any number
-    rows       of the file
-    bytes      of all rows together, as JSON
-    row_bytes  of one row, as JSON
-    seconds    of processor time; 0: any number
+    memory     bytes of address space beyond those of an idle process; 0: unlimited
+    rows       rows of the file
+    bytes      bytes of all rows together, as JSON
+    row_bytes  bytes of one row, as JSON
+    seconds    processor time; 0: unlimited
     """
 
     memory: int = 0
@@ -55,10 +56,10 @@ class Expansion:
 
     @classmethod
     def of_stranger(cls, size: int) -> Self:
-        """Of a stranger's file of so many bytes.
+        """Make the limits for an untrusted file of this size in bytes.
 
-        Compressed or repeated texts may take a thousandth of their length, and rows that say the same less
-        than a byte each. The constants are for small files, where such proportions say nothing.
+        Compressed or repeated texts may take a thousandth of their length, and equal rows less than a byte
+        each. The constants are for small files, where proportions mean little.
         """
         mebi = 1 << 20
         return cls(
@@ -71,20 +72,30 @@ class Expansion:
 
 
 class ParquetReader:
-    """One file, read in a process of its own. Raises BatchFileError, here and in every method."""
+    """A file read in a separate process. Every method may raise BatchFileError."""
 
-    def __init__(self, path: Path, label: str, expansion: Expansion) -> None:
+    def __init__(
+        self,
+        path: Path,
+        label: str,
+        expansion: Expansion,
+        program: Path = PROGRAM,
+        wanted: Mapping[str, Any] | None = None,
+    ) -> None:
         """Start the process.
 
-        Raises MissingExtraError where pyarrow is not installed, NightmillError where no process can start.
+        program  the script that it runs
+        wanted   arguments of the script besides the limits
+
+        Raises MissingExtraError without pyarrow, NightmillError if no process can start.
         """
         self._label = label
         self._expansion = expansion
         found = importlib.util.find_spec("pyarrow")
         if found is None or found.origin is None:
-            raise MissingExtraError("Parquet files need pyarrow: pip install 'nightmill[parquet]'")
-        limits, libraries = json.dumps(asdict(expansion)), str(Path(found.origin).parents[1])
-        command = [sys.executable, "-I", "-S", str(PROGRAM), limits, libraries]
+            raise MissingExtraError(f"Parquet files need pyarrow: {pip_install('parquet')}")
+        limits = json.dumps({**asdict(expansion), **(wanted or {})})
+        command = [sys.executable, "-I", "-S", str(program), limits, str(Path(found.origin).parents[1])]
         try:
             file = path.open("rb")
         except OSError as error:
@@ -109,16 +120,21 @@ class ParquetReader:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The id of the process."""
         return self._process.pid
 
     def columns(self) -> tuple[list[str], int]:
-        """The names of the columns, and how many rows the file says that it has. To be called first."""
-        _, said = self._frame(_COLUMNS)
+        """Return the names of the columns, and the file's number of rows. Must be called first."""
+        said = self.header()
         return list(said["columns"]), int(said["rows"])
 
+    def header(self) -> Mapping[str, Any]:
+        """Read the process's description of the file, which comes before its rows."""
+        _, said = self._frame(_COLUMNS)
+        return dict(said)
+
     def rows(self) -> Iterator[list[Mapping[str, Any] | str]]:
-        """Rows in order, some at a time; TOO_LONG or NOT_UTF8 in the place of one that cannot be given."""
+        """Yield groups of rows in order; TOO_LONG or NOT_UTF8 replaces one that cannot be read."""
         while True:
             kind, rows = self._frame(_ROWS, _END)
             if kind == _END:
@@ -128,9 +144,10 @@ class ParquetReader:
             yield rows
 
     def close(self) -> None:
-        """End the process, whatever it does."""
+        """End the process in any state."""
         self._process.kill()
-        with suppress(subprocess.TimeoutExpired):  # it hangs in the kernel, as on a disk that is away
+        # It hangs in the kernel, for example on an unreachable disk.
+        with suppress(subprocess.TimeoutExpired):
             self._process.wait(_DYING_SECONDS)
         if self._process.stdout is not None:
             self._process.stdout.close()
@@ -161,7 +178,7 @@ class ParquetReader:
         return kind, value
 
     def _bytes(self, count: int) -> bytearray:
-        """So many bytes from the process."""
+        """Read this many bytes from the process."""
         found = bytearray()
         while len(found) < count:
             if not select.select([self._pipe], [], [], _SILENT_SECONDS)[0]:
@@ -193,7 +210,8 @@ class ParquetReader:
 
 
 def _read_other(found: dict[str, Any]) -> Any:
-    """An object, or a value of a type that JSON has not: checks of rows refuse it by the type's name."""
+    """Decode an object, or a value without a JSON form, which the checks of rows refuse by its type's
+    name."""
     if found.keys() != {_OTHER_TYPE}:
         return found
     return type(str(found[_OTHER_TYPE]), (), {})()

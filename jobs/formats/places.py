@@ -1,8 +1,8 @@
-"""Where a file is that a user names: on this disk, `-` for standard input or output, or behind a URL.
+"""Files named by users: on this disk, `-` for standard input or output, or behind a URL.
 
-A file is read several times (for its format, its fingerprint, its rows), and results grow and are put in
-order. So what is elsewhere is a file of this disk meanwhile: in a folder of its own under TMPDIR, which is
-gone at the end.
+A file is read several times (for its format, its fingerprint, its rows), and results grow and are sorted. So
+other sources and targets have a local copy meanwhile, in a temporary folder under TMPDIR that is removed at
+the end.
 """
 
 import shutil
@@ -21,30 +21,40 @@ from nightmill.jobs.formats.rows import FileFormat
 
 STANDARD = "-"
 STDIN, STDOUT = "standard input", "standard output"
-_ENDINGS = {FileFormat.CSV: ".csv", FileFormat.PARQUET: ".parquet"}
+_ENDINGS = {FileFormat.CSV: ".csv", FileFormat.PARQUET: ".parquet", FileFormat.ARROW: ".arrow"}
 _GZIP = b"\x1f\x8b"
 
 
-class Place(Protocol):
-    """A file to be written: at `path` on this disk, and for people called `label`."""
+class Opened(Protocol):
+    """Makes an input."""
+
+    def __call__(
+        self, path: str | Path, format: FileFormat | None = None, *, label: str | None = None
+    ) -> InputFile:
+        """See InputFile."""
+        ...
+
+
+class OutputTarget(Protocol):
+    """A target for an output file: written at the local `path`, called `label` for people."""
 
     path: Path
     label: str
 
     def deliver(self) -> None:
-        """Bring what was written to where it was asked for. Raises BatchFileError."""
+        """Bring the written file to its destination. Raises BatchFileError."""
         ...
 
 
 class OnThisDisk:
-    """A file that is written where it stays."""
+    """A file that is written at its destination."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.label = str(path)
 
     def deliver(self) -> None:
-        """It is there."""
+        """Do nothing, as the file is there."""
 
 
 class _ToStandardOutput:
@@ -62,7 +72,8 @@ class _ToStandardOutput:
 
 
 class _BehindUrl:
-    """What is there is fetched first, so that the same rules hold as for a file of this disk."""
+    """A target behind a URL. An existing file is fetched first, so that the same rules apply as for local
+    files."""
 
     def __init__(self, url: str, folder: Path, most: int) -> None:
         self._remote = RemoteFile(url)
@@ -74,7 +85,7 @@ class _BehindUrl:
             self._remote.fetch(self.path, most)
 
     def deliver(self) -> None:
-        """Put it there, unless somebody else has meanwhile."""
+        """Upload the file, unless somebody else has written there meanwhile."""
         if self._remote.version() != self._there:
             raise BatchFileError(
                 f"{self.label}: was written by somebody else meanwhile, and is left as it is; nothing is "
@@ -85,7 +96,7 @@ class _BehindUrl:
 
 
 def check_apart(source: str, results: str, errors: str | None) -> None:
-    """Refuse what is elsewhere and named twice; names of files are told apart when these are opened.
+    """Refuse a name that is not local and given twice; local names are compared when they are opened.
 
     Raises BatchFileError.
     """
@@ -102,30 +113,33 @@ def _twice(name: str, other: str, what: str) -> BatchFileError:
 
 
 @contextmanager
-def taken_from(name: str, format: FileFormat | None = None, *, most: int) -> Iterator[InputFile]:
-    """The input of this name, in `format` or in that which it is found to have.
+def taken_from(
+    name: str, format: FileFormat | None = None, *, most: int, opened: Opened = InputFile
+) -> Iterator[InputFile]:
+    """Provide the input of this name, in `format` or in its detected format.
 
-    most  bytes that it may have if it is not on this disk
+    most    size limit in bytes, if it is not on this disk
+    opened  makes an input of a path, a format and a label
 
-    Raises BatchFileError if it cannot be had.
+    Raises BatchFileError if it is not available.
     """
     if name != STANDARD and not is_remote(name):
-        yield InputFile(name, format)
+        yield opened(name, format)
         return
     with spool() as folder:
         if is_remote(name):
             remote = RemoteFile(name)
             remote.fetch(folder / remote.name, most)
-            yield InputFile(folder / remote.name, format, label=remote.label)
+            yield opened(folder / remote.name, format, label=remote.label)
             return
-        yield InputFile(_read_stdin(folder, format, most), format, label=STDIN)
+        yield opened(_read_stdin(folder, format, most), format, label=STDIN)
 
 
 @contextmanager
-def brought_to(name: str | None, format: FileFormat, *, most: int) -> Iterator[Place]:
-    """Where a file of results or errors goes; None: nowhere, it is gone at the end.
+def brought_to(name: str | None, format: FileFormat, *, most: int) -> Iterator[OutputTarget]:
+    """Provide a target for results or errors; None: a temporary file that is dropped at the end.
 
-    most  bytes that a file behind a URL may have that is there already
+    most  size limit in bytes for an existing file behind a URL
 
     Raises BatchFileError.
     """
@@ -141,7 +155,7 @@ def brought_to(name: str | None, format: FileFormat, *, most: int) -> Iterator[P
 
 
 def errors_name(results: str) -> str | None:
-    """Where errors go unless something else is said: beside results.jsonl to results.errors.jsonl."""
+    """Return the default name for errors, such as results.errors.jsonl for results.jsonl."""
     if results == STANDARD:
         return None
     path = PurePosixPath(results)
@@ -150,7 +164,7 @@ def errors_name(results: str) -> str | None:
 
 @contextmanager
 def spool() -> Iterator[Path]:
-    """A folder that nobody else can look into. Raises BatchFileError."""
+    """Provide a private temporary folder. Raises BatchFileError."""
     try:
         folder = tempfile.TemporaryDirectory(prefix="nightmill-", ignore_cleanup_errors=True)
     except OSError as error:
@@ -169,6 +183,6 @@ def _read_stdin(folder: Path, format: FileFormat | None, most: int) -> Path:
         raise BatchFileError(f"{STDIN}: cannot be read: {error.strerror or error}") from error
     with path.open("rb") as file:
         packed = file.read(2) == _GZIP
-    # The name begins that of the batch, and its ending says how it is read.
+    # The batch's name begins with it, and its ending selects the format.
     named = folder / f"stdin{_ENDINGS.get(format, '') if format else ''}{'.gz' if packed else ''}"
     return path.rename(named)

@@ -1,10 +1,10 @@
-"""Plain rows: `prompt` or `messages`, with the keywords of enqueue beside them."""
+"""Plain rows: `prompt` or `messages`, with the keywords of enqueue."""
 
-from nightmill.jobs.contract import JsonObject
-from nightmill.jobs.fields import FIELDS, unknown_field
-from nightmill.jobs.spec import JobSpec
+from nightmill.jobs.base.contract import JsonObject
+from nightmill.jobs.request.fields import FIELDS, unknown_field
+from nightmill.jobs.request.spec import JobSpec
 
-# What concerns the batch as a whole, and what a row cannot say for itself.
+# Fields of the whole batch, which a row may not set.
 _OF_THE_BATCH = {
     "batch": "the whole file is one batch: name it when you submit it",
     "deadline": "it is given for the whole batch, when you submit it",
@@ -12,11 +12,11 @@ _OF_THE_BATCH = {
     "idempotency_key": "in a batch, custom_id has its part",
 }
 ROW_KEYS = frozenset(FIELDS.keys() - _OF_THE_BATCH.keys() | {"prompt", "messages"})
-"""The keys of a row."""
+"""Keys of a row."""
 
 
 def plain_job(values: JsonObject, defaults: JobSpec) -> JobSpec:
-    """The job of a plain row; raises InvalidRequestError."""
+    """Parse a plain row; raises InvalidRequestError."""
     for name, value in values.items():
         if name not in ROW_KEYS and value is not None:
             raise unknown_field(name, ROW_KEYS, _OF_THE_BATCH.get(name))

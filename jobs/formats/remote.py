@@ -1,7 +1,7 @@
-"""Files behind URLs, through fsspec: copied to this disk to be read, and from it once they are whole.
+"""Files behind URLs, through fsspec: copied to this disk for reading, uploaded once complete.
 
-What is in a URL besides host and path may be secret (a user's password, a signature), and so may be what
-libraries say of it: neither is shown or kept.
+Parts of a URL besides host and path may be secret (a password, a signature), and so may be errors of
+libraries: neither is shown or stored.
 """
 
 import re
@@ -11,25 +11,26 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from nightmill.jobs.base.extras import pip_install
 from nightmill.jobs.errors import BatchFileError, MissingExtraError
 from nightmill.jobs.formats.copying import copy
 
 READABLE = ("s3", "gs", "https", "http")
-WRITABLE = ("s3", "gs")  # where an object is there whole or not at all
+WRITABLE = ("s3", "gs")  # where an object appears atomically
 _ABSENT = (404, 410)
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _VERSION = ("size", "ETag", "etag", "generation", "mtime", "LastModified", "updated", "created")
-"""What tells one content of a file from another, where a file system says it."""
+"""Keys of a file's metadata that identify its content, if the file system has them."""
 
 
 def is_remote(name: str) -> bool:
-    """Whether a name is a URL."""
+    """Return True if the name is a URL."""
     return _SCHEME.match(name) is not None
 
 
 class RemoteFile:
-    """A file behind a URL. Raises BatchFileError and MissingExtraError, here and in every method."""
+    """A file behind a URL. Every method may raise BatchFileError and MissingExtraError."""
 
     def __init__(self, url: str) -> None:
         scheme = str(_SCHEME.match(url)[1]).lower()  # type: ignore[index]
@@ -42,19 +43,19 @@ class RemoteFile:
         self._system, self._path = self._open(url)
 
     def check_writable(self) -> None:
-        """Refuse where a file could be seen before it is whole."""
+        """Refuse a file system on which an incomplete file would be visible."""
         if self._scheme not in WRITABLE:
             known = " or ".join(f"{one}://" for one in WRITABLE)
             raise BatchFileError(f"{self.label}: can only be read; name a file, or one of {known}")
 
     def version(self) -> dict[str, Any] | None:
-        """What its content is known by; None if there is no such file."""
+        """Return the metadata that identifies its content; None if there is no such file."""
         with self._errors():
             self._system.invalidate_cache()
             try:
                 found = self._system.info(self._path)
             except FileNotFoundError as error:
-                cause = error.__cause__  # over HTTP it stands for whatever has happened
+                cause = error.__cause__  # over HTTP it is raised for any failure
                 absent = isinstance(cause, FileNotFoundError) or getattr(cause, "status", None) in _ABSENT
                 if cause is not None and not absent:
                     raise cause from None
@@ -62,7 +63,7 @@ class RemoteFile:
         return {name: found[name] for name in _VERSION if name in found}
 
     def fetch(self, path: Path, most: int) -> None:
-        """Copy it to `path`, if it has at most so many bytes and stays as it is meanwhile."""
+        """Copy it to `path`, if it has at most `most` bytes and does not change meanwhile."""
         version = self.version()
         if version is None:
             raise BatchFileError(f"{self.label}: there is no such file")
@@ -76,7 +77,7 @@ class RemoteFile:
             raise BatchFileError(f"{self.label}: changed while it was read; try again")
 
     def put(self, path: Path) -> None:
-        """Put the content of `path` in its place."""
+        """Upload `path` in its place."""
         with self._errors():
             self._system.put_file(str(path), self._path)
 
@@ -85,7 +86,7 @@ class RemoteFile:
             import fsspec
         except ModuleNotFoundError:
             raise MissingExtraError(
-                f"{self._scheme}:// needs the package fsspec: pip install 'nightmill[remote]'"
+                f"{self._scheme}:// needs the package fsspec: {pip_install('remote')}"
             ) from None
         try:
             with self._errors():
@@ -114,7 +115,7 @@ class RemoteFile:
 
 
 def _shown(url: str) -> str:
-    """Scheme, host and path."""
+    """Return scheme, host and path."""
     try:
         parts = urlsplit(url)
     except ValueError:  # brackets without an address

@@ -1,19 +1,23 @@
-"""What became of a job, as a row of a result file or of an error file.
+"""Rows of result files and error files, built from jobs.
 
-Results have the format of the input: OpenAI rows for OpenAI rows (the objects `chat.completion` and
-`text_completion` of its API reference), plain ones for all others; in tables, flat. Several answers are
-choices there, a list in plain rows, and a text with JSON in tables, which have a column for it in any case.
+Results have the format of the input: OpenAI rows for OpenAI rows (the objects `chat.completion`,
+`text_completion` and `response` of its API reference), plain rows for all others, flat rows in tables.
+Several answers are choices in OpenAI's objects, a list in plain rows, and JSON text in a column of tables,
+which is always there.
 """
 
 import json
+from collections.abc import Sequence
 from datetime import datetime
 
-from nightmill.jobs.contract import JsonObject, StopReason
-from nightmill.jobs.formats.likelihoods import openai_logprobs, token_values
+from nightmill.jobs.base.arithmetic import system_fingerprint
+from nightmill.jobs.base.contract import JobState, JsonObject, StopReason
+from nightmill.jobs.formats.likelihoods import openai_logprobs, token_values, vllm_prompt_logprobs
+from nightmill.jobs.formats.responses.answer import response_body
 from nightmill.jobs.formats.rows import FileFormat
-from nightmill.jobs.job import Answer, Job
-from nightmill.jobs.logprobs import total
-from nightmill.jobs.reading import Reply, ToolCall
+from nightmill.jobs.reply.job import Answer, Job
+from nightmill.jobs.reply.logprobs import total
+from nightmill.jobs.reply.parsing import Reply, ToolCall
 
 RESULT_COLUMNS = {
     "custom_id": "string",
@@ -28,7 +32,7 @@ RESULT_COLUMNS = {
     "reasoning": "string",
     "tool_calls": "string",
 }
-"""The columns of results in a table, and their types."""
+"""Columns of results in a table, with types."""
 ERROR_COLUMNS = {
     "custom_id": "string",
     "id": "string",
@@ -42,9 +46,9 @@ ERROR_COLUMNS = {
     "reasoning": "string",
     "tool_calls": "string",
 }
-"""The columns of errors in a table, and their types."""
+"""Columns of errors in a table, with types."""
 
-# OpenAI knows no more words for a text: it ended by itself, or it was cut.
+# OpenAI has only two reasons for a text: it ended by itself, or it was cut.
 _FINISH_REASONS = {StopReason.EOS: "stop", StopReason.STOP_SEQUENCE: "stop"}
 _STATUS_CODES = {StopReason.DEADLINE: 408, StopReason.CANCELLED: 499}
 _MESSAGES = {
@@ -54,7 +58,7 @@ _MESSAGES = {
 
 
 def result_row(job: Job, format: FileFormat, *, model: str = "") -> JsonObject:
-    """The result of a succeeded job. `model`: what OpenAI rows name if the job asks for no model."""
+    """Build the result row of a succeeded job. `model`: the name in OpenAI rows if the job names none."""
     if format is FileFormat.OPENAI:
         return {
             "id": job.id,
@@ -74,16 +78,18 @@ def result_row(job: Job, format: FileFormat, *, model: str = "") -> JsonObject:
 
 
 def error_row(job: Job, format: FileFormat, *, model: str = "") -> JsonObject:
-    """The error of a failed, cancelled or expired job, with the text that it had.
+    """Build the error row of a failed, cancelled or expired job, with its partial text.
 
-    A duplicate's custom_id belongs to the row that had it first, so it is left to that one and only named
-    in the message: results and errors together hold each custom_id once.
+    A duplicate's custom_id belongs to the first row that had it, and is only named in the message: results
+    and errors together contain each custom_id once.
     """
-    error = _error(job)
+    error = error_of(job)
     custom_id = None if error["code"] == "duplicate_custom_id" else job.custom_id
     if format is FileFormat.OPENAI:
         status = _STATUS_CODES.get(job.stop_reason or StopReason.ERROR, 500)
-        response = _response(job, status, model) if job.text else None
+        # The first answer may have no text where others have theirs.
+        begun = any(answer.text for answer in job.answers)
+        response = _response(job, status, model) if begun else None
         return {"id": job.id, "custom_id": custom_id, "response": response, "error": error}
     if format is FileFormat.JSONL:
         line = {"line": error.pop("line")} if "line" in error else {}
@@ -96,11 +102,11 @@ def error_row(job: Job, format: FileFormat, *, model: str = "") -> JsonObject:
 
 
 READ = ("content", "reasoning", "tool_calls")
-"""What rows have besides where a text holds thoughts or calls."""
+"""Additional keys of rows whose text has reasoning or calls."""
 
 
 def reply_values(reply: Reply) -> JsonObject:
-    """READ of a reply that is not all of its text; nothing of one that is."""
+    """Return the READ keys for a reply with reasoning or calls; empty if it is just the text."""
     if reply.reasoning is None and not reply.tool_calls:
         return {}
     calls = [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in reply.tool_calls]
@@ -108,27 +114,34 @@ def reply_values(reply: Reply) -> JsonObject:
 
 
 def answer_values(job: Job) -> list[JsonObject]:
-    """All answers in order, if the job was to have several or log-probabilities; none of any other job."""
-    told = job.several or job.told is not None
-    return [
+    """Return all answers in order if the job asked for several or for details of tokens, otherwise none."""
+    details = (job.packed_logprobs, job.packed_prompt_logprobs, job.token_ids)
+    listed = job.several or any(detail is not None for detail in details)
+    answers = [
         {
             "text": answer.text,
             "stop_reason": str(answer.stop_reason),
             "completion_tokens": answer.completion_tokens,
             "seed": answer.seed,
         }
-        | _told(answer, scored=bool(job.params.score))
+        | _logprobs_of(answer, scored=bool(job.params.score))
         | reply_values(reply)
-        for answer, reply in (zip(job.answers, job.replies, strict=True) if told else ())
+        for answer, reply in (zip(job.answers, job.replies, strict=True) if listed else ())
     ]
+    if answers and job.prompt_logprobs is not None:
+        answers[0]["prompt_logprobs"] = token_values(job.prompt_logprobs)
+    if answers and job.prompt_token_ids is not None:
+        answers[0]["prompt_token_ids"] = list(job.prompt_token_ids)
+    return answers
 
 
-def _told(answer: Answer, *, scored: bool) -> JsonObject:
-    """The log-probabilities of an answer, and of one that was scored their sum."""
+def _logprobs_of(answer: Answer, *, scored: bool) -> JsonObject:
+    """Return the token ids of an answer and its log-probabilities, with the sum for a scored text."""
+    ids = ids_of(answer)
     tokens = answer.logprobs
     if tokens is None:
-        return {}
-    return ({"logprob": total(tokens)} if scored else {}) | {"logprobs": token_values(tokens)}
+        return ids
+    return ids | ({"logprob": total(tokens)} if scored else {}) | {"logprobs": token_values(tokens)}
 
 
 def _answers_of(job: Job, format: FileFormat) -> JsonObject:
@@ -145,8 +158,8 @@ def _answers_of(job: Job, format: FileFormat) -> JsonObject:
     }
 
 
-def _error(job: Job) -> JsonObject:
-    """{"code", "message"}, and "field" and "line" if they are known."""
+def error_of(job: Job) -> JsonObject:
+    """Return {"code", "message"}, and "field" and "line" if known."""
     reason = job.stop_reason or StopReason.ERROR
     last: JsonObject = job.errors[-1] if job.errors else {}
     code = last.get("code") if reason is StopReason.ERROR else None
@@ -162,31 +175,66 @@ def _error(job: Job) -> JsonObject:
 
 
 def _response(job: Job, status: int, model: str) -> JsonObject:
-    return {"status_code": status, "request_id": job.id, "body": completion_body(job, job.model or model)}
+    body = (completion_body if job.request is None else response_body)(job, job.model or model)
+    return {"status_code": status, "request_id": job.id, "body": body}
 
 
 def completion_body(job: Job, model: str) -> JsonObject:
-    """The object that POST /v1/chat/completions or /v1/completions answers."""
-    chat = job.messages is not None
+    """Build the response body of POST /v1/chat/completions or /v1/completions."""
+    return request_body([job], job.id, model)
+
+
+def request_body(jobs: Sequence[Job], request_id: str, model: str) -> JsonObject:
+    """Build the response body for all jobs of a request; choices have seeds if there are several."""
+    first = jobs[0]
+    chat = first.messages is not None
+    choices = [
+        _choice(answer, reply, chat)
+        | _of_several(job, answer, len(jobs) > 1)
+        | ({} if chat else prompt_details(job))
+        for job in jobs
+        for answer, reply in zip(job.answers, job.replies, strict=True)
+    ]
     return {
-        "id": completion_id(job.id, chat),
+        "id": completion_id(request_id, chat),
         "object": "chat.completion" if chat else "text_completion",
-        "created": _seconds(job.finished_at or job.created_at),
+        "created": _seconds(max(job.finished_at or job.created_at for job in jobs)),
         "model": model,
-        "choices": [
-            _choice(index, answer, reply, chat)
-            for index, (answer, reply) in enumerate(zip(job.answers, job.replies, strict=True))
-        ],
-        "usage": usage(job),
-        "stop_reason": None if job.stop_reason is None else str(job.stop_reason),
-        "seed": job.seed,
-    }
+        "system_fingerprint": system_fingerprint(first.arithmetic),
+        "choices": [{"index": index} | choice for index, choice in enumerate(choices)],
+        "usage": usage(*jobs),
+        "stop_reason": None if first.stop_reason is None else str(first.stop_reason),
+        "seed": first.seed,
+    } | (prompt_details(first) if chat else {})
 
 
-def _choice(index: int, answer: Answer, reply: Reply, chat: bool) -> JsonObject:
+def prompt_details(job: Job) -> JsonObject:
+    """Details of a prompt as vLLM gives them: in each choice of a completion, or in a chat's answer."""
+    made: JsonObject = {}
+    if job.prompt_logprobs is not None:
+        made["prompt_logprobs"] = vllm_prompt_logprobs(job.prompt_logprobs)
+    if job.prompt_token_ids is not None:
+        made["prompt_token_ids"] = list(job.prompt_token_ids)
+    return made
+
+
+def _of_several(job: Job, answer: Answer, prompts: bool) -> JsonObject:
+    """Tell choices apart: by seeds if prompts are several, by stop reasons if one has failed."""
+    made: JsonObject = {"seed": answer.seed} if prompts else {}
+    if len(job.answers) > 1 and job.state is not JobState.SUCCEEDED:
+        made["stop_reason"] = str(answer.stop_reason)
+    return made
+
+
+def _choice(answer: Answer, reply: Reply, chat: bool) -> JsonObject:
     said: JsonObject = {"message": _message(reply)} if chat else {"text": answer.text}
     ends = {"logprobs": openai_logprobs(answer, chat), "finish_reason": finish_reason(answer, reply)}
-    return {"index": index} | said | ends
+    return said | ends | ids_of(answer)
+
+
+def ids_of(answer: Answer) -> JsonObject:
+    """An answer's `token_ids`, if they were asked for."""
+    return {} if answer.token_ids is None else {"token_ids": list(answer.token_ids)}
 
 
 def _message(reply: Reply) -> JsonObject:
@@ -200,7 +248,7 @@ def _message(reply: Reply) -> JsonObject:
 
 
 def call_value(call: ToolCall) -> JsonObject:
-    """A call as OpenAI's API has it."""
+    """Format a tool call as in OpenAI's API."""
     return {
         "id": call.id,
         "type": "function",
@@ -209,23 +257,26 @@ def call_value(call: ToolCall) -> JsonObject:
 
 
 def completion_id(job_id: str, chat: bool) -> str:
-    """What OpenAI's objects call a job."""
+    """Return the id of a job in OpenAI's objects."""
     return f"{'chatcmpl' if chat else 'cmpl'}-{job_id}"
 
 
 def finish_reason(answer: Answer, reply: Reply) -> str:
-    """Why a text ends, in OpenAI's words."""
+    """Return the stop reason in OpenAI's words."""
     reason = _FINISH_REASONS.get(answer.stop_reason, "length")
     return "tool_calls" if reply.tool_calls and reason == "stop" else reason
 
 
-def usage(job: Job) -> JsonObject:
-    """The tokens of a job that has ended."""
-    prompt_tokens, completion_tokens = job.prompt_tokens or 0, job.completion_tokens or 0
+def usage(*jobs: Job) -> JsonObject:
+    """Sum up the tokens of ended jobs."""
+    prompt_tokens = sum(job.prompt_tokens or 0 for job in jobs)
+    completion_tokens = sum(job.completion_tokens or 0 for job in jobs)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(job.cached_tokens or 0 for job in jobs)},
+        "completion_tokens_details": {"reasoning_tokens": sum(job.reasoning_tokens or 0 for job in jobs)},
     }
 
 

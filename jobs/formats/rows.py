@@ -1,16 +1,18 @@
-"""What a row is, what can be wrong with it, and how each format's rows become jobs."""
+"""Rows of input files: their errors, and their conversion to jobs."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from nightmill.jobs.contract import JsonObject, Prompt
+from nightmill.jobs.base.contract import JsonObject, Prompt
 from nightmill.jobs.errors import InvalidRequestError, RowCode
-from nightmill.jobs.fields import check_option
-from nightmill.jobs.spec import JobSpec
+from nightmill.jobs.request.fields import check_option
+from nightmill.jobs.request.spec import JobSpec
 
-_LONGEST_MESSAGE = 300  # characters; what a row holds is quoted, and a row may hold megabytes
+_FRAME = frozenset({"method", "url", "body"})  # keys of OpenAI's rows only
+_PROMPTS = frozenset({"prompt", "messages"})  # keys of plain rows
+_LONGEST_MESSAGE = 300  # characters, as messages quote rows, which may have megabytes
 
 
 class FileFormat(StrEnum):
@@ -20,11 +22,17 @@ class FileFormat(StrEnum):
     JSONL = "jsonl"
     CSV = "csv"
     PARQUET = "parquet"
+    ARROW = "arrow"
+    """A format of tables with a template alone."""
+
+
+OF_PROMPTS = tuple(format for format in FileFormat if format is not FileFormat.ARROW)
+"""The formats of files whose rows say themselves what is to be done."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowError:
-    """Why a row cannot be run. `message` is one printable line that names the field and the remedy."""
+    """The reason why a row cannot be run. `message` is one printable line with the field and the remedy."""
 
     code: RowCode
     message: str
@@ -32,20 +40,22 @@ class RowError:
 
     @classmethod
     def of(cls, error: InvalidRequestError) -> "RowError":
-        """What a check has found."""
+        """Convert a failed check."""
         return cls(error.code, printable(str(error)), error.field and printable(error.field))
 
 
 @dataclass(frozen=True, slots=True)
 class InputRow:
-    """One row of an input file, checked: either a job, or an error."""
+    """A checked row of an input file: either a job or an error."""
 
     number: int
     """1-based line of the file (JSONL) or record (CSV, Parquet, Python items)."""
     custom_id: str | None
-    """As the row says; a plain row without one is called "row-<number>". None: a bad row that has none."""
+    """The row's own id, "row-<number>" for a plain row without one, or None for a bad row without one."""
     spec: JobSpec | None
     error: RowError | None = None
+    kept: JsonObject | None = None
+    """Further values of the row's table, for the job's metadata, whether the row is good or bad."""
 
     @property
     def prompt(self) -> Prompt | None:
@@ -54,13 +64,13 @@ class InputRow:
 
 
 ReadJob = Callable[[JsonObject, JobSpec], JobSpec]
-"""A row and the defaults of its batch as a job; raises InvalidRequestError."""
+"""Parses a row with the defaults of its batch; raises InvalidRequestError."""
 
 
 def read_row(
     number: int, values: Mapping[str, Any], read: ReadJob, defaults: JobSpec, *, id_required: bool = False
 ) -> InputRow:
-    """A row, checked; `defaults` hold if it says nothing."""
+    """Check a row; `defaults` apply where it has no value."""
     custom_id: str | None = None
     try:
         given = values.get("custom_id")
@@ -75,22 +85,42 @@ def read_row(
 
 
 def bad_row(number: int, error: RowError, custom_id: str | None = None) -> InputRow:
-    """A row that cannot be run."""
+    """Make a row that cannot be run."""
     return InputRow(number, custom_id, None, error)
 
 
+def other_format(values: Mapping[str, Any], format: FileFormat, remedy: str) -> RowError | None:
+    """Return the error for a bad row in the other JSON format than its file; None if it is not.
+
+    remedy  remedy for plain rows in a file of OpenAI's format
+    """
+    framed, prompts = _FRAME & values.keys(), _PROMPTS & values.keys()
+    if format is FileFormat.OPENAI and prompts and not framed:
+        field = min(prompts)
+        said = f"is a key of plain rows, and rows here are OpenAI's: custom_id, method, url, body; {remedy}"
+    elif format is FileFormat.JSONL and framed and not prompts:
+        field = min(framed)
+        said = (
+            "is a key of OpenAI's rows, and rows of this file are plain, as its first one is: prompt or "
+            "messages; give rows of OpenAI's format a file of their own"
+        )
+    else:
+        return None
+    return RowError(RowCode.UNSUPPORTED_FIELD, f"{field}: {said}", field)
+
+
 def missing(field: str, remedy: str) -> InvalidRequestError:
-    """The error for a key that is needed."""
+    """Make the error for a missing key."""
     return InvalidRequestError(f"{field}: is missing; {remedy}", field=field, code=RowCode.MISSING_FIELD)
 
 
 def invalid(field: str, said: str) -> InvalidRequestError:
-    """The error for a value that is not what it should be."""
+    """Make the error for an invalid value."""
     return InvalidRequestError(f"{field}: {said}", field=field)
 
 
 def printable(text: str) -> str:
-    """`text` as one line of bounded length that every terminal, JSON reader and SQL column takes."""
+    """Return `text` as one line of bounded length for any terminal, JSON parser or SQL column."""
     if len(text) > _LONGEST_MESSAGE:
         text = f"{text[: _LONGEST_MESSAGE * 3 // 4]} ... {text[-_LONGEST_MESSAGE // 5 :]}"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

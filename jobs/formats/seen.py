@@ -1,4 +1,4 @@
-"""Remembers every custom_id of a file, and the row it came from, in few bytes each."""
+"""A compact set of custom_ids with their rows."""
 
 from array import array
 
@@ -7,10 +7,9 @@ _MASK = 2**64 - 1
 
 
 class SeenIds:
-    """An open hash table of 64-bit hashes and row numbers: 18 to 36 bytes an id, whatever its length.
+    """An open hash table of 64-bit hashes and row numbers: 18 to 36 bytes an id, independent of its length.
 
-    Two ids count as equal if their hashes are: for 1,000,000 ids the probability that any two differing
-    ones do is 3e-8.
+    Ids with equal hashes count as equal: for 1,000,000 ids the probability of any collision is 3e-8.
     """
 
     def __init__(self) -> None:
@@ -19,7 +18,7 @@ class SeenIds:
         self._count = 0
 
     def add(self, custom_id: str, row: int) -> int | None:
-        """Remember that `row` has `custom_id`; returns the row that had it before (None: no other)."""
+        """Add the `custom_id` of `row`; returns the row that had it before, or None."""
         if 3 * self._count >= 2 * len(self._hashes):
             self._grow()
         key = (hash(custom_id) & _MASK) or 1
@@ -31,7 +30,7 @@ class SeenIds:
         return None
 
     def _find(self, key: int) -> int:
-        """The slot that has `key`, or the free one where it belongs."""
+        """Return the slot of `key`, or the free slot for it."""
         hashes = self._hashes
         last = len(hashes) - 1  # the number of slots is a power of two
         slot = key & last

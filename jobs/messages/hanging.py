@@ -1,8 +1,8 @@
-"""A broker that hangs costs one thread its time, and nobody else theirs.
+"""A circuit breaker for a hanging broker: one thread waits, others are refused at once.
 
-A Redis that is away refuses at once. One that hangs (suspended, swapped out, behind a dead route) makes each
-caller wait for its time limit, so that a server's threads and a program's night are used up by waiting. Once
-a caller has waited in vain, others are refused at once for a while; then one of them tries again.
+An unreachable Redis refuses at once. A hanging one (suspended, swapped out, behind a dead route) makes each
+caller wait for its time limit, which would use up a server's threads. Once a caller has timed out, others are
+refused at once for a while; then one of them tries again.
 """
 
 import threading
@@ -13,17 +13,17 @@ from contextlib import contextmanager
 from nightmill.jobs.errors import BrokerUnreachableError
 
 ANSWER_SECONDS = 5.0
-"""How long Redis may take to answer a command."""
-_SLOW_SECONDS = 2.0  # whoever fails sooner was refused
+"""Longest time for Redis to answer a command, in seconds."""
+_SLOW_SECONDS = 2.0  # a sooner failure is a refusal
 _PAUSE_SECONDS = 5.0
 
 
 class SilentBrokerError(BrokerUnreachableError):
-    """The broker is there, and does not answer."""
+    """The broker runs and does not answer."""
 
 
 class HangGuard:
-    """Remembers that a broker hangs. Safe to share between threads."""
+    """The state of the circuit breaker. Safe to share between threads."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -33,7 +33,7 @@ class HangGuard:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Use the broker in this block; raises SilentBrokerError at once if it hung a moment ago."""
+        """Use the broker in this block; raises SilentBrokerError at once if it hung recently."""
         with self._lock:
             hung = self._refuse_until is not None
             if self._refuse_until is not None and (self._trying or self._clock() < self._refuse_until):
@@ -49,7 +49,7 @@ class HangGuard:
             slow = self._clock() - began >= _SLOW_SECONDS
             self._note(self._clock() + _PAUSE_SECONDS if slow or hung else None)
             raise
-        except BaseException:  # it says nothing of the broker: the next one tries
+        except BaseException:  # not an error of the broker: the next caller tries
             self._note(self._clock() if hung else None)
             raise
         self._note(None)

@@ -1,4 +1,5 @@
-"""TLS to servers, and what is verified: Redis, unless its URL gives it up; PostgreSQL as libpq does."""
+"""TLS to servers and its verification: Redis verifies unless its URL disables that; PostgreSQL as in
+libpq."""
 
 import ssl
 from typing import TYPE_CHECKING, Any, Final
@@ -12,9 +13,9 @@ _FILES: Final = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 
 
 def split_tls(url: str) -> tuple[str, dict[str, Any] | None]:
-    """A checked URL without its `ssl_...` settings, and these as redis-py takes them; None without TLS.
+    """Split a checked URL from its `ssl_...` settings, returned as redis-py's options; None without TLS.
 
-    Celery's transport would not verify anything unless it is told to.
+    Celery's transport verifies nothing unless told to.
     """
     if not url.startswith(SCHEME):
         return url, None
@@ -29,7 +30,7 @@ def split_tls(url: str) -> tuple[str, dict[str, Any] | None]:
 
 
 def describe_tls(url: str | None) -> str:
-    """What of a Redis is verified, for people; empty where there is no TLS."""
+    """Describe the verification of a Redis for people; empty without TLS."""
     _, options = split_tls(url or "")
     if options is None:
         return ""
@@ -42,7 +43,7 @@ def describe_tls(url: str | None) -> str:
 
 
 def describe_sslmode(url: "URL") -> str:
-    """What of a PostgreSQL is verified, for people; empty for other databases and on this machine."""
+    """Describe the verification of a PostgreSQL for people; empty for other databases and on this machine."""
     if url.get_backend_name() != "postgresql" or url.host in (None, "", "localhost", "127.0.0.1", "::1"):
         return ""
     said = url.query.get("sslmode", "prefer")

@@ -1,44 +1,44 @@
-"""/v1/batches, as OpenAI's API reference has it. What is done for a batch is in `jobs.server.keeping`."""
+"""/v1/batches as in OpenAI's API. `jobs.server.batch_processor` does the work on batches."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from nightmill.jobs.batch_status import RowCount
-from nightmill.jobs.contract import JobState, JsonObject
-from nightmill.jobs.fields import check_option, unknown_field
-from nightmill.jobs.formats.openai import CHAT, COMPLETIONS
-from nightmill.jobs.prompts import json_type
+from nightmill.jobs.base.contract import JobState, JsonObject
+from nightmill.jobs.base.times import parse_span
+from nightmill.jobs.errors import BatchNotFoundError
+from nightmill.jobs.formats.openai import URLS
+from nightmill.jobs.formats.pairs import read_metadata
+from nightmill.jobs.reply.batch_status import RowCount, unserved_sentence
+from nightmill.jobs.request.fields import unknown_field
 from nightmill.jobs.server.batch_endpoints import BatchEndpoints
 from nightmill.jobs.server.errors import invalid
 from nightmill.jobs.server.files import PREFIX
 from nightmill.jobs.sql.http_batches import HttpBatch, HttpStatus
-from nightmill.jobs.when import parse_span
 
 BODY = frozenset({"input_file_id", "endpoint", "completion_window", "metadata", "webhook"})
 _NOT_HERE = {"output_expires_after": "the server decides how long files stay"}
 _LONGEST_WINDOW = timedelta(days=366)
-_MOST_PAIRS, _LONGEST_KEY, _LONGEST_VALUE = 16, 64, 512  # of metadata, as OpenAI has it
 
 
-class Batches(BatchEndpoints):
-    """The endpoints."""
+class OpenAIBatchEndpoints(BatchEndpoints):
+    """Endpoints of /v1/batches."""
 
     async def create(self, request: Request) -> Response:
         """POST /v1/batches."""
-        caller = self._desk.keys.caller(request)
+        caller = self._service.keys.caller(request)
         caller.need_to_submit()
-        body = await self._desk.bodies.object(request, caller.name)
+        body = await self._service.bodies.object(request, caller.name)
         for name, value in body.items():
             if name not in BODY and value is not None:
                 raise unknown_field(name, BODY, _NOT_HERE.get(name))
-        if body.get("endpoint") not in (CHAT, COMPLETIONS):
-            raise invalid("endpoint", f"must be {CHAT} or {COMPLETIONS}")
+        if body.get("endpoint") not in URLS:
+            raise invalid("endpoint", f"must be one of {', '.join(URLS)}")
         window, duration = _window(body.get("completion_window"))
-        now = await self._desk.run(self._desk.client.database.now)
+        now = await self._service.run(self._service.client.database.now)
         asked = HttpBatch(
             id=self._ids.draw(),
             owner=caller.name,
@@ -46,33 +46,52 @@ class Batches(BatchEndpoints):
             created_at=now,
             endpoint=body["endpoint"],
             completion_window=window,
-            meta=_metadata(body.get("metadata")),
+            meta=read_metadata(body.get("metadata")),
             deadline_at=now + duration,
         )
         webhook = body.get("webhook")
-        batch = await self._handing_in.submit(request, caller, asked, "input_file_id", webhook)
+        batch = await self._submission.submit(request, caller, asked, "input_file_id", webhook)
         return JSONResponse(await self._object(batch))
 
     async def _object(self, batch: HttpBatch, *, listed: bool = False) -> JsonObject:
         counts: list[RowCount] = []
+        note: str | None = None
         if batch.total is None:
-            counts = await self._desk.run(self._desk.client.batches.store.counts, batch.batch)
-        return batch_object(batch, counts)
+            counts = await self._service.run(self._service.client.batches.store.counts, batch.batch)
+            if batch.status is HttpStatus.IN_PROGRESS and not listed:
+                note = await self._service.run(self._waits, batch, counts)
+        return batch_object(batch, counts, note)
+
+    def _waits(self, batch: HttpBatch, counts: list[RowCount]) -> str | None:
+        """Describe unserved models that its rows wait for; None if there are none."""
+        try:
+            models = self._service.client.get_batch(batch.batch).unserved(counts)
+        except BatchNotFoundError:  # it was deleted
+            return None
+        return waiting_note(models, batch)
 
 
-def batch_object(batch: HttpBatch, counts: list[RowCount]) -> JsonObject:
-    """OpenAI's object for a batch; `counts` of its rows while it has none of its own."""
+def batch_object(batch: HttpBatch, counts: list[RowCount], note: str | None = None) -> JsonObject:
+    """Build OpenAI's object for a batch; `counts` are used while it has none of its own.
+
+    `note`: reason for a delay, if it has no note of its own.
+    """
     total, completed, failed = batch.total, batch.completed, batch.failed
     read, wrote = batch.prompt_tokens, batch.completion_tokens
+    cached, thought = batch.cached_tokens, batch.reasoning_tokens
     if total is None:
         total = sum(count.rows for count in counts)
         completed = sum(count.rows for count in counts if count.state is JobState.SUCCEEDED)
         failed = sum(count.rows for count in counts if count.state in (JobState.FAILED, JobState.CANCELLED))
         read = sum(count.prompt_tokens for count in counts)
         wrote = sum(count.completion_tokens for count in counts)
+        cached = sum(count.cached_tokens for count in counts)
+        thought = sum(count.reasoning_tokens for count in counts)
     read, wrote = read or 0, wrote or 0
 
-    errors = batch.errors if batch.note is None else [*batch.errors, note_error(batch.note)]
+    errors = [*batch.errors, *unlisted_errors(batch)]
+    if (note := batch.note or note) is not None:
+        errors.append(note_error(note))
 
     def ended(status: HttpStatus) -> int | None:
         return _seconds(batch.ended_at) if batch.status is status else None
@@ -100,22 +119,40 @@ def batch_object(batch: HttpBatch, counts: list[RowCount]) -> JsonObject:
         "request_counts": {"total": total, "completed": completed, "failed": failed},
         "usage": {
             "input_tokens": read,
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": {"cached_tokens": cached or 0},
             "output_tokens": wrote,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": thought or 0},
             "total_tokens": read + wrote,
         },
         "metadata": batch.meta or None,
     }
 
 
+def unlisted_errors(batch: HttpBatch) -> list[JsonObject]:
+    """Build OpenAI's error for the number of bad rows that are not listed; empty if all are."""
+    named = sum(isinstance(error, dict) and error.get("line") is not None for error in batch.errors)
+    left = (batch.invalid or 0) - named
+    if left <= 0:
+        return []
+    said = f"{left:,} more rows cannot be run; the error file names all of them"
+    return [{"code": "more_errors", "line": None, "message": said, "param": None}]
+
+
 def note_error(note: str) -> JsonObject:
-    """OpenAI's object for what keeps a batch from going on just now; it is gone once that is over."""
+    """Build OpenAI's error for a temporary delay."""
     return {"code": "delayed", "line": None, "message": note, "param": None}
 
 
+def waiting_note(models: Sequence[str | None], batch: HttpBatch) -> str | None:
+    """Describe unserved models that a batch waits for; None if there are none."""
+    if not models:
+        return None
+    ends = None if batch.deadline_at is None else f"{batch.deadline_at:%Y-%m-%d %H:%M:%S} UTC"
+    return unserved_sentence(models, ends)
+
+
 def text_of(body: JsonObject, name: str) -> str:
-    """A text that a body must have; raises HttpError."""
+    """Return a required text of a body; raises HttpError."""
     value = body.get(name)
     if not isinstance(value, str) or not value:
         raise invalid(name, "must be a text, the id of a file" if value is not None else "is missing")
@@ -123,7 +160,7 @@ def text_of(body: JsonObject, name: str) -> str:
 
 
 def _window(value: Any) -> tuple[str, timedelta]:
-    """As it was said, and how long that is."""
+    """Parse a completion window; returns it as given, and its duration."""
     if not isinstance(value, str) or len(value) > 32:
         raise invalid("completion_window", "must be a duration as a text, such as 24h")
     duration = parse_span("completion_window", value)
@@ -132,25 +169,6 @@ def _window(value: Any) -> tuple[str, timedelta]:
             "completion_window", f"must be longer than nothing, and {_LONGEST_WINDOW.days}d at most"
         )
     return value, duration
-
-
-def _metadata(value: Any) -> JsonObject:
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise invalid("metadata", f"must be an object, not {json_type(value)}")
-    good = len(value) <= _MOST_PAIRS and all(
-        isinstance(one, str) and len(one) <= _LONGEST_VALUE and len(name) <= _LONGEST_KEY
-        for name, one in value.items()
-    )
-    if not good:
-        raise invalid(
-            "metadata",
-            f"must have at most {_MOST_PAIRS} names of up to {_LONGEST_KEY} characters, with texts of up to "
-            f"{_LONGEST_VALUE}",
-        )
-    check_option("metadata", value)
-    return dict(value)
 
 
 def _seconds(moment: datetime | None) -> int | None:

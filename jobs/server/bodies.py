@@ -1,8 +1,8 @@
-"""Bodies of requests: JSON objects of bounded size that come in bounded time and are read off the event loop.
+"""Reading of request bodies: JSON objects, bounded in size and time, parsed off the event loop.
 
-Reading a body takes time and memory in proportion to its bytes: `benchmarks.abuse` prints how much. Large
-ones are read on threads of their own, where they delay neither the event loop nor statements, and bodies that
-are held at once have a bound, for each key and for the server.
+Parsing a body takes time and memory in proportion to its size. Large ones are parsed on dedicated threads,
+where they delay neither the event loop nor statements. The bytes of concurrent bodies are limited for each
+key and for the server.
 """
 
 import asyncio
@@ -17,33 +17,33 @@ from urllib.parse import parse_qsl
 
 from starlette.requests import ClientDisconnect, Request
 
-from nightmill.jobs.contract import JsonObject
+from nightmill.jobs.base.contract import JsonObject
+from nightmill.jobs.base.times import parse_moment
 from nightmill.jobs.errors import InvalidRequestError
 from nightmill.jobs.formats.jsonlines import LINE_LIMIT, parse_object
-from nightmill.jobs.prompts import json_type
+from nightmill.jobs.request.prompts import json_type
 from nightmill.jobs.server.errors import HttpError, invalid
-from nightmill.jobs.when import parse_moment
 
 R = TypeVar("R")
 
 MOST_BYTES = LINE_LIMIT
-"""As a row of a file may have."""
+"""Largest body in bytes, the same as for a row of a file."""
 LARGE = 16 << 10
-"""Bytes from which on a body is read on a thread."""
+"""Size in bytes from which a body is parsed on a thread."""
 HELD_BYTES = 16 * MOST_BYTES
-"""Of all bodies that are coming or being read; others are asked to come again."""
+"""Most bytes of all bodies being received or parsed; further requests are asked to retry."""
 HELD_OF_ONE = 4 * MOST_BYTES
-"""Of those of one key."""
+"""Most bytes of such bodies of one key."""
 BODY_SECONDS = 60.0
 TIMES = ("scheduled_at", "deadline")
-"""Fields of bodies that are times."""
+"""Fields of bodies that contain times."""
 _MOST_FIELDS = 64
 _THREADS = 2
 _LONGEST_TIME = 100  # characters of a time
 
 
 class Bodies:
-    """Reads the bodies of one server's requests."""
+    """A reader of request bodies."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="bodies")
@@ -51,30 +51,30 @@ class Bodies:
         self._held: Counter[str | None] = Counter()  # bytes, by key
 
     def close(self) -> None:
-        """End the threads, each after the body that it is reading."""
+        """End the threads, each after its current body."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def object(self, request: Request, owner: str | None) -> JsonObject:
-        """The JSON object that a request holds; raises HttpError."""
+        """Read the JSON object of a request; raises HttpError."""
         return await self.read(request, owner, lambda body: body)
 
     async def read(self, request: Request, owner: str | None, make: Callable[[JsonObject], R]) -> R:
-        """What `make` makes of the JSON object that a request of this key holds.
+        """Read the JSON object of a request, and return the result of `make` on it.
 
-        `make` runs where the body is read: on another thread if it is large. Raises HttpError, and what
-        `make` raises.
+        `make` runs where the body is parsed: on another thread if it is large. Raises HttpError, and any
+        error of `make`.
         """
         return await self._read(request, owner, "application/json", "send JSON", partial(_made, make))
 
     async def form(self, request: Request, owner: str | None) -> dict[str, str]:
-        """The fields of a form without files, of each the last; raises HttpError."""
+        """Read a form without files; the last of repeated fields counts. Raises HttpError."""
         kind = "application/x-www-form-urlencoded"
         return await self._read(request, owner, kind, "send a form", _fields)
 
     async def _read(
         self, request: Request, owner: str | None, kind: str, said: str, parse: Callable[[bytearray], R]
     ) -> R:
-        """A body of that media type, parsed; `said` is what to send."""
+        """Read and parse a body of this media type; `said` names the expected type."""
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != kind:
             raise HttpError(415, f"{said}, with Content-Type: {kind}", code="unsupported_media_type")
         announced = request.headers.get("content-length", "")
@@ -88,15 +88,15 @@ class Bodies:
                 self._let_go(owner, len(body))
                 return made
             reading = self._threads.submit(parse, body)
-        except BaseException:  # also if the caller goes away: the bytes are no longer held
+        except BaseException:  # including a disconnect: the bytes are released
             self._let_go(owner, len(body))
             raise
-        # A caller who goes away does not end the reading, which has a bound: until then its bytes count.
+        # A disconnect does not stop the parsing, which is bounded; until its end the bytes count.
         reading.add_done_callback(lambda _: self._let_go(owner, len(body)))
         return await asyncio.wrap_future(reading)
 
     async def _receive(self, request: Request, owner: str | None, body: bytearray) -> None:
-        """Append what comes to `body`; each of its bytes is held for its owner then."""
+        """Receive the body, counting each byte for its owner."""
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 async for chunk in request.stream():
@@ -143,9 +143,9 @@ def _fields(body: bytearray) -> dict[str, str]:
 
 
 def read_times(body: JsonObject, now: datetime) -> None:
-    """Put moments in the place of texts that say when to begin and to end; raises HttpError.
+    """Replace texts in fields of times by moments; raises HttpError.
 
-    A duration counts from `now`, and that of the end from the begin.
+    A duration counts from `now`; a deadline's, from the scheduled begin.
     """
     for name in TIMES:
         if (value := body.get(name)) is None:

@@ -1,7 +1,7 @@
-"""Connections: how many at once, and how long one may keep the server waiting.
+"""Limits on connections: their number, and how long a client may keep the server waiting.
 
-uvicorn waits for the head of a request, and for a client to read, as long as that takes. Somebody who opens
-thousands of connections and says nothing would hold them all.
+uvicorn waits without limit for the head of a request, and for a client to read. An attacker could occupy
+thousands of connections without sending anything.
 """
 
 import asyncio
@@ -12,17 +12,19 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_SECONDS = 10.0
-"""For the head of a request, from the connection or from its first byte on."""
+"""Limit for receiving the head of a request, from the connection or its first byte."""
 WRITE_SECONDS = 60.0
-"""For a client to read some 48 KiB of what waits for it."""
+"""Limit for a client to read some 48 KiB of pending output."""
 MOST_FILES = 1 << 16
 _FILES_OF_OUR_OWN = 512
-"""Of the files that a process may have open: databases, uploads, results, Redis."""
+"""Open files reserved for the server itself: databases, uploads, results, Redis."""
+_CUT_OFF = "Cancel %s running task(s), timeout graceful shutdown"
 _NO_NEWS = ("Invalid HTTP request received.", "Unsupported upgrade request.", "No supported WebSocket")
 
 
 class Connection(H11Protocol):
-    """One that is ended if it keeps the server waiting; beyond `most` it is closed at once."""
+    """A connection that is closed if it keeps the server waiting, or at once if there are more than
+    `most`."""
 
     most = 1024
 
@@ -31,7 +33,7 @@ class Connection(H11Protocol):
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client is there."""
+        """Start the limit for the head, or refuse the connection."""
         super().connection_made(transport)
         if len(self.connections) > self.most:
             transport.abort()
@@ -39,13 +41,13 @@ class Connection(H11Protocol):
         self._start("head", HEAD_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It has gone."""
+        """Release the connection."""
         for name in tuple(self._timers):
             self._stop(name)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Some bytes of a request, of its head or of its body."""
+        """Receive bytes of a request's head or body."""
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop("head")
@@ -53,7 +55,7 @@ class Connection(H11Protocol):
             self._start("head", HEAD_SECONDS)
 
     def send_400_response(self, msg: str) -> None:
-        """What came is not HTTP. If it is the middle of a body, whoever reads that has lost the client."""
+        """Refuse invalid HTTP. Within a body, its reader sees a disconnect."""
         under_way = self.cycle is not None and not self.cycle.response_complete
         if under_way and self.cycle.response_started:
             self.transport.abort()
@@ -64,12 +66,12 @@ class Connection(H11Protocol):
             self.cycle.message_event.set()
 
     def pause_writing(self) -> None:
-        """More waits for the client than it should."""
+        """Start the limit for reading: too much output is pending."""
         super().pause_writing()
         self._start("write", WRITE_SECONDS)
 
     def resume_writing(self) -> None:
-        """It has read."""
+        """Stop the limit for reading."""
         self._stop("write")
         super().resume_writing()
 
@@ -83,7 +85,7 @@ class Connection(H11Protocol):
 
 
 def allow_connections() -> None:
-    """Let as many be open as this process may have files, less what it needs itself."""
+    """Raise the limit of open files as far as allowed, and set the most connections accordingly."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -94,5 +96,12 @@ def allow_connections() -> None:
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """A filter of uvicorn's log: what any stranger may send is not worth a line each time."""
+    """Filter uvicorn's log: requests that any stranger can send do not deserve a line each.
+
+    Answers cut off at the end of the server need no traceback, either: one sentence gives their number.
+    """
+    if record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError):
+        return False
+    if record.msg.startswith(_CUT_OFF):
+        record.msg = "the time for answers under way is over: %s cut off, whose jobs go on"
     return not record.getMessage().startswith(_NO_NEWS)

@@ -1,4 +1,4 @@
-"""Statements that count many rows, for whoever asks again and again: asked a small part of the time."""
+"""Cached results of expensive counting queries for frequent readers."""
 
 import threading
 import time
@@ -12,9 +12,9 @@ _COUNTING_SHARE = 50
 
 
 class Counted(Generic[T]):
-    """What a statement finds, asked again only if the last answer is old for what it took.
+    """The result of a query, refreshed only if it is old relative to the query's duration.
 
-    One thread at a time asks; others take the last answer meanwhile.
+    One thread at a time executes the query; others use the last result.
     """
 
     def __init__(self, ask: Callable[[], T], found: T) -> None:
@@ -24,17 +24,17 @@ class Counted(Generic[T]):
         self._asking = threading.Lock()
 
     def forget(self) -> None:
-        """Nothing is known any more."""
+        """Drop the result."""
         self.found = self._nothing
         self._again_at = float("-inf")
 
     def look(self) -> None:
-        """Ask, if it is time and nobody is asking."""
+        """Refresh the result, if it is time and no other thread does."""
         if time.monotonic() < self._again_at or not self._asking.acquire(blocking=False):
             return
         try:
             began = time.monotonic()
-            if began < self._again_at:  # somebody asked in between
+            if began < self._again_at:  # another thread refreshed it meanwhile
                 return
             self.found = self._ask()
             ended = time.monotonic()

@@ -1,7 +1,7 @@
-"""What goes wrong, as HTTP says it: a status, and OpenAI's error object.
+"""Mapping of errors to HTTP: a status, and OpenAI's error object.
 
-The one border where errors of ours become answers. A stranger is told what is wrong with the request; what
-concerns the server (its paths, its URLs) goes to the log.
+Errors become responses only here. A response describes the fault of the request; internals of the server
+(paths, URLs) go to the log.
 """
 
 import logging
@@ -13,7 +13,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from nightmill.jobs.contract import JsonObject, StopReason
+from nightmill.jobs.base.contract import PAST_CONTEXT, JsonObject, StopReason
+from nightmill.jobs.base.printable import printable
 from nightmill.jobs.errors import (
     BatchNotFoundError,
     BrokerError,
@@ -28,19 +29,18 @@ from nightmill.jobs.errors import (
     UnknownModelError,
     WaitTimeoutError,
 )
-from nightmill.jobs.job import Job
-from nightmill.jobs.printable import printable
+from nightmill.jobs.reply.job import Job
 
 log = logging.getLogger("nightmill.server")
 
 RETRY_SECONDS = 2
-"""What Retry-After says where nothing better is known."""
+"""Default of Retry-After."""
 _LONGEST_PATH = 200  # characters that are shown
 _PASSING = (429, 503)
-"""What is over after a while. OpenAI's clients repeat 408, 409, 429 and all from 500 on, unless the header
-x-should-retry says otherwise: but a conflict stays one, and what came too late, was cancelled or broke the
-workers would be computed all over again, as a new job each time."""
-_LONGEST_MESSAGE = 2_000  # characters; what a request holds is quoted, and it may hold megabytes
+"""Temporary errors. OpenAI's clients repeat 408, 409, 429 and everything from 500 on, unless the header
+x-should-retry forbids it: but a conflict remains, and a job that expired, was cancelled or broke workers
+would be computed again as a new job each time."""
+_LONGEST_MESSAGE = 2_000  # characters, as messages quote requests, which may have megabytes
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -49,8 +49,17 @@ _TYPES = {
 }
 
 
+_ANTHROPIC_TYPES = _TYPES | {
+    413: "request_too_large",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+_ANTHROPIC = "/v1/messages"
+"""Prefix of paths that answer in Anthropic's format."""
+
+
 class HttpError(Exception):
-    """An answer that is an error."""
+    """An error response."""
 
     def __init__(
         self,
@@ -72,9 +81,13 @@ class HttpError(Exception):
         elif status == 409 or status >= 500:
             self.headers.setdefault("x-should-retry", "false")
 
+    def of(self, param: str) -> "HttpError":
+        """Return a copy about this parameter of the request."""
+        return HttpError(self.status, f"{param}: {self}", param=param, code=self.code, headers=self.headers)
+
     @property
     def body(self) -> JsonObject:
-        """OpenAI's error object. What a request holds may stand in it, and need not be fit to be encoded."""
+        """Build OpenAI's error object. The message may quote the request, so it is made encodable."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         param = None if self.param is None else printable(self.param, _LONGEST_MESSAGE)
         error = {
@@ -85,18 +98,28 @@ class HttpError(Exception):
         }
         return {"error": error}
 
-    def response(self) -> Response:
-        """The answer."""
-        return JSONResponse(self.body, self.status, self.headers)
+    @property
+    def anthropic_body(self) -> JsonObject:
+        """Build Anthropic's error object, with OpenAI's `param` and `code` in addition."""
+        kind = _ANTHROPIC_TYPES.get(
+            self.status, "api_error" if self.status >= 500 else "invalid_request_error"
+        )
+        error = self.body["error"] | {"type": kind}
+        return {"type": "error", "error": error, "request_id": None}
+
+    def response(self, path: str = "") -> Response:
+        """Build the response in the format of this path."""
+        body = self.anthropic_body if path.startswith(_ANTHROPIC) else self.body
+        return JSONResponse(body, self.status, self.headers)
 
 
 def invalid(field: str, said: str) -> HttpError:
-    """What a caller is told of a value that can never be taken."""
+    """Make the error for a value that is never accepted."""
     return HttpError(400, f"{field}: {said}", param=field, code="invalid_value")
 
 
 def http_error_of(error: Exception) -> HttpError:
-    """What a caller is told of an error."""
+    """Map an error to a response."""
     match error:
         case HttpError():
             return error
@@ -118,11 +141,11 @@ def http_error_of(error: Exception) -> HttpError:
             return HttpError(409, str(error), code="stream_changed")
         case DatabaseRefusedError():
             log.warning("%s", error)
-            return HttpError(400, "the database does not take a value of this request", code="refused")
+            return HttpError(400, "the database does not accept a value of this request", code="refused")
         case DatabaseError() | BrokerError():
             log.warning("%s", error)
             what = "database" if isinstance(error, DatabaseError) else "broker"
-            return HttpError(503, f"the {what} does not answer; try again later", code="unavailable")
+            return HttpError(503, f"the {what} cannot be used now; try again later", code="unavailable")
         case HTTPException(status_code=status, detail=detail):
             return HttpError(status, detail, headers=error.headers)
         case NightmillError():
@@ -131,21 +154,22 @@ def http_error_of(error: Exception) -> HttpError:
 
 
 def http_error_of_job(job: Job) -> HttpError | None:
-    """What a caller is told of a job that ended without an answer; None if it has one."""
+    """Map a job that ended without an answer to a response; None if it has one."""
     match job.stop_reason:
         case StopReason.DEADLINE:
             return HttpError(504, "the answer was not complete in time", code="deadline")
         case StopReason.CANCELLED:
             return HttpError(409, "the job was cancelled before the answer was complete", code="cancelled")
         case StopReason.ERROR:
-            # What killed workers may be the server's fault; anything else lies in the request.
+            # A death of workers may be the server's fault; anything else is the request's.
             status = 500 if job.failures else 400
-            return HttpError(status, job.error or "the job failed", code="generation_failed")
+            code = "context_length_exceeded" if PAST_CONTEXT in (job.error or "") else "generation_failed"
+            return HttpError(status, job.error or "the job failed", code=code)
     return None
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
-    """For Starlette, which calls it for every error."""
+    """Answer an error; Starlette calls this for every error."""
     found = http_error_of(error)
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
         headers = {"Allow": _allowed(request)} if error.status_code == 405 else error.headers
@@ -156,11 +180,11 @@ async def answer_error(request: Request, error: Exception) -> Response:
             code="unknown_url",
             headers=headers,
         )
-    return found.response()
+    return found.response(request.url.path)
 
 
 def _allowed(request: Request) -> str:
-    """The methods of this path: Starlette names those of the first route that has it."""
+    """Return all methods of this path: Starlette names only those of the first matching route."""
     path = request.scope["path"]
     routes = [
         route for route in request.app.routes if isinstance(route, Route) and route.path_regex.match(path)
@@ -169,5 +193,5 @@ def _allowed(request: Request) -> str:
 
 
 def handlers() -> dict[Any, Any]:
-    """What Starlette is to do about errors."""
+    """Return Starlette's handlers of errors."""
     return dict.fromkeys((HTTPException, NightmillError, HttpError, Exception), answer_error)

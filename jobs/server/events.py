@@ -1,29 +1,33 @@
-"""Server-sent events: how a stream of them is written, and what happens when its reader goes away."""
+"""Server-sent events: their format, and what happens when the reader disconnects."""
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TypeVar
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from nightmill.jobs.errors import NightmillError
+from nightmill.jobs.server.errors import HttpError, http_error_of
+
 T = TypeVar("T")
 
 PAUSE_SECONDS = 15.0
-"""Without a word for so long, a comment is sent: proxies and readers know then that the stream lives."""
+"""Silence after which a comment is sent, so that proxies and readers know that the stream is alive."""
 COMMENT = ": still there\n\n"
 DONE = "data: [DONE]\n\n"
 
 
 def event(data: object, *, place: object = None) -> str:
-    """One event: `data` as JSON, which is one line; `place` comes back as Last-Event-ID."""
+    """Format one event: `data` as JSON on one line; `place` returns in Last-Event-ID."""
     known = "" if place is None else f"id: {place}\n"
     return f"{known}data: {json.dumps(data, ensure_ascii=False)}\n\n"
 
 
 class EventStream(StreamingResponse):
-    """The answer whose events `events` makes; `on_close` is called when it is over, however that comes."""
+    """A response with the given events; `on_close` is called when it ends in any way."""
 
     def __init__(self, job_id: str, events: AsyncIterator[str], on_close: Callable[[], object]) -> None:
         super().__init__(
@@ -34,35 +38,93 @@ class EventStream(StreamingResponse):
         self._on_close = on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
+        """Send the response."""
         try:
             await super().__call__(scope, receive, send)
         finally:
             self._on_close()
 
 
+async def begun(events: AsyncIterator[str]) -> AsyncIterator[str]:
+    """Wait for the first event, then return the events; raises any error before it.
+
+    So early errors determine the status of the response, and later ones become events.
+    """
+    first = await anext(events, None)
+
+    async def all_of_them() -> AsyncIterator[str]:
+        try:
+            if first is not None:
+                yield first
+            async for one in events:
+                yield one
+        except (NightmillError, HttpError) as error:
+            yield event(http_error_of(error).body)
+
+    return all_of_them()
+
+
 async def merged(sources: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T]]:
-    """The items of all these as they come, each with its source's number."""
-    pending = {asyncio.ensure_future(anext(source, None)): index for index, source in enumerate(sources)}
+    """Yield the items of all sources as they come, each with its source's number; raises any source's error.
+
+    Each source is read by a task of its own, which waits until its last item was taken.
+    """
+    queue: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue(maxsize=1)
+
+    async def read(index: int) -> None:
+        try:
+            async for item in sources[index]:
+                await queue.put((index, item))
+            await queue.put(None)
+        except Exception as error:  # noqa: BLE001 - it is raised where the items are read
+            await queue.put(error)
+
+    tasks = [asyncio.ensure_future(read(index)) for index in range(len(sources))]
+    left = len(tasks)
     try:
-        while pending:
-            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for one in done:
-                index = pending.pop(one)
-                if (item := one.result()) is not None:
-                    yield index, item
-                    pending[asyncio.ensure_future(anext(sources[index], None))] = index
+        while left:
+            found = await queue.get()
+            if isinstance(found, Exception):
+                raise found
+            if found is None:
+                left -= 1
+            else:
+                yield found
     finally:
-        for one in pending:
-            one.cancel()
+        for task in tasks:
+            task.cancel()
 
 
-async def with_pauses(items: AsyncIterator[T]) -> AsyncIterator[T | None]:
-    """The items, and None whenever there was none for PAUSE_SECONDS."""
+async def together(
+    items: AsyncIterator[tuple[int, T]], count: int, seconds: float
+) -> AsyncIterator[tuple[int, T]]:
+    """Yield the items of `count` sources, holding the first ones back until each source has yielded one.
+
+    Items are held back for at most about `seconds` after the first.
+    """
+    held: list[tuple[int, T]] = []
+    missing, first_at = set(range(count)), 0.0
+    async for item in with_pauses(items, seconds):
+        if item is not None:
+            first_at = first_at or time.monotonic()
+            held.append(item)
+            missing.discard(item[0])
+        if held and (not missing or time.monotonic() >= first_at + seconds):
+            missing.clear()
+            for one in held:
+                yield one
+            held.clear()
+    for one in held:
+        yield one
+
+
+async def with_pauses(items: AsyncIterator[T], seconds: float | None = None) -> AsyncIterator[T | None]:
+    """Yield the items, and None after each silence of this many seconds (PAUSE_SECONDS)."""
+    seconds = PAUSE_SECONDS if seconds is None else seconds
     following = asyncio.ensure_future(anext(items, None))
     try:
         while True:
-            done, _ = await asyncio.wait({following}, timeout=PAUSE_SECONDS)
+            done, _ = await asyncio.wait({following}, timeout=seconds)
             if not done:
                 yield None
                 continue

@@ -1,4 +1,4 @@
-"""/v1/files, as OpenAI's API reference has it: uploads, their contents, and what servers wrote as results."""
+"""/v1/files as in OpenAI's API: uploads, their contents, and result files."""
 
 import asyncio
 import logging
@@ -11,14 +11,14 @@ from typing import BinaryIO
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from nightmill.jobs.contract import JsonObject
+from nightmill.jobs.base.contract import JsonObject
+from nightmill.jobs.base.ids import IdSource
+from nightmill.jobs.base.printable import printable
 from nightmill.jobs.errors import NightmillError
-from nightmill.jobs.fields import unknown_field
-from nightmill.jobs.ids import IdSource
-from nightmill.jobs.printable import printable
-from nightmill.jobs.server.desk import Desk
+from nightmill.jobs.request.fields import unknown_field
 from nightmill.jobs.server.errors import HttpError, invalid
 from nightmill.jobs.server.folder import Folder
+from nightmill.jobs.server.job_service import JobService
 from nightmill.jobs.server.keys import Caller
 from nightmill.jobs.server.listing import Page, bare_id
 from nightmill.jobs.server.uploads import Uploads, over_quota
@@ -34,30 +34,30 @@ _NOT_HERE = {"expires_after": "the server decides how long files stay"}
 
 
 class Files:
-    """The endpoints."""
+    """Endpoints of /v1/files."""
 
-    def __init__(self, desk: Desk, store: FileStore, folder: Folder) -> None:
-        self._desk = desk
+    def __init__(self, service: JobService, store: FileStore, folder: Folder) -> None:
+        self._service = service
         self._store = store
         self._folder = folder
-        self._uploads = Uploads(folder, desk.limits)
+        self._uploads = Uploads(folder, service.limits)
         self._ids = IdSource()
-        self._in_doubt: set[str] = set()  # uploads of which nobody knows whether they have been entered
+        self._in_doubt: set[str] = set()  # uploads whose INSERT may or may not have succeeded
 
     async def upload(self, request: Request) -> Response:
         """POST /v1/files."""
-        return JSONResponse(self._object(await self.take(request, self._desk.keys.caller(request))))
+        return JSONResponse(self._object(await self.take(request, self._service.keys.caller(request))))
 
     async def take(
         self, request: Request, caller: Caller, check: Callable[[dict[str, str]], None] = lambda texts: None
     ) -> StoredFile:
-        """Keep the file of a form for its caller; raises HttpError.
+        """Store the file of a form for its caller; raises HttpError.
 
-        check  looks at the form's other fields, takes away what is its own, and may raise
+        check  checks the form's other fields, removes its own, and may raise
         """
-        desk = self._desk
+        service = self._service
         caller.need_to_submit()
-        used = await desk.run(self._used, caller.name)
+        used = await service.run(self._used, caller.name)
         file_id = self._ids.draw()
         form, size = await self._uploads.receive(request, file_id, caller.name, used)
         try:
@@ -66,14 +66,14 @@ class Files:
         except BaseException:  # whatever it is goes on up; no content stays without a row
             self._folder.remove(file_id)
             raise
-        # A caller who goes away does not end this: else a content could be left behind without its row.
-        file = await asyncio.shield(desk.run(self._enter, file_id, caller.name, filename, size))
+        # A disconnect does not interrupt this: otherwise content could be left without a row.
+        file = await asyncio.shield(service.run(self._enter, file_id, caller.name, filename, size))
         if file is None:
-            raise over_quota(desk.limits)
+            raise over_quota(service.limits)
         return file
 
     def _used(self, owner: str | None) -> int:
-        """Bytes that an owner's files have, once it is known which of the uploads in doubt are there."""
+        """Return the bytes of an owner's files, after resolving uploads in doubt."""
         while self._in_doubt:
             file_id = self._in_doubt.pop()
             try:
@@ -85,14 +85,14 @@ class Files:
         return self._store.used(owner)
 
     def _enter(self, file_id: str, owner: str | None, filename: str, size: int) -> StoredFile | None:
-        """Enter an upload; None if its owner has no room for it. What is not entered is removed."""
+        """Insert an upload; None if it exceeds the quota. Content that is not entered is removed."""
         try:
-            now = self._desk.client.database.now()
+            now = self._service.client.database.now()
             file = StoredFile(file_id, owner, UPLOADED, filename, size, now)
-            entered = self._store.add(file, self._desk.limits.stored_bytes)
+            entered = self._store.add(file, self._service.limits.stored_bytes)
         except BaseException:  # whatever it is goes on up
-            self._in_doubt.add(file_id)  # it may be there all the same: the answer of the database is lost
-            with suppress(NightmillError):  # the database is away: the next upload looks again
+            self._in_doubt.add(file_id)  # the INSERT may have succeeded: the database's reply is lost
+            with suppress(NightmillError):  # the database is unreachable: the next upload checks again
                 self._used(owner)
             raise
         if not entered:
@@ -105,11 +105,11 @@ class Files:
         return file
 
     async def listed(self, request: Request) -> Response:
-        """GET /v1/files: the caller's own, newest first."""
-        caller = self._desk.keys.caller(request)
+        """GET /v1/files: list the caller's files, newest first."""
+        caller = self._service.keys.caller(request)
         query = request.query_params
-        page = Page.read(query, PREFIX, limit=MOST_LISTED, most=MOST_LISTED, more="purpose")
-        found = await self._desk.run(
+        page = Page.read(query, PREFIX, limit=MOST_LISTED, most=MOST_LISTED, more=("purpose",))
+        found = await self._service.run(
             self._store.page,
             owner=caller.only,
             purpose=query.get("purpose"),
@@ -121,12 +121,12 @@ class Files:
 
     async def shown(self, request: Request) -> Response:
         """GET /v1/files/ID."""
-        caller = self._desk.keys.caller(request)
+        caller = self._service.keys.caller(request)
         return JSONResponse(self._object(await self.find(caller, request.path_params["file_id"])))
 
     async def content(self, request: Request) -> Response:
         """GET /v1/files/ID/content."""
-        caller = self._desk.keys.caller(request)
+        caller = self._service.keys.caller(request)
         file = await self.find(caller, request.path_params["file_id"])
         try:
             content = await asyncio.to_thread(self._folder.open, file.id)
@@ -135,7 +135,7 @@ class Files:
             raise HttpError(500, said, code="content_missing") from None
         except OSError as error:
             log.error("the content of file %s cannot be read: %s", file.id, error)
-            said = "the content of this file cannot be read just now; try again later"
+            said = "the content of this file cannot be read now; try again later"
             raise HttpError(503, said, code="unavailable") from None
         return StreamingResponse(
             _pieces(content),
@@ -143,33 +143,33 @@ class Files:
             headers={
                 "Content-Length": str(file.size),
                 "Content-Disposition": "attachment",
-                "X-Content-Type-Options": "nosniff",  # a stranger wrote it
+                "X-Content-Type-Options": "nosniff",  # untrusted content
             },
         )
 
     async def deleted(self, request: Request) -> Response:
         """DELETE /v1/files/ID."""
-        caller = self._desk.keys.caller(request)
+        caller = self._service.keys.caller(request)
         file = await self.find(caller, request.path_params["file_id"])
         caller.need_to_change(file.owner)
-        if not await self._desk.run(self._store.delete, file.id, lambda: self._folder.remove(file.id)):
-            raise _no_file(PREFIX + file.id)  # somebody else was faster
+        if not await self._service.run(self._store.delete, file.id, lambda: self._folder.remove(file.id)):
+            raise _no_file(PREFIX + file.id)  # another request was faster
         return JSONResponse({"id": PREFIX + file.id, "object": "file", "deleted": True})
 
     def _object(self, file: StoredFile) -> JsonObject:
-        return file_object(file, self._desk.limits.keep_files)
+        return file_object(file, self._service.limits.keep_files)
 
     async def find(self, caller: Caller, name: str) -> StoredFile:
-        """A caller's file; raises HttpError also for another's."""
+        """Return a caller's file; raises HttpError, also for another caller's."""
         file_id = bare_id(name, PREFIX)
-        file = None if file_id is None else await self._desk.run(self._store.get, file_id)
+        file = None if file_id is None else await self._service.run(self._store.get, file_id)
         if file is None or not caller.sees(file.owner):
             raise _no_file(name)
         return file
 
 
 def file_object(file: StoredFile, keep: timedelta | None) -> JsonObject:
-    """OpenAI's object for a file that is deleted after `keep`."""
+    """Build OpenAI's object for a file that is deleted after `keep`."""
     created = int(file.created_at.timestamp())
     return {
         "id": PREFIX + file.id,
@@ -184,7 +184,7 @@ def file_object(file: StoredFile, keep: timedelta | None) -> JsonObject:
 
 
 def _checked(texts: dict[str, str], filename: str | None, size: int) -> str:
-    """The name of a file whose form is as it should be; raises HttpError."""
+    """Return the name of a file after checking its form; raises HttpError."""
     for name in texts:
         if name != "purpose":
             raise unknown_field(name, {"file", "purpose"}, _NOT_HERE.get(name))
@@ -197,7 +197,7 @@ def _checked(texts: dict[str, str], filename: str | None, size: int) -> str:
         )
     if not size:
         raise invalid("file", "is empty; write one row on each line")
-    # Whatever it says of folders is left out; what is left is shown and leads nowhere.
+    # Folders are removed; the rest is only displayed, and never used as a path.
     return printable(PurePosixPath(filename.replace("\\", "/")).name or "file", _LONGEST_NAME)
 
 

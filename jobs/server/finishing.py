@@ -1,25 +1,25 @@
-"""Ends batches that came over HTTP: cancels what is to be cancelled, and writes results in small steps."""
+"""The end of HTTP batches: cancels remaining rows, and writes results in small steps."""
 
 from collections.abc import Generator, Iterable
 from contextlib import suppress
 
+from nightmill.jobs.base.contract import JobState, StopReason
+from nightmill.jobs.base.ids import IdSource
 from nightmill.jobs.batches.result_files import output_row
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState, StopReason
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import BatchNotFoundError
 from nightmill.jobs.formats import FileFormat, ResultFile
-from nightmill.jobs.ids import IdSource
-from nightmill.jobs.job import Job
+from nightmill.jobs.reply.job import Job
 from nightmill.jobs.server.folder import Folder
 from nightmill.jobs.server.working import OvertakenError, PostponedError, Steps
 from nightmill.jobs.sql.files import WRITTEN, StoredFile
-from nightmill.jobs.sql.http_batches import HttpBatch, HttpBatchStore, HttpStatus, Outcome
+from nightmill.jobs.sql.http_batches import BatchOutcome, HttpBatch, HttpBatchStore, HttpStatus
 
 _ENDINGS = {FileFormat.CSV: "csv", FileFormat.PARQUET: "parquet"}
 
 
 class Finisher:
-    """Writes results for one server, whose claims are under `keeper`."""
+    """Writes results for one server, whose leases are held by `keeper`."""
 
     def __init__(self, client: Client, folder: Folder, keeper: str) -> None:
         self._client = client
@@ -30,7 +30,7 @@ class Finisher:
         self._ids = IdSource()
 
     def steps(self, batch: HttpBatch) -> Steps:
-        """End a claimed batch, unless rows of it run yet: then this is to be called again.
+        """End a leased batch, unless rows are still running: then call it again later.
 
         Raises PostponedError while results cannot be written, and OvertakenError.
         """
@@ -61,10 +61,10 @@ class Finisher:
                 errors = JobState.FAILED in states
                 written.append((yield from self._write_file(batch, jobs, format, errors=errors)))
             status, outcome = self._outcome(batch, *written)
-        except BaseException:  # as where the disk is full: the next try writes both files again
+        except BaseException:  # for example a full disk: the next attempt writes both files again
             self._remove(written)
             raise
-        # If this raises, it may have been done all the same: the files stay, or are swept in a day.
+        # If this raises, it may still have succeeded: the files stay, or are swept after a day.
         if not self._store.end(batch, self._keeper, status, outcome):
             self._remove(written)
             raise OvertakenError
@@ -74,7 +74,7 @@ class Finisher:
     def _write_file(
         self, batch: HttpBatch, jobs: Iterable[Job], format: FileFormat, *, errors: bool
     ) -> Generator[bool, None, StoredFile | None]:
-        """Write a file that is to be entered; None if not one row would be in it."""
+        """Write a result file; None if it would be empty."""
         file_id = self._ids.draw()
         path = self._folder.coming(file_id)
         written = 0
@@ -99,16 +99,16 @@ class Finisher:
             self._remove_content(file.id)
 
     def _remove_content(self, file_id: str) -> None:
-        with suppress(OSError):  # a folder that fails; what stays is swept in a day
+        with suppress(OSError):  # a failing folder: leftovers are swept after a day
             self._folder.remove(file_id)
 
     def _outcome(
         self, batch: HttpBatch, output: StoredFile | None, errors: StoredFile | None
-    ) -> tuple[HttpStatus, Outcome]:
+    ) -> tuple[HttpStatus, BatchOutcome]:
         counts = self._rows.counts(batch.batch)
         total = sum(count.rows for count in counts)
         completed = sum(count.rows for count in counts if count.state is JobState.SUCCEEDED)
-        outcome = Outcome(
+        outcome = BatchOutcome(
             output,
             errors,
             total,
@@ -116,6 +116,8 @@ class Finisher:
             total - completed,
             sum(count.prompt_tokens for count in counts),
             sum(count.completion_tokens for count in counts),
+            sum(count.cached_tokens for count in counts),
+            sum(count.reasoning_tokens for count in counts),
         )
         if batch.status is HttpStatus.CANCELLING:
             return HttpStatus.CANCELLED, outcome
@@ -129,7 +131,7 @@ class Finisher:
         return HttpStatus.EXPIRED if late else HttpStatus.COMPLETED, outcome
 
     def _end_without_rows(self, batch: HttpBatch) -> None:
-        """It was cancelled before a row was entered, or somebody has deleted the rows."""
+        """End a batch that was cancelled before a row was entered, or whose rows were deleted."""
         if batch.status is HttpStatus.CANCELLING:
             self._store.fail(batch, self._keeper, HttpStatus.CANCELLED, [])
             return

@@ -1,4 +1,4 @@
-"""Forms with a file (multipart/form-data, RFC 7578), read as they come: the file in pieces, never whole."""
+"""Streaming parser of forms with a file (multipart/form-data, RFC 7578)."""
 
 from dataclasses import dataclass, field
 
@@ -9,9 +9,9 @@ from python_multipart.multipart import parse_options_header
 from nightmill.jobs.server.errors import HttpError
 
 FILE = "file"
-"""The name of the part that is the file."""
+"""Name of the file's part."""
 OTHER_BYTES = 1 << 16
-"""What a form may have besides the file's bytes."""
+"""Most bytes of a form besides the file."""
 _MOST_PARTS = 16
 _LONGEST_TEXT = 1024  # bytes of a part that is not the file
 
@@ -24,8 +24,8 @@ class _Part:
     content: bytearray = field(default_factory=bytearray)
 
 
-class Form:
-    """One form: `feed` it, and take what has come of the file."""
+class MultipartForm:
+    """A parser of one form: `feed` it, and `take` the file's bytes."""
 
     def __init__(self, content_type: str) -> None:
         kind, options = parse_options_header(content_type)
@@ -57,20 +57,20 @@ class Form:
             raise _malformed(error) from None
 
     def feed(self, chunk: bytes) -> None:
-        """Read on; raises HttpError."""
+        """Parse more bytes; raises HttpError."""
         try:
             self._parser.write(chunk)
         except FormParserError as error:
             raise _malformed(error) from None
 
     def take(self) -> bytearray:
-        """What has come of the file since this was called last."""
+        """Return the file's bytes since the last call."""
         taken, self._file = self._file, bytearray()
         return taken
 
     @property
     def waiting(self) -> int:
-        """How many bytes `take` would give."""
+        """Number of bytes that `take` would return."""
         return len(self._file)
 
     def _begin(self) -> None:

@@ -1,51 +1,31 @@
-"""GET /health: this process answers. GET /ready: database and broker answer, and a worker lives."""
+"""GET /health: this process answers. GET /ready: database and broker accept writes, a worker is alive."""
 
 import asyncio
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from nightmill.jobs.contract import JsonObject
+from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.errors import NightmillError
-from nightmill.jobs.server.desk import Desk
+from nightmill.jobs.server.job_service import JobService
+from nightmill.jobs.server.looking import SharedQuery
 from nightmill.jobs.sql.patience import until
+from nightmill.jobs.sql.probing import try_writing
 
-_FRESH_SECONDS = 1.0  # everybody may ask, and asking costs two round trips
+_FRESH_SECONDS = 1.0  # cached, as anybody may ask, and a check costs two round trips
 _ANSWER_SECONDS = 4.0  # for either; what takes longer hangs
 
 
-class _Looking:
-    """A question to a server on a thread of its own, as it may hang; asked again once it has ended."""
-
-    def __init__(self, name: str, ask: Callable[[], dict[str, bool]]) -> None:
-        self._ask = ask
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"ready: {name}")
-        self._asked: Future[dict[str, bool]] | None = None
-
-    async def answer(self) -> dict[str, bool] | None:
-        """What was found; None if there is no answer in time."""
-        if self._asked is None or self._asked.done():
-            self._asked = self._thread.submit(self._ask)
-        waiting = asyncio.wrap_future(self._asked)
-        done, _ = await asyncio.wait({waiting}, timeout=_ANSWER_SECONDS)
-        return waiting.result() if done else None
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-
 class Health:
-    """The two endpoints, which need no key and tell nothing but yes and no."""
+    """The two endpoints, which need no key and reveal only yes or no."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, service: JobService) -> None:
+        self._service = service
         self._asking = asyncio.Lock()
-        self._database = _Looking("database", self._look_at_database)
-        self._broker = _Looking("broker", self._look_at_broker)
+        self._database = SharedQuery("ready: database", self._look_at_database, _ANSWER_SECONDS)
+        self._broker = SharedQuery("ready: broker", self._look_at_broker, _ANSWER_SECONDS)
         self._known: JsonObject = {}
         self._known_at = -_FRESH_SECONDS
 
@@ -54,7 +34,7 @@ class Health:
         return JSONResponse({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """GET /ready: what answers, and as `hangs` what neither answers nor refuses."""
+        """GET /ready: report usable services, and as `hangs` those that neither answer nor refuse."""
         async with self._asking:
             if time.monotonic() >= self._known_at + _FRESH_SECONDS:
                 self._known = await self._look()
@@ -62,7 +42,7 @@ class Health:
         return JSONResponse(self._known, 200 if self._known["ready"] else 503)
 
     def close(self) -> None:
-        """End the threads, without waiting for them."""
+        """End the threads without waiting for them."""
         self._database.close()
         self._broker.close()
 
@@ -74,14 +54,15 @@ class Health:
 
     def _look_at_database(self) -> dict[str, bool]:
         found = {"database": False, "worker": False}
-        # Somewhat longer than anybody waits for it here: then it is known that it hangs.
+        # Slightly longer than the wait here, which then reports a hang.
         with suppress(NightmillError), until(time.monotonic() + 2 * _ANSWER_SECONDS):
-            found["worker"] = bool(self._desk.client.serving())
+            found["worker"] = bool(self._service.client.serving())
+            try_writing(self._service.client.database)
             found["database"] = True
         return found
 
     def _look_at_broker(self) -> dict[str, bool]:
         with suppress(NightmillError):
-            self._desk.client.broker.ping()
+            self._service.client.broker.try_writing()
             return {"broker": True}
         return {"broker": False}

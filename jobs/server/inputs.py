@@ -1,9 +1,9 @@
-"""Files that batches over HTTP are made of, and what callers are told of what in them cannot be run."""
+"""Input files of HTTP batches, and their errors for callers."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
-from nightmill.jobs.contract import JsonObject
+from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.errors import (
     BatchFileError,
     InvalidRequestError,
@@ -13,31 +13,33 @@ from nightmill.jobs.errors import (
 )
 from nightmill.jobs.formats import FileFormat, InputFile, InputRow, RowError
 from nightmill.jobs.formats.inputs import NOTHING_SAID
-from nightmill.jobs.formats.openai import CHAT
+from nightmill.jobs.formats.openai import endpoint_of
 from nightmill.jobs.formats.rows import bad_row
-from nightmill.jobs.spec import JobSpec
+from nightmill.jobs.request.spec import JobSpec
 
 
 class EndpointFile(InputFile):
-    """A stranger's file whose rows must all be for one of OpenAI's endpoints; None: in any format.
+    """An untrusted file whose rows must all be for one of OpenAI's endpoints; None: any format.
 
-    Its content is at `path`; the ending of `filename`, as its owner calls it, says which format it has.
-    Raises BatchFileError.
+    The content is at `path`; the ending of the owner's `filename` gives its format. Raises BatchFileError.
     """
 
-    immutable = True  # under its name since its row is there; a backup may change its mode or links, no more
+    plain_remedy = "hand a file of plain rows in with POST /v1/night"
+    immutable = True  # complete since it has its name; a backup may change only its mode or links
 
     def __init__(self, path: Path, endpoint: str | None, filename: str = "") -> None:
         super().__init__(
             path, FileFormat.OPENAI if endpoint else None, label=str(path), name=filename, trusted=False
         )
         self._endpoint = endpoint
+        if endpoint:
+            self._refuse_tables()
 
     def rows(self, defaults: JobSpec = NOTHING_SAID) -> Iterator[InputRow]:
-        """As of any file; a row for another endpoint is a bad one."""
+        """Yield the rows like any file; a row for another endpoint is a bad one."""
         try:
             for row in super().rows(defaults):
-                if self._endpoint is None or row.spec is None or self._is_for(row.spec):
+                if self._endpoint is None or row.spec is None or endpoint_of(row.spec) == self._endpoint:
                     yield row
                     continue
                 error = RowError(
@@ -50,12 +52,20 @@ class EndpointFile(InputFile):
             )
             raise BatchFileError(f"{self.label}: {said}") from None
 
-    def _is_for(self, spec: JobSpec) -> bool:
-        return (spec.messages is not None) == (self._endpoint == CHAT)
+    def _refuse_tables(self) -> None:
+        """Refuse a table once, with the endpoint that accepts it, instead of an error for each line."""
+        with self._errors():
+            table = self._table_format(self._start())
+        if table is not None:
+            kind = "CSV" if table is FileFormat.CSV else "Parquet"
+            said = (
+                f"is {kind}, and POST /v1/batches takes OpenAI's JSON lines only; POST /v1/night takes {kind}"
+            )
+            raise BatchFileError(f"{self.label}: {said}")
 
 
 def row_error(line: int, error: JsonObject) -> JsonObject:
-    """OpenAI's object for a row that cannot be run; `error` is the last one of its job."""
+    """Build OpenAI's object for a bad row; `error` is the last one of its job."""
     return {
         "code": error.get("code"),
         "line": line,
@@ -65,7 +75,7 @@ def row_error(line: int, error: JsonObject) -> JsonObject:
 
 
 def file_error(error: NightmillError, path: Path) -> JsonObject:
-    """The same for the file as a whole, without where it lies."""
+    """Build OpenAI's object for an error of the whole file, without its path."""
     code, param = "invalid_file", "input_file_id"
     if isinstance(error, InvalidRequestError):
         code, param = str(error.code), error.field or param

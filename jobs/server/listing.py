@@ -1,4 +1,4 @@
-"""Lists that are read by pages: what may be asked for, and how a page looks."""
+"""Paged lists: parsing of queries, and the form of a page."""
 
 import re
 from collections.abc import Sequence
@@ -7,9 +7,9 @@ from typing import Self
 
 from starlette.datastructures import QueryParams
 
-from nightmill.jobs.contract import JsonObject
-from nightmill.jobs.fields import unknown_field
-from nightmill.jobs.ids import is_job_id
+from nightmill.jobs.base.contract import JsonObject
+from nightmill.jobs.base.ids import is_job_id
+from nightmill.jobs.request.fields import unknown_field
 from nightmill.jobs.server.errors import invalid
 
 _NUMBER = re.compile(r"[0-9]{1,9}")
@@ -17,10 +17,10 @@ _NUMBER = re.compile(r"[0-9]{1,9}")
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Which part of a list is asked for."""
+    """The requested part of a list."""
 
     limit: int
-    after: str | None  # the id of the last item that was read
+    after: str | None  # id of the last item read
     oldest_first: bool = False
 
     @classmethod
@@ -31,15 +31,15 @@ class Page:
         *,
         limit: int = 20,
         most: int = 100,
-        more: str | None = None,
+        more: Sequence[str] = (),
     ) -> Self:
-        """What a query says; raises HttpError.
+        """Parse a query; raises HttpError.
 
-        more    what may be asked for besides
-        prefix  what comes before the id proper in the ids of these items
-        limit   if the query says none; `most` it may say
+        more    further allowed parameters
+        prefix  prefix of ids of these items
+        limit   default limit; `most` is the highest
         """
-        known = {"limit", "after", "order"} | ({more} if more else set())
+        known = {"limit", "after", "order", *more}
         if unknown := [name for name in query if name not in known]:
             raise unknown_field(unknown[0], known)
         asked, after, order = query.get("limit", str(limit)), query.get("after"), query.get("order", "desc")
@@ -52,14 +52,33 @@ class Page:
         return cls(int(asked), after, order == "asc")
 
     def answer(self, found: Sequence[JsonObject]) -> JsonObject:
-        """The page of which one item more was looked for than is shown."""
+        """Build a list page from limit + 1 items; the extra one shows whether there is more."""
         page = found[: self.limit]
         ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {}
         nothing = {"first_id": None, "last_id": None}
         return {"object": "list", "data": page} | (ends or nothing) | {"has_more": len(found) > len(page)}
 
 
+def items_page(query: QueryParams, items: Sequence[JsonObject], *, more: Sequence[str] = ()) -> JsonObject:
+    """Build the requested page from all items, oldest first; raises HttpError.
+
+    more  further allowed parameters
+    """
+    known = {"limit", "after", "order", *more}
+    if unknown := [name for name in query if name not in known]:
+        raise unknown_field(unknown[0], known)
+    after = query.get("after")
+    page = Page.read(QueryParams([(name, query[name]) for name in ("limit", "order") if name in query]))
+    ordered = list(items) if page.oldest_first else list(reversed(items))
+    if after is not None:
+        places = {item["id"]: place for place, item in enumerate(ordered)}
+        if after not in places:
+            raise invalid("after", "must be the id of an item of this list")
+        ordered = ordered[places[after] + 1 :]
+    return page.answer(ordered)
+
+
 def bare_id(text: str, prefix: str) -> str | None:
-    """The id proper of `prefix` and an id; None if it is not one."""
+    """Remove `prefix` from an id; None if it is invalid."""
     bare = text.removeprefix(prefix)
     return bare if text.startswith(prefix) and is_job_id(bare) else None

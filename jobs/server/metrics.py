@@ -1,7 +1,7 @@
-"""GET /metrics: how the database stands, and what this server was asked, in the words of Prometheus.
+"""GET /metrics: statistics of the database and of this server's requests in Prometheus's format.
 
-What is counted in SQL is the same at every server: one of several is enough for it. It is counted when it is
-asked for, and jobs that have ended, of which there may be millions, at most a fiftieth of the time.
+Counts from SQL are the same at every server, so one of several is enough for them. They are counted on
+request; ended jobs, of which there may be millions, use at most a fiftieth of the time.
 """
 
 import asyncio
@@ -15,25 +15,25 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nightmill.jobs.contract import JobState
+from nightmill.jobs.base.contract import JobState
 from nightmill.jobs.errors import DatabaseError
 from nightmill.jobs.server.counted import Counted
-from nightmill.jobs.server.desk import Desk
 from nightmill.jobs.server.errors import HttpError
+from nightmill.jobs.server.job_service import JobService
 from nightmill.jobs.server.keys import Right
-from nightmill.jobs.sql.standing import Ended, Model, Standing, Waiting
+from nightmill.jobs.sql.queue_stats import EndedJobs, Model, QueuedJobs, QueueStats
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-MOST_MODELS = 50  # named in labels; what there is of others is put together
-OTHERS, ANY = "(other)", "(any)"  # no model is called so
+MOST_MODELS = 50  # models named in labels; others are summed up
+OTHERS, ANY = "(other)", "(any)"  # not valid names of models
 _METHODS = frozenset({"GET", "POST", "DELETE", "HEAD", "OPTIONS", "PUT", "PATCH"})
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 600.0)
 
 
 class Traffic:
-    """Requests that this server was asked, by endpoint; keeps nothing without prometheus_client."""
+    """Counters of this server's requests by endpoint; empty without prometheus_client."""
 
     def __init__(self) -> None:
         self.registry: Any = None
@@ -61,15 +61,15 @@ class Traffic:
             )
 
     def know(self, routes: Iterable[BaseRoute]) -> None:
-        """The paths that there are, by which requests are counted; what is elsewhere is one path."""
+        """Set the paths by which requests are counted; all others count as one."""
         self._paths = {route.endpoint: route.path for route in routes if isinstance(route, Route)}
 
     def began(self) -> None:
-        """A request is being answered."""
+        """Count a request that begins."""
         self._open.inc()
 
     def ended(self, scope: Scope, status: int, seconds: float) -> None:
-        """It was answered; `status` is 0 if its sender went away before."""
+        """Count an answered request; `status` is 0 if its sender disconnected first."""
         self._open.dec()
         path = self._paths.get(scope.get("endpoint"), OTHERS)
         method = scope["method"] if scope["method"] in _METHODS else OTHERS
@@ -78,14 +78,14 @@ class Traffic:
 
 
 class Measured:
-    """Counts requests and measures how long answers take. ASGI middleware."""
+    """ASGI middleware that counts requests and measures their duration."""
 
     def __init__(self, app: ASGIApp, traffic: Traffic) -> None:
         self._app = app
         self._traffic = traffic
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on."""
+        """Forward a request."""
         if scope["type"] != "http" or self._traffic.registry is None:
             await self._app(scope, receive, send)
             return
@@ -108,14 +108,14 @@ class Measured:
 class Metrics:
     """The endpoint."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
-        self._standing = Standing(desk.client.database)
+    def __init__(self, service: JobService) -> None:
+        self._service = service
+        self._queue_stats = QueueStats(service.client.database)
         self._asking = asyncio.Lock()
-        self._queued: Counted[Mapping[Model, Waiting]] = Counted(self._standing.queued, {})
-        self._running: Counted[Mapping[Model, int]] = Counted(self._standing.running, {})
-        self._ended: Counted[Mapping[tuple[Model, str], Ended]] = Counted(self._standing.ended, {})
-        self._workers: Counted[Mapping[tuple[str, str], int]] = Counted(self._standing.workers, {})
+        self._queued: Counted[Mapping[Model, QueuedJobs]] = Counted(self._queue_stats.queued, {})
+        self._running: Counted[Mapping[Model, int]] = Counted(self._queue_stats.running, {})
+        self._ended: Counted[Mapping[tuple[Model, str], EndedJobs]] = Counted(self._queue_stats.ended, {})
+        self._workers: Counted[Mapping[tuple[str, str], int]] = Counted(self._queue_stats.workers, {})
         self._database_up = False
         self.traffic = Traffic()
         if self.traffic.registry is not None:
@@ -123,7 +123,7 @@ class Metrics:
 
     async def answer(self, request: Request) -> Response:
         """GET /metrics; raises HttpError for a key that may not read everything."""
-        if self._desk.keys.caller(request).right is Right.SUBMIT:
+        if self._service.keys.caller(request).right is Right.SUBMIT:
             raise HttpError(
                 403, "this key may not read what is others': NAME:read=KEY may", code="insufficient_rights"
             )
@@ -132,7 +132,7 @@ class Metrics:
         from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
         async with self._asking:
-            await self._desk.look(self._count)
+            await self._service.look(self._count)
             return Response(generate_latest(self.traffic.registry), media_type=CONTENT_TYPE_LATEST)
 
     def _count(self) -> None:
@@ -147,11 +147,11 @@ class Metrics:
             self._database_up = False
 
     def describe(self) -> "Iterable[Metric]":
-        """Nothing: a registry would else collect at once, before anything is counted."""
+        """Return nothing: otherwise a registry would collect at once, before anything is counted."""
         return ()
 
     def collect(self) -> "Iterator[Metric]":
-        """What was counted last."""
+        """Return the last counts."""
         from prometheus_client.core import GaugeMetricFamily
 
         up = GaugeMetricFamily("nightmill_database_up", "1 if the database answers.")
@@ -195,7 +195,7 @@ class Metrics:
 
 
 def names_of(models: Iterable[Model]) -> dict[Model, str]:
-    """What models are called in labels, which are bounded."""
+    """Map models to a bounded set of labels."""
     named = sorted(model for model in models if model is not None)
     names: dict[Model, str] = {None: ANY}
     return names | {model: model if at < MOST_MODELS else OTHERS for at, model in enumerate(named)}
@@ -208,7 +208,7 @@ def _gauge(
     names: Mapping[Model, str],
     together: Callable[[list[float]], float] = sum,
 ) -> "Metric":
-    """By (model, state) or by (model,); `together` is for models that share a name."""
+    """Build a gauge by (model, state) or (model,); `together` combines models with one label."""
     from prometheus_client.core import GaugeMetricFamily
 
     values: dict[tuple[str, ...], list[float]] = {}

@@ -1,27 +1,27 @@
-"""GET /v1/models: what live workers serve. And POST /v1/embeddings, which nothing here computes."""
+"""GET /v1/models: models served by live workers. POST /v1/embeddings: always refused."""
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from nightmill.jobs.contract import JsonObject
-from nightmill.jobs.server.desk import Desk
+from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.server.errors import HttpError
+from nightmill.jobs.server.job_service import JobService
 
 
 class Models:
-    """The endpoints about models."""
+    """Endpoints about models."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, service: JobService) -> None:
+        self._service = service
 
     async def all(self, request: Request) -> Response:
         """GET /v1/models."""
-        self._desk.keys.caller(request)
+        self._service.keys.caller(request)
         return JSONResponse({"object": "list", "data": list((await self._served()).values())})
 
     async def one(self, request: Request) -> Response:
         """GET /v1/models/NAME."""
-        self._desk.keys.caller(request)
+        self._service.keys.caller(request)
         name = request.path_params["name"]
         served = await self._served()
         if name not in served:
@@ -33,21 +33,26 @@ class Models:
 
     async def embeddings(self, request: Request) -> Response:
         """POST /v1/embeddings."""
-        self._desk.keys.caller(request)
+        self._service.keys.caller(request)
         raise HttpError(
-            400, "no model here computes embeddings: they all generate text", code="unsupported_endpoint"
+            404, "no model here computes embeddings: they all generate text", code="unsupported_endpoint"
         )
 
     async def _served(self) -> dict[str, JsonObject]:
-        """By name, in order."""
-        workers = await self._desk.run(self._desk.client.serving)
+        """Return the served models by name, sorted."""
+        workers = await self._service.run(self._service.client.serving)
         since = {worker.model: worker.started_at for worker in reversed(workers)}
+        contexts: dict[str, list[int]] = {name: [] for name in since}
+        for worker in workers:
+            if worker.context_length is not None:
+                contexts[worker.model].append(worker.context_length)
         return {
             name: {
                 "id": name,
                 "object": "model",
                 "created": int(since[name].timestamp()),
                 "owned_by": "nightmill",
+                "max_model_len": min(contexts[name], default=None),  # the smallest of its workers
             }
             for name in sorted(since)
         }

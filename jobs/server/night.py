@@ -1,4 +1,4 @@
-"""/v1/night: batches in our own words. Any format of files, all settings of a batch, and how it goes."""
+"""/v1/night: batches in Nightmill's own form, with files of any format, all settings, and progress."""
 
 from datetime import datetime
 from typing import Any
@@ -6,36 +6,36 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from nightmill.jobs.batch_status import BatchStatus
-from nightmill.jobs.contract import JsonObject
+from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.errors import BatchNotFoundError, InvalidParameterError
-from nightmill.jobs.fields import OF_A_BATCH, check_option, deadline_moment, unknown_field
+from nightmill.jobs.reply.batch_status import BatchStatus
+from nightmill.jobs.request.fields import OF_A_BATCH, check_option, deadline_moment, unknown_field
+from nightmill.jobs.request.spec import JobSpec
 from nightmill.jobs.server.batch_endpoints import BatchEndpoints
-from nightmill.jobs.server.batches import text_of
+from nightmill.jobs.server.batches import text_of, unlisted_errors, waiting_note
 from nightmill.jobs.server.bodies import TIMES, read_times
 from nightmill.jobs.server.errors import invalid
 from nightmill.jobs.server.files import PREFIX
-from nightmill.jobs.spec import JobSpec
 from nightmill.jobs.sql.http_batches import HttpBatch
 
 BODY = OF_A_BATCH | {"file", "name", "webhook"}
 
 
-class Night(BatchEndpoints):
-    """The endpoints."""
+class NightEndpoints(BatchEndpoints):
+    """Endpoints of /v1/night."""
 
     async def create(self, request: Request) -> Response:
         """POST /v1/night."""
-        caller = self._desk.keys.caller(request)
+        caller = self._service.keys.caller(request)
         caller.need_to_submit()
-        given = await self._desk.bodies.object(request, caller.name)
+        given = await self._service.bodies.object(request, caller.name)
         body = {name: value for name, value in given.items() if value is not None}
         for name in body:
             if name not in BODY:
                 raise unknown_field(name, BODY)
         if "name" in body:
             _check_name(body["name"])
-        now = await self._desk.run(self._desk.client.database.now)
+        now = await self._service.run(self._service.client.database.now)
         read_times(body, now)
         begins, ends = body.get("scheduled_at"), deadline_moment(body.get("deadline"), now)
         if begins is not None and ends is not None and ends <= begins:
@@ -43,7 +43,7 @@ class Night(BatchEndpoints):
         settings = {name: value for name, value in body.items() if name in OF_A_BATCH and name not in TIMES}
         defaults = JobSpec.defaults(settings, OF_A_BATCH)
         if defaults.model is not None:
-            await self._desk.run(self._desk.client.check_model, defaults.model)
+            await self._service.run(self._service.client.check_model, defaults.model)
         asked = HttpBatch(
             id=self._ids.draw(),
             owner=caller.name,
@@ -54,30 +54,30 @@ class Night(BatchEndpoints):
             scheduled_at=begins,
             deadline_at=ends,
         )
-        batch = await self._handing_in.submit(request, caller, asked, "file", body.get("webhook"))
+        batch = await self._submission.submit(request, caller, asked, "file", body.get("webhook"))
         return JSONResponse(await self._object(batch), 202)
 
     async def retried(self, request: Request) -> Response:
-        """POST /v1/night/ID/retry: the rows that ended without a result, again."""
-        caller = self._desk.keys.caller(request)
+        """POST /v1/night/ID/retry: queue the rows again that ended without a result."""
+        caller = self._service.keys.caller(request)
         return JSONResponse(
-            await self._object(await self._handing_in.retry(caller, request.path_params["batch_id"]))
+            await self._object(await self._submission.retry(caller, request.path_params["batch_id"]))
         )
 
     async def _object(self, batch: HttpBatch, *, listed: bool = False) -> JsonObject:
-        """Without its errors in a list."""
-        status = await self._desk.run(self._status, batch.batch, not listed)
+        """Build the object of a batch; in a list, without its errors."""
+        status = await self._service.run(self._status, batch.batch, not listed)
         return night_object(batch, status)
 
     def _status(self, name: str, errors: bool) -> BatchStatus | None:
         try:
-            return self._desk.client.get_batch(name).status(errors=errors)
-        except BatchNotFoundError:  # nothing is entered yet, or it was pruned
+            return self._service.client.get_batch(name).status(errors=errors)
+        except BatchNotFoundError:  # no row is entered yet, or it was pruned
             return None
 
 
 def _check_name(name: Any) -> None:
-    """As the name of any batch."""
+    """Check the name like that of any batch."""
     try:
         check_option("batch", name)
     except InvalidParameterError as error:
@@ -85,7 +85,7 @@ def _check_name(name: Any) -> None:
 
 
 def night_object(batch: HttpBatch, status: BatchStatus | None) -> JsonObject:
-    """A batch in our words; `status` of its rows, if there are any."""
+    """Build a batch's object; `status` is that of its rows, if there are any."""
     made: JsonObject = {
         "id": batch.batch,
         "object": "night",
@@ -102,9 +102,10 @@ def night_object(batch: HttpBatch, status: BatchStatus | None) -> JsonObject:
         "tokens_out": batch.completion_tokens,
         "tokens_per_second": None,
         "estimated_end": None,
-        "bad_rows": batch.errors,
+        "bad_rows": [*batch.errors, *unlisted_errors(batch)],
         "note": batch.note,
         "errors": [],
+        "unlisted_errors": 0,
         "output_file": batch.output_file and PREFIX + batch.output_file,
         "error_file": batch.error_file and PREFIX + batch.error_file,
         "created_at": _time(batch.created_at),
@@ -122,6 +123,8 @@ def night_object(batch: HttpBatch, status: BatchStatus | None) -> JsonObject:
             "tokens_per_second": status.tokens_per_second,
             "estimated_end": _time(status.estimated_end),
             "errors": [{"rows": group.rows, "message": group.message} for group in status.errors],
+            "unlisted_errors": status.unlisted_errors,
+            "note": batch.note or waiting_note(status.unserved, batch),
         }
     return made
 

@@ -1,4 +1,4 @@
-"""GET /openapi.json: the endpoints, what they take and what they answer, in the words of OpenAPI 3.1."""
+"""GET /openapi.json: the endpoints with their schemas, in OpenAPI 3.1."""
 
 import re
 from importlib.metadata import version
@@ -6,15 +6,28 @@ from importlib.metadata import version
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from nightmill.jobs.contract import JobState, JsonObject
+from nightmill.jobs.base.contract import JobState, JsonObject
 from nightmill.jobs.formats.openai import CHAT, COMPLETIONS
-from nightmill.jobs.server.schemas import SCHEMAS, TEXT, named
+from nightmill.jobs.formats.responses.request import RESPONSES
+from nightmill.jobs.server.anthropic.request import COUNT_TOKENS, MESSAGES
+from nightmill.jobs.server.schema_words import TEXT, named
+from nightmill.jobs.server.schemas import SCHEMAS
 from nightmill.jobs.sql.files import UPLOADED, WRITTEN
 
 ENDPOINTS: dict[tuple[str, str], tuple[str, str | None, str | None]] = {
     ("POST", "/v1/chat/completions"): ("Answer a chat.", "ChatRequest", "ChatCompletion"),
     ("POST", "/v1/completions"): ("Go on with a text.", "CompletionRequest", "Completion"),
+    ("POST", RESPONSES): ("Answer a text or items, and keep the answer.", "ResponseRequest", "Response"),
+    ("GET", "/v1/responses/{response_id}"): ("A response that is kept.", None, "Response"),
+    ("DELETE", "/v1/responses/{response_id}"): ("Delete a response.", None, "ResponseDeleted"),
+    ("POST", "/v1/responses/{response_id}/cancel"): ("Cancel a response.", None, "Response"),
+    ("GET", "/v1/responses/{response_id}/input_items"): ("All that it answers.", None, "ResponseItems"),
+    ("POST", MESSAGES): ("Answer a chat, as Anthropic's API does.", "MessageRequest", "Message"),
+    ("POST", COUNT_TOKENS): ("How many tokens a message's prompt has.", "CountRequest", "TokenCount"),
     ("POST", "/v1/embeddings"): ("An error: no model here computes embeddings.", None, None),
+    ("POST", "/tokenize"): ("The tokens of a text or a chat.", "TokenizeRequest", "Tokens"),
+    ("POST", "/detokenize"): ("The text of tokens.", "DetokenizeRequest", "Detokenized"),
+    ("GET", "/tokenizer_info"): ("A model's special tokens and chat template.", None, "TokenizerInfo"),
     ("GET", "/v1/models"): ("The models that live workers serve.", None, "Models"),
     ("GET", "/v1/models/{name}"): ("One of these models.", None, "Model"),
     ("POST", "/v1/files"): ("Upload a file.", "FileForm", "File"),
@@ -35,6 +48,7 @@ ENDPOINTS: dict[tuple[str, str], tuple[str, str | None, str | None]] = {
     ("POST", "/v1/generate"): ("Generate, and answer at the end or as a stream.", "JobRequest", "Job"),
     ("POST", "/v1/jobs"): ("Queue a job.", "JobRequest", "Job"),
     ("GET", "/v1/jobs"): ("The caller's jobs, newest first.", None, "Jobs"),
+    ("DELETE", "/v1/jobs"): ("Cancel the jobs of a request with several prompts.", None, "Jobs"),
     ("GET", "/v1/jobs/{job_id}"): ("A job.", None, "Job"),
     ("DELETE", "/v1/jobs/{job_id}"): ("Cancel a job.", None, "Job"),
     ("GET", "/v1/jobs/{job_id}/events"): ("A job's text, as a stream of events.", None, None),
@@ -44,20 +58,24 @@ ENDPOINTS: dict[tuple[str, str], tuple[str, str | None, str | None]] = {
     ("GET", "/openapi.json"): ("This document.", None, None),
     ("GET", "/docs"): ("This document, as a page to be read.", None, None),
 }
-"""(method, path) -> what it does, the schema of its body, the schema of its answer."""
-STREAMING = frozenset({CHAT, COMPLETIONS, "/execute", "/v1/generate", "/v1/jobs/{job_id}/events"})
-"""What may be answered by events."""
+"""(summary, schema of the body, schema of the answer) by (method, path)."""
+STREAMING = frozenset(
+    {CHAT, COMPLETIONS, RESPONSES, MESSAGES, "/v1/responses/{response_id}"}
+    | {"/execute", "/v1/generate", "/v1/jobs/{job_id}/events"}
+)
+"""Endpoints that may answer with events."""
 BYTES = frozenset({"/v1/files/{file_id}/content"})
-"""What is answered by bytes as they are."""
+"""Endpoints that answer with raw bytes."""
 FORMS = frozenset({"FileForm"})
 """Bodies that are forms with a file."""
 LISTS: dict[str, JsonObject] = {
-    "/v1/jobs": {"state": {"enum": [*map(str, JobState)]}},
+    "/v1/jobs": {"state": {"enum": [*map(str, JobState)]}, "request": TEXT},
     "/v1/files": {"purpose": {"enum": [UPLOADED, WRITTEN]}},
     "/v1/batches": {},
     "/v1/night": {},
+    "/v1/responses/{response_id}/input_items": {},
 }
-"""What is read by pages, and by what the items may be chosen."""
+"""Paged endpoints with their filters."""
 _PAGE: JsonObject = {
     "limit": {"type": "integer", "minimum": 1},
     "after": TEXT,
@@ -66,7 +84,7 @@ _PAGE: JsonObject = {
 
 
 def document() -> JsonObject:
-    """The whole document."""
+    """Return the whole document."""
     paths: JsonObject = {}
     for (method, path), endpoint in ENDPOINTS.items():
         paths.setdefault(path, {})[method.lower()] = _operation(method, path, *endpoint)
@@ -76,17 +94,21 @@ def document() -> JsonObject:
         "paths": paths,
         "components": {
             "schemas": SCHEMAS,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "header": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+            },
         },
-        "security": [{}, {"key": []}],
+        "security": [{}, {"key": []}, {"header": []}],
     }
 
 
 def _operation(method: str, path: str, says: str, body: str | None, answer: str | None) -> JsonObject:
-    answers: JsonObject = {"default": {"description": "An error.", "content": _json(named("Error"))}}
+    error = "MessageError" if path.startswith(MESSAGES) else "Error"
+    answers: JsonObject = {"default": {"description": "An error.", "content": _json(named(error))}}
     if answer is not None:
         answers["2XX"] = {"description": says, "content": _json(named(answer))}
-    if path in STREAMING:
+    if path in STREAMING and (method == "GET") != (body is not None):
         content = answers.setdefault("2XX", {"description": says, "content": {}})["content"]
         content["text/event-stream"] = {"schema": TEXT}
     if path in BYTES:
@@ -97,6 +119,8 @@ def _operation(method: str, path: str, says: str, body: str | None, answer: str 
         {"name": name, "in": "path", "required": True, "schema": TEXT}
         for name in re.findall(r"\{(\w+)\}", path)
     ]
+    if (method, path) == ("DELETE", "/v1/jobs"):
+        made["parameters"].append({"name": "request", "in": "query", "required": True, "schema": TEXT})
     if method == "GET" and path in LISTS:
         asked = _PAGE | LISTS[path]
         made["parameters"] += [{"name": name, "in": "query", "schema": asked[name]} for name in asked]

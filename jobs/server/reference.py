@@ -1,4 +1,4 @@
-"""GET /docs: what /openapi.json says, as a page. Without scripts, and with nothing from elsewhere."""
+"""GET /docs: /openapi.json as a page, without scripts and external content."""
 
 import base64
 import hashlib
@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
-from nightmill.jobs.contract import JsonObject
+from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.server.openapi import document
 
 _STYLE = """
@@ -41,7 +41,7 @@ async def answer(request: Request) -> Response:
 
 @cache
 def page() -> str:
-    """The whole page."""
+    """Render the whole page."""
     said = document()
     return "\n".join(
         [
@@ -121,7 +121,7 @@ def _schema(name: str, schema: JsonObject) -> Iterator[str]:
 
 
 def _type(schema: JsonObject) -> str:
-    """What values a schema takes, in a few words."""
+    """Describe the values of a schema in a few words."""
     if (reference := schema.get("$ref")) is not None:
         name = escape(reference.removeprefix(_PREFIX), quote=True)
         return f'<a href="#{name}">{name}</a>'

@@ -1,46 +1,31 @@
-"""What bodies and answers look like, in the words of JSON Schema, for /openapi.json.
+"""JSON schemas of requests and responses for /openapi.json.
 
-What a body may say is written from the tables that its parser reads, with the bounds of GenerationParams.
+Schemas of bodies are generated from the parser's tables, with the bounds of GenerationParams.
 """
 
-from typing import Any
-
-from nightmill.jobs.batch_status import BatchState
-from nightmill.jobs.constrained import FORMS
-from nightmill.jobs.contract import JobState, JsonObject, StopReason
-from nightmill.jobs.fields import FIELDS, OF_A_BATCH, Kind
-from nightmill.jobs.formats.openai import CHAT, COMPLETIONS, body_keys
+from nightmill.jobs.base.contract import JobState, JsonObject, StopReason
+from nightmill.jobs.formats.openai import CHAT, COMPLETIONS, MAX_PROMPTS, URLS, body_keys
+from nightmill.jobs.formats.refusals import REFUSED
 from nightmill.jobs.formats.results import READ
-from nightmill.jobs.parameters import GenerationParams
+from nightmill.jobs.reply.batch_status import BatchState
+from nightmill.jobs.request.fields import FIELDS, OF_A_BATCH
+from nightmill.jobs.server.anthropic.schemas import ANTHROPIC_SCHEMAS
+from nightmill.jobs.server.completions import STREAM_OPTIONS
 from nightmill.jobs.server.native import DELIVERY, JOB_FIELDS
+from nightmill.jobs.server.responses.schemas import RESPONSES_SCHEMAS
+from nightmill.jobs.server.schema_words import FLAG as _FLAG
+from nightmill.jobs.server.schema_words import MAYBE_FLAG as _MAYBE_FLAG
+from nightmill.jobs.server.schema_words import MAYBE_NUMBER as _MAYBE_NUMBER
+from nightmill.jobs.server.schema_words import MAYBE_TEXT as _MAYBE_TEXT
+from nightmill.jobs.server.schema_words import NUMBER as _NUMBER
+from nightmill.jobs.server.schema_words import TEXT, TIER, named
+from nightmill.jobs.server.schema_words import TIME as _TIME
+from nightmill.jobs.server.schema_words import field_of as _field
+from nightmill.jobs.server.schema_words import object_of as _object
+from nightmill.jobs.server.tiers import FIELD, Tier
+from nightmill.jobs.server.token_endpoints import TOKENIZE
 from nightmill.jobs.sql.files import UPLOADED, WRITTEN
 from nightmill.jobs.sql.http_batches import HttpStatus
-
-TEXT: JsonObject = {"type": "string"}
-_NUMBER: JsonObject = {"type": "integer"}
-_FLAG: JsonObject = {"type": "boolean"}
-_TIME: JsonObject = {"type": ["string", "null"], "format": "date-time"}
-_MAYBE_TEXT: JsonObject = {"type": ["string", "null"]}
-_MAYBE_NUMBER: JsonObject = {"type": ["integer", "null"]}
-_KINDS: dict[Kind, JsonObject] = {
-    Kind.INTEGER: {"type": ["integer", "null"]},
-    Kind.NUMBER: {"type": ["number", "null"]},
-    Kind.FLAG: {"type": ["boolean", "null"]},
-    Kind.TEXT: {"type": ["string", "null"]},
-    Kind.TEXTS: {"type": ["string", "array", "null"], "items": TEXT},
-    Kind.INTEGERS: {"type": ["integer", "array", "null"], "items": _NUMBER},
-    Kind.MOMENT: {"type": ["string", "null"], "examples": ["8h", "2026-11-22T06:00+01:00"]},
-    Kind.OBJECT: {"type": ["object", "null"]},
-    Kind.OBJECTS: {"type": ["array", "null"], "items": {"type": "object"}},
-}
-"""In bodies: null counts as not given."""
-
-
-def _object(properties: JsonObject, *, optional: tuple[str, ...] = (), **more: Any) -> JsonObject:
-    """An object with these properties and no others, all of them there but the optional ones."""
-    required = [name for name in properties if name not in optional]
-    made = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-    return made | more
 
 
 def _list_of(item: JsonObject, **more: JsonObject) -> JsonObject:
@@ -51,36 +36,32 @@ def _page_of(name: str) -> JsonObject:
     return _list_of(named(name), first_id=_MAYBE_TEXT, last_id=_MAYBE_TEXT, has_more=_FLAG)
 
 
-def named(name: str) -> JsonObject:
-    """A reference to one of SCHEMAS."""
-    return {"$ref": f"#/components/schemas/{name}"}
-
-
 # -- what is taken -------------------------------------------------------------------------------
 
 _MESSAGES: JsonObject = {"type": "array", "minItems": 1, "items": {"type": "object"}}
 _PROMPTS: JsonObject = {"prompt": {"type": ["string", "array"]}, "messages": _MESSAGES}
+_TOKENS: JsonObject = {"type": "array", "items": _NUMBER, "minItems": 1}
+_SEVERAL: JsonObject = {
+    "anyOf": [
+        {"type": "string"},
+        _TOKENS,
+        {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": {"anyOf": [TEXT, _TOKENS]}},
+    ]
+}
+"""The prompt of a completion: one, or a list of them."""
 _STREAM_OPTIONS = _object(
-    {"include_usage": _FLAG, "include_obfuscation": _FLAG}, optional=("include_usage", "include_obfuscation")
+    dict.fromkeys(STREAM_OPTIONS, _FLAG),
+    optional=STREAM_OPTIONS,
 )
-_BOUNDS = GenerationParams.model_json_schema()["properties"]
-_BOUND_KEYS = ("minimum", "maximum", "exclusiveMinimum", "default")
-
-
-def _field(name: str) -> JsonObject:
-    """What a field of a job takes."""
-    field = FIELDS[name]
-    if name == "tool_choice":  # a word, or OpenAI's object
-        return {"type": ["string", "object", "null"], "description": field.says}
-    said = _BOUNDS.get(name, {})
-    bounds = {key: value for key, value in said.get("anyOf", [said])[0].items() if key in _BOUND_KEYS}
-    return ({} if name in FORMS else _KINDS[field.kind]) | bounds | {"description": field.says}
 
 
 def _openai_body(url: str) -> JsonObject:
-    """A body that is for one of OpenAI's endpoints; keys without a schema are taken and have no effect."""
+    """Build the schema of a body for one of OpenAI's endpoints; keys without a schema are accepted and have
+    no effect."""
     known = _PROMPTS | {"max_completion_tokens": _field("max_tokens"), "stream": _FLAG}
-    known |= {"stream_options": _STREAM_OPTIONS, "best_of": _field("n")}
+    known |= {"stream_options": _STREAM_OPTIONS, "best_of": _field("n"), FIELD: TIER}
+    known |= {name: {"enum": [None, *refusal.neutral]} for name, refusal in REFUSED.items()}
+    known |= {"prompt": _SEVERAL}
     ours = FIELDS.keys() - {"metadata"}  # OpenAI's own has no effect
     if url == CHAT:
         ours -= {"logprobs"}
@@ -88,10 +69,33 @@ def _openai_body(url: str) -> JsonObject:
     properties = {
         name: _field(name) if name in ours else known.get(name, {}) for name in sorted(body_keys(url))
     }
-    return {
+    made: JsonObject = {
         "type": "object",
         "properties": properties,
         "required": ["messages" if url == CHAT else "prompt"],
+        "additionalProperties": False,
+    }
+    return made if url == CHAT else made | _nothing_or_echo(properties)
+
+
+def _nothing_or_echo(properties: JsonObject) -> JsonObject:
+    """Allow max_tokens 0 together with echo; changes `properties`."""
+    limits = [name for name in ("max_tokens", "max_completion_tokens") if name in properties]
+    for name in limits:
+        properties[name] = properties[name] | {"minimum": 0}
+    none = [{"properties": {name: {"const": 0}}, "required": [name]} for name in limits]
+    return {"if": {"anyOf": none}, "then": {"properties": {"echo": {"const": True}}, "required": ["echo"]}}
+
+
+def _tokenize_body() -> JsonObject:
+    """Build the schema of a body of /tokenize: a text or a chat."""
+    flags = dict.fromkeys(("add_special_tokens", "return_token_strs"), _MAYBE_FLAG)
+    fields = {name: _field(name) for name in TOKENIZE & FIELDS.keys()}
+    properties = flags | fields | {"prompt": TEXT, "messages": _PROMPTS["messages"]}
+    return {
+        "type": "object",
+        "properties": properties,
+        "oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}],
         "additionalProperties": False,
     }
 
@@ -99,8 +103,9 @@ def _openai_body(url: str) -> JsonObject:
 def _job_body() -> JsonObject:
     properties = {name: _field(name) for name in sorted(JOB_FIELDS & FIELDS.keys())} | _PROMPTS
     properties |= {"job_id": {"type": "string", "minLength": 1, "maxLength": 128}}
-    properties |= dict.fromkeys(sorted(DELIVERY - {"job_id"}), _FLAG)
-    return {"type": "object", "properties": properties, "additionalProperties": False}
+    properties |= dict.fromkeys(sorted(DELIVERY - {"job_id", FIELD}), _FLAG) | {FIELD: TIER}
+    made: JsonObject = {"type": "object", "properties": properties, "additionalProperties": False}
+    return made | _nothing_or_echo(properties)
 
 
 _WEBHOOK: JsonObject = {"type": ["string", "null"], "format": "uri"}
@@ -116,7 +121,7 @@ def _night_body() -> JsonObject:
 _BATCH_BODY = _object(
     {
         "input_file_id": TEXT,
-        "endpoint": {"enum": [CHAT, COMPLETIONS]},
+        "endpoint": {"enum": [*URLS]},
         "completion_window": {"type": "string", "examples": ["24h", "90m"]},
         "metadata": {"type": ["object", "null"], "additionalProperties": TEXT},
         "webhook": _WEBHOOK,
@@ -126,10 +131,25 @@ _BATCH_BODY = _object(
 
 # -- what is answered ----------------------------------------------------------------------------
 
-_USAGE = _object({"prompt_tokens": _NUMBER, "completion_tokens": _NUMBER, "total_tokens": _NUMBER})
+_USAGE = _object(
+    dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), _NUMBER)
+    | {
+        "prompt_tokens_details": _object({"cached_tokens": _NUMBER}),
+        "completion_tokens_details": _object({"reasoning_tokens": _NUMBER}),
+    }
+)
 _REASON: JsonObject = {"enum": ["stop", "length", "tool_calls"]}
 _STOP_REASON: JsonObject = {"enum": [*map(str, StopReason), None]}
-_MODEL = _object({"id": TEXT, "object": {"const": "model"}, "created": _NUMBER, "owned_by": TEXT})
+_MODEL = _object(
+    {
+        "id": TEXT,
+        "object": {"const": "model"},
+        "created": _NUMBER,
+        "owned_by": TEXT,
+        "max_model_len": _MAYBE_NUMBER,
+    }
+)
+_TOKEN_IDS: JsonObject = {"type": "array", "items": _NUMBER}
 _OUTCOME: JsonObject = {
     "state": {"enum": [*map(str, JobState)]},
     "stop_reason": _STOP_REASON,
@@ -145,13 +165,17 @@ _READ: JsonObject = {
     "reasoning": _MAYBE_TEXT,
     "tool_calls": {"type": "array", "items": _object({"id": TEXT, "name": TEXT, "arguments": TEXT})},
 }
-"""Only of texts that hold thoughts or calls of tools."""
+"""Keys for texts with reasoning or tool calls."""
 _LIKELY: JsonObject = {
     "token": TEXT, "id": _NUMBER, "logprob": {"type": ["number", "null"]},
     "bytes": {"type": "array", "items": _NUMBER},
 }  # fmt: skip
 _TOKEN = _object(_LIKELY | {"top": {"type": "array", "items": _object(_LIKELY)}})
-_TOLD: JsonObject = {"logprobs": {"type": "array", "items": _TOKEN}, "logprob": {"type": "number"}}
+_TOLD: JsonObject = {
+    "logprobs": {"type": "array", "items": _TOKEN}, "logprob": {"type": "number"},
+    "token_ids": _TOKEN_IDS, "prompt_token_ids": _TOKEN_IDS,
+    "prompt_logprobs": {"type": "array", "items": _TOKEN},
+}  # fmt: skip
 _ANSWER = _object(
     {"text": TEXT, "stop_reason": _STOP_REASON, "completion_tokens": _NUMBER, "seed": _NUMBER}
     | _TOLD
@@ -166,6 +190,7 @@ _JOB = _object(
         "owner": _MAYBE_TEXT,
         "model": _MAYBE_TEXT,
         "custom_id": _MAYBE_TEXT,
+        "request_id": _MAYBE_TEXT,
         "metadata": {"type": "object"},
         "params": {"type": "object"},
         "priority": _NUMBER,
@@ -228,6 +253,7 @@ _NIGHT = _object(
         "status": {"enum": [*map(str, HttpStatus)]},
         "state": {"enum": [*map(str, BatchState), None]},
         "tokens_per_second": {"type": ["number", "null"]},
+        "unlisted_errors": _NUMBER,
         "bad_rows": _BAD_ROWS,
         "errors": {"type": "array", "items": _object({"rows": _NUMBER, "message": TEXT})},
     }
@@ -254,18 +280,30 @@ _MESSAGE = _object(
 
 
 def _completion(kind: str, content: JsonObject) -> JsonObject:
-    choice = _object({"index": _NUMBER} | content | {"logprobs": {"type": "null"}, "finish_reason": _REASON})
+    ends: JsonObject = {"logprobs": {"type": ["object", "null"]}, "finish_reason": _REASON, "seed": _NUMBER}
+    of_choice: JsonObject = {"token_ids": _TOKEN_IDS}
+    of_prompt: JsonObject = {
+        "prompt_token_ids": _TOKEN_IDS,
+        "prompt_logprobs": {"type": "array", "items": {"type": ["object", "null"]}},
+    }
+    if kind == "text_completion":
+        of_choice, of_prompt = of_choice | of_prompt, {}
+    choice = _object({"index": _NUMBER} | content | ends | of_choice, optional=("seed", *of_choice))
     return _object(
-        {
+        of_prompt
+        | {
             "id": TEXT,
             "object": {"const": kind},
             "created": _NUMBER,
             "model": TEXT,
+            "service_tier": {"enum": [*map(str, Tier)]},
+            "system_fingerprint": _MAYBE_TEXT,
             "choices": {"type": "array", "items": choice},
             "usage": _USAGE,
             "stop_reason": _STOP_REASON,
             "seed": _NUMBER,
-        }
+        },
+        optional=tuple(of_prompt),
     )
 
 
@@ -281,6 +319,28 @@ SCHEMAS: dict[str, JsonObject] = {
         {"message": _MESSAGE},
     ),
     "Completion": _completion("text_completion", {"text": TEXT}),
+    **RESPONSES_SCHEMAS,
+    **ANTHROPIC_SCHEMAS,
+    "TokenizeRequest": _tokenize_body(),
+    "Tokens": _object(
+        {
+            "count": _NUMBER,
+            "max_model_len": _MAYBE_NUMBER,
+            "tokens": _TOKEN_IDS,
+            "token_strs": {"type": ["array", "null"], "items": TEXT},
+        }
+    ),
+    "DetokenizeRequest": _object({"model": _MAYBE_TEXT, "tokens": _TOKEN_IDS}, optional=("model",)),
+    "Detokenized": _object({"prompt": TEXT}),
+    "TokenizerInfo": _object(
+        dict.fromkeys(("bos_token", "eos_token", "pad_token", "chat_template"), _MAYBE_TEXT)
+        | {
+            "tokenizer_class": TEXT,
+            "model_max_length": _MAYBE_NUMBER,
+            "vocab_size": _NUMBER,
+            "add_bos_token": _FLAG,
+        }
+    ),
     "Model": _MODEL,
     "Models": _list_of(named("Model")),
     "Job": _JOB,
@@ -304,4 +364,4 @@ SCHEMAS: dict[str, JsonObject] = {
         optional=("hangs",),
     ),
 }
-"""By name."""
+"""Schemas by name."""

@@ -1,41 +1,42 @@
-"""Runs the application: uvicorn, where it listens, and what it logs."""
+"""Running the application with uvicorn: sockets, signals and logs."""
 
 import logging
 import signal
 import socket
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import uvicorn
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.errors import DeliveryDelayedWarning, SettingsError
-from nightmill.jobs.last_resort import LastResort
-from nightmill.jobs.logs import fit
+from nightmill.jobs.base.last_resort import LastResort
+from nightmill.jobs.base.logs import fit
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
+from nightmill.jobs.errors import DeliveryDelayedWarning, IgnoredColumnWarning, SettingsError
 from nightmill.jobs.server.app import make_app
 from nightmill.jobs.server.connections import Connection, allow_connections, is_news
-from nightmill.jobs.server.desk import Limits
-from nightmill.jobs.server.guards import is_loopback
-from nightmill.jobs.server.keys import Keys
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.server.guards import check_origins, is_loopback
+from nightmill.jobs.server.job_service import ServerLimits
+from nightmill.jobs.server.keys import ApiKeys
 
 log = logging.getLogger("nightmill.server")
 
-_END_SECONDS = 30  # for answers that are under way when the server is told to stop
-_LAST_SECONDS = 15.0  # and then for the rest; whatever hangs, the process is gone after both
+_END_SECONDS = 30  # for open requests when the server is told to stop
+_LAST_SECONDS = 15.0  # then for the rest; after both, the process ends by force
 _HEADER_BYTES = 1 << 16
 _SWITCH_SECONDS = 0.0005
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class _Server(uvicorn.Server):
-    """A server that ends in order at SIGTERM and Ctrl-C: uvicorn's own raises the signal again at its end."""
+    """A server that ends in order at SIGTERM and Ctrl-C: uvicorn's would raise the signal again at its
+    end."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Let signals end the server while it runs."""
+        """End the server on signals in this block."""
         before = {number: signal.signal(number, self.handle_exit) for number in _SIGNALS}
         try:
             yield
@@ -44,20 +45,25 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
 
-def serve(settings: Settings, host: str, port: int, limits: Limits) -> None:
-    """Answer requests until a signal.
+def serve(
+    settings: Settings, host: str, port: int, limits: ServerLimits, origins: Sequence[str] = ()
+) -> None:
+    """Serve requests until a signal.
 
-    Raises SettingsError where strangers could hand in work, and where the address cannot be had.
+    origins  origins of other pages that may call it from a browser
+
+    Raises SettingsError if strangers could submit work, or if the address is not available.
     """
-    keys = Keys.parse(settings.api_keys)
+    keys = ApiKeys.parse(settings.api_keys)
     if not keys and not is_loopback(host):
         raise SettingsError(
-            f"--host {host} can be reached from other machines: say who may hand in work, with "
+            f"--host {host} can be reached from other machines: say who may submit work, with "
             "NIGHTMILL_API_KEYS=NAME=KEY, or listen on 127.0.0.1"
         )
+    check_origins(origins, keys=bool(keys))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     fit(logging.getLogger().handlers, settings.log_format, settings.scrubbed)
-    # Which of its own plugins Alembic sets up is of no use to whoever runs a server.
+    # Alembic's messages about its plugins are of no use here.
     logging.getLogger("alembic.runtime.plugins").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.error").addFilter(is_news)
     allow_connections()
@@ -65,14 +71,15 @@ def serve(settings: Settings, host: str, port: int, limits: Limits) -> None:
     # many times that this needs the interpreter. While rows were entered, a list of jobs came after 14 ms in
     # the median and 79 ms at the 99th percentile, in place of 20 and 300 (2 cores with other work besides).
     sys.setswitchinterval(_SWITCH_SECONDS)
-    # A broker that is away delays jobs; that workers find them is no news at every request.
-    warnings.simplefilter("ignore", DeliveryDelayedWarning)
+    # An unreachable broker only delays jobs; one warning is enough.
+    for category in (DeliveryDelayedWarning, IgnoredColumnWarning):
+        warnings.simplefilter("ignore", category)
     with Client(settings) as client:
         client.database.ensure_schema()
         client.announce_apart()
         server = _Server(
             uvicorn.Config(
-                make_app(client, keys, limits),
+                make_app(client, keys, limits, origins),
                 host=host,
                 port=port,
                 log_config=None,
@@ -88,7 +95,7 @@ def serve(settings: Settings, host: str, port: int, limits: Limits) -> None:
 
 
 def _listen(host: str, port: int) -> list[socket.socket]:
-    """A listening socket for each address of a host."""
+    """Open a listening socket for each address of a host."""
     with ExitStack() as opened:
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -98,7 +105,7 @@ def _listen(host: str, port: int) -> list[socket.socket]:
                 for family, address in addresses
             ]
         except OSError as error:
-            said = (error.strerror or str(error)).partition(" (")[0].lower()  # Python adds the address
+            said = (error.strerror or str(error)).partition(" (")[0].lower()  # Python appends the address
             raise SettingsError(
                 f"cannot listen on {host}, port {port}: {said}; give another with --host or --port"
             ) from None

@@ -1,4 +1,4 @@
-"""Uploads: a form's file goes to the disk as it comes, within the limits of its owner."""
+"""Uploads: a form's file is written to disk as it arrives, within its owner's limits."""
 
 import asyncio
 import logging
@@ -10,38 +10,40 @@ from starlette.requests import ClientDisconnect, Request
 
 from nightmill.jobs.formats.inputs import GZIP
 from nightmill.jobs.server import bodies
-from nightmill.jobs.server.desk import Limits
 from nightmill.jobs.server.errors import HttpError
 from nightmill.jobs.server.folder import Folder, wait_for_disk
-from nightmill.jobs.server.forms import OTHER_BYTES, Form
+from nightmill.jobs.server.forms import OTHER_BYTES, MultipartForm
+from nightmill.jobs.server.job_service import ServerLimits
 
 log = logging.getLogger("nightmill.server")
 
 _AT_ONCE = 64  # uploads of one server
 _WRITTEN_AT_ONCE = 1 << 18  # bytes
-_SLOWEST = 1 << 14  # bytes a second that an upload must have come with, once its first minute is over
+_SLOWEST = 1 << 14  # required bytes per second after the first minute
 
 
 class Uploads:
-    """Takes uploads of one server."""
+    """The uploads of one server."""
 
-    def __init__(self, folder: Folder, limits: Limits) -> None:
+    def __init__(self, folder: Folder, limits: ServerLimits) -> None:
         self._folder = folder
         self._limits = limits
         self._open = 0
-        self._coming: Counter[str | None] = Counter()  # bytes on the disk without a row, by owner
+        self._coming: Counter[str | None] = Counter()  # bytes on disk without a row, by owner
 
-    async def receive(self, request: Request, file_id: str, owner: str | None, used: int) -> tuple[Form, int]:
-        """Write a form's file to where it is to come: (the form without it, its bytes).
+    async def receive(
+        self, request: Request, file_id: str, owner: str | None, used: int
+    ) -> tuple[MultipartForm, int]:
+        """Write a form's file to its temporary path; returns (the parsed form, bytes of the file).
 
-        used  bytes that the owner's files have
+        used  bytes of the owner's files
 
-        Raises HttpError; then nothing of the file is left, if the folder lets it be removed.
+        Raises HttpError; then the file is removed, if the folder permits it.
         """
         announced = request.headers.get("content-length", "")
         if announced.isdigit() and int(announced) > self._limits.file_bytes + OTHER_BYTES:
             raise _too_large(self._limits)
-        form = Form(request.headers.get("content-type", ""))
+        form = MultipartForm(request.headers.get("content-type", ""))
         if self._open >= _AT_ONCE:
             raise HttpError(429, f"{_AT_ONCE} uploads are open already; try again later", code="busy")
         self._open += 1
@@ -50,8 +52,8 @@ class Uploads:
             with self._folder.coming(file_id).open("wb") as file:
                 await upload.run(request, form, file)
             await asyncio.to_thread(wait_for_disk, self._folder.coming(file_id))
-        except BaseException as error:  # also if the caller goes away
-            with suppress(OSError):  # a folder that is away just now: what is left is swept in a day
+        except BaseException as error:  # including a disconnect
+            with suppress(OSError):  # an unreachable folder: leftovers are swept after a day
                 self._folder.remove(file_id)
             if isinstance(error, OSError):
                 log.error("an upload cannot be written: %s", error)
@@ -66,16 +68,18 @@ class Uploads:
 
 
 class _Upload:
-    """One of them."""
+    """One upload."""
 
-    def __init__(self, limits: Limits, coming: Counter[str | None], owner: str | None, used: int) -> None:
+    def __init__(
+        self, limits: ServerLimits, coming: Counter[str | None], owner: str | None, used: int
+    ) -> None:
         self.size = 0
         self._limits = limits
         self._coming = coming
         self._owner = owner
         self._used = used
 
-    async def run(self, request: Request, form: Form, file: BinaryIO) -> None:
+    async def run(self, request: Request, form: MultipartForm, file: BinaryIO) -> None:
         received = 0
         now = asyncio.get_running_loop().time
         begun = now()
@@ -96,8 +100,8 @@ class _Upload:
         if not form.over:
             raise _incomplete()
 
-    def _count(self, received: int, form: Form) -> None:
-        """Refuse what is too much, before it is written."""
+    def _count(self, received: int, form: MultipartForm) -> None:
+        """Refuse too many bytes before they are written."""
         if (
             received > self._limits.file_bytes + OTHER_BYTES
             or self.size + form.waiting > self._limits.file_bytes
@@ -106,12 +110,12 @@ class _Upload:
         if self._used + self._coming[self._owner] + form.waiting > self._limits.stored_bytes:
             raise over_quota(self._limits)
 
-    async def _write(self, form: Form, file: BinaryIO) -> None:
+    async def _write(self, form: MultipartForm, file: BinaryIO) -> None:
         piece = form.take()
         if not self.size and piece.startswith(GZIP):
             raise HttpError(
                 400,
-                "file: is packed with gzip, which is not unpacked here; send the file as it was before",
+                "file: is compressed with gzip, which is not supported here; send the uncompressed file",
                 param="file",
                 code="unsupported_format",
             )
@@ -120,12 +124,12 @@ class _Upload:
         await asyncio.to_thread(file.write, piece)
 
 
-def _too_large(limits: Limits) -> HttpError:
+def _too_large(limits: ServerLimits) -> HttpError:
     return HttpError(413, f"a file may have {limits.file_bytes:,} bytes; divide it", code="too_large")
 
 
-def over_quota(limits: Limits) -> HttpError:
-    """What is said of a file for which its owner has no room. Sending it again at once is of no use."""
+def over_quota(limits: ServerLimits) -> HttpError:
+    """Make the error for a file that exceeds its owner's quota. Repeating the request at once is useless."""
     return HttpError(
         429,
         f"the files of this key may have {limits.stored_bytes:,} bytes together, results too; delete some",

@@ -1,9 +1,9 @@
-"""Enters the rows of batches that came over HTTP: reads files in small steps, and says what is wrong."""
+"""Entering the rows of HTTP batches: reads files in small steps, and reports errors."""
 
 from pathlib import Path
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JsonObject
+from nightmill.jobs.base.contract import JsonObject
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import BatchFileError, BatchFileUnavailableError, InvalidRequestError
 from nightmill.jobs.server.folder import Folder
 from nightmill.jobs.server.inputs import EndpointFile, file_error, row_error
@@ -11,11 +11,11 @@ from nightmill.jobs.server.working import OvertakenError, PostponedError, Steps
 from nightmill.jobs.sql.files import FileStore
 from nightmill.jobs.sql.http_batches import HttpBatch, HttpBatchStore, HttpStatus
 
-_MOST_ERRORS = 100  # rows that are named in a batch; the file of errors has all
+_MOST_ERRORS = 100  # errors listed in a batch; the file of errors has all
 
 
 class Validator:
-    """Reads files for one server, whose claims are under `keeper`."""
+    """Reads files for one server, whose leases are held by `keeper`."""
 
     def __init__(self, client: Client, folder: Folder, keeper: str) -> None:
         self._client = client
@@ -26,10 +26,10 @@ class Validator:
         self._rows = client.batches.store
 
     def steps(self, batch: HttpBatch) -> Steps:
-        """Enter all rows of a claimed batch, and let its rows be run.
+        """Enter all rows of a leased batch, and release them to be run.
 
-        A file that cannot be read just now raises PostponedError, until the deadline of the batch. One that
-        is broken ends the batch with what there is of it by then. Raises OvertakenError.
+        A file that is temporarily unreadable raises PostponedError, until the batch's deadline. A broken file
+        ends the batch with the rows entered so far. Raises OvertakenError.
         """
         path = self._folder.path / batch.input_file
         times = {"scheduled_at": batch.scheduled_at, "deadline": batch.deadline_at}
@@ -47,7 +47,7 @@ class Validator:
         except (BatchFileUnavailableError, OSError) as error:
             reason = _reason(error, path)
             if not self.is_late(batch):
-                raise PostponedError(f"the file cannot be read just now: {reason}") from error
+                raise PostponedError(f"the file cannot be read now: {reason}") from error
             said = f"the file could not be read before the deadline: {reason}"
             self._break_off(batch, _error("file_unavailable", said))
             return
@@ -60,7 +60,7 @@ class Validator:
             raise OvertakenError
 
     def give_up(self, batch: HttpBatch, died: int) -> None:
-        """End a claimed batch whose file nobody should read any more: so many servers died over it."""
+        """End a leased batch whose file has killed too many servers."""
         row = self._rows.last_row(batch.batch)
         where = f"after row {row:,}" if row else "before its first rows were entered"
         said = (
@@ -70,16 +70,16 @@ class Validator:
         self._break_off(batch, _error("file_too_costly", said))
 
     def _filename(self, batch: HttpBatch) -> str:
-        """What the owner calls the file: contents are named by ids, and the ending says the format."""
+        """Return the owner's name of the file, whose ending gives the format: contents are named by ids."""
         file = self._files.get(batch.input_file)
         return "" if file is None else file.filename
 
     def is_late(self, batch: HttpBatch) -> bool:
-        """Whether its deadline has passed."""
+        """Return True if its deadline has passed."""
         return batch.deadline_at is not None and batch.deadline_at <= self._client.database.now()
 
     def _check_whole(self, batch: HttpBatch, path: Path) -> None:
-        """Refuse to read a content that a shared folder has not brought here, or not all of it yet."""
+        """Refuse content that is missing or incomplete in a shared folder."""
         if not path.exists():
             said = "it is not in the folder of this server, which all servers must share"
             raise BatchFileUnavailableError(f"{path}: {said}")
@@ -89,7 +89,8 @@ class Validator:
             raise BatchFileUnavailableError(f"{path}: {said}")
 
     def _break_off(self, batch: HttpBatch, error: JsonObject) -> None:
-        """End the reading of a file; what there is of its rows is cancelled or written, once this is ours."""
+        """Stop reading a file; its rows are cancelled, or their results written, if this server still has the
+        lease."""
         if self._rows.last_row(batch.batch):
             invalid, bad = self._store.bad_rows(batch, _MOST_ERRORS)
             errors = [error, *(row_error(line, of_row) for line, of_row in bad)]
@@ -99,16 +100,17 @@ class Validator:
         status = HttpStatus.EXPIRED if self.is_late(batch) else HttpStatus.FAILED
         if not self._store.fail(batch, self._keeper, status, [error]):
             raise OvertakenError
-        self._rows.cancel(batch.batch)  # should a server that was overtaken enter rows yet
+        self._rows.cancel(batch.batch)  # in case an overtaken server still enters rows
+        self._rows.complete(batch.batch, 0)
 
 
 def _error(code: str, said: str) -> JsonObject:
-    """OpenAI's object for an error of the file as a whole, which has no line."""
+    """Build OpenAI's object for an error of the whole file, which has no line."""
     return {"code": code, "line": None, "message": said, "param": "input_file_id"}
 
 
 def _reason(error: Exception, path: Path) -> str:
-    """Why a file cannot be read just now, without where it lies."""
+    """Describe why a file cannot be read now, without its path."""
     if isinstance(error, BatchFileError):
         return str(file_error(error, path)["message"]).removeprefix("cannot be read: ")
     return (isinstance(error, OSError) and error.strerror) or "input/output error"

@@ -1,31 +1,44 @@
-"""Work on a batch between requests, in small steps: what a server may put aside to see to another batch."""
+"""Work on a batch in small steps, which a server can suspend to serve another batch."""
 
+import contextvars
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from nightmill.jobs.server.running import Running
 from nightmill.jobs.sql.http_batches import HttpBatch, HttpStatus
 
 Steps = Generator[bool, None, None]
-"""Yields between two steps: whether rows are there by now that were not there when the work began."""
+"""Yields between steps: True once rows were entered since the work began."""
 
 
 class OvertakenError(Exception):
-    """The batch is another's now, or was cancelled."""
+    """Another server has taken the batch, or it was cancelled."""
 
 
 class PostponedError(Exception):
-    """The batch cannot go on just now, which is not its fault. The message is for its owner."""
+    """The batch is delayed, through no fault of its own. The message is for its owner."""
 
 
 @dataclass(slots=True)
 class Work:
-    """What this server does for one batch in the status that it was seen in."""
+    """This server's work on one batch in the status seen before."""
 
     batch: HttpBatch
     steps: Steps
-    died: int = 0  # attempts to read the file before this one that a server did not survive
+    died: int = 0  # earlier attempts to read the file that killed a server
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)  # shared by all slices
 
     @property
     def reads(self) -> bool:
-        """Whether it reads a file; else it writes results."""
+        """True if it reads a file; otherwise it writes results."""
         return self.batch.status is HttpStatus.VALIDATING
+
+
+@dataclass(slots=True)
+class Away:
+    """Work whose slice hangs in its files."""
+
+    work: Work
+    running: Running[tuple[bool, bool]]  # (done, whether rows were entered)
+    since: float  # by `time.monotonic`
+    released: bool = False  # the lease is released, so a later result is ignored

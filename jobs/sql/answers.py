@@ -1,7 +1,7 @@
-"""The answers of jobs that were to have several: the SQL of one table.
+"""Statements about the answers of jobs with several answers.
 
-They are written with the end of their job, in the same transaction, and deleted when it is queued again. Who
-reads them reads jobs that have ended; what another attempt may have left is not looked at before.
+They are written in the transaction that ends their job, and deleted when it is queued again. They are read
+for ended jobs only, so leftovers of another attempt are never seen.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,22 +9,22 @@ from typing import cast
 
 from sqlalchemy import Connection, Table, bindparam, delete, insert, select
 
-from nightmill.jobs.contract import JobState, StopReason
-from nightmill.jobs.job import Answer
+from nightmill.jobs.base.contract import JobState, StopReason
+from nightmill.jobs.reply.job import Answer
 from nightmill.jobs.sql.tables import AnswerRow, JobRow
 
 ANSWERS = cast(Table, AnswerRow.__table__)
 _COLUMNS = ("job_id", "number", "text", "stop_reason", "completion_tokens", "seed")
-_READ_AT_ONCE = 100  # jobs
+_READ_AT_ONCE = 100  # jobs per statement
 
 
 def write(
     connection: Connection, worker_id: str, of_jobs: Mapping[tuple[str, int], Sequence[Answer]]
 ) -> None:
-    """Write all answers of jobs, by job id and attempt.
+    """Write all answers of jobs, by (job id, attempt).
 
-    Fenced: of jobs that are not this worker's any more nothing is written. The caller has locked the jobs,
-    and ends them next.
+    Fenced: nothing is written for jobs that this worker has lost. The caller has locked the jobs, and ends
+    them next.
     """
     rows = [
         {
@@ -45,7 +45,7 @@ def write(
 
 
 def read(connection: Connection, texts: Mapping[str, str | None]) -> dict[str, tuple[Answer, ...]]:
-    """The answers of jobs by job id, those that have none left out. `texts`: the first answers'."""
+    """Return the answers by job id, without jobs that have none. `texts`: the first answers' texts."""
     found: dict[str, list[Answer]] = {}
     ids = list(texts)
     for start in range(0, len(ids), _READ_AT_ONCE):
@@ -57,11 +57,11 @@ def read(connection: Connection, texts: Mapping[str, str | None]) -> dict[str, t
 
 
 def forget(connection: Connection, job_ids: Iterable[str]) -> None:
-    """Drop the answers of jobs that are to have others."""
+    """Delete the answers of jobs that will be run again."""
     connection.execute(_FORGET, {"job_ids": list(job_ids)})
 
 
-# Built once: to build a statement takes longer than SQLite takes to run it.
+# Built once: building a statement takes longer than SQLite takes to execute it.
 _NAMED = AnswerRow.job_id.in_(bindparam("job_ids", expanding=True))
 _READ = select(ANSWERS).where(_NAMED).order_by(AnswerRow.job_id, AnswerRow.number)
 _FORGET = delete(AnswerRow).where(_NAMED)

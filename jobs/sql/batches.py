@@ -1,6 +1,6 @@
-"""All SQL about batches as wholes: entering rows, counting, reading in order, cancelling, retrying, deleting.
+"""Statements about whole batches: entering rows, counting, reading in order, cancelling, retrying.
 
-What may touch a million rows goes through them in groups, a transaction each, so that it holds nobody up.
+Changes to up to a million rows are made in groups, a transaction each, so that they block nobody for long.
 """
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -11,10 +11,11 @@ from typing import Any, cast
 from sqlalchemy import Connection, Table, func, or_, select, text, update
 from sqlalchemy.orm import InstrumentedAttribute
 
-from nightmill.jobs.batch_status import BatchRecord, ErrorGroup, Pace, RowCount, group_errors
-from nightmill.jobs.contract import JobState, StopReason
+from nightmill.jobs.base.contract import JobState, StopReason
+from nightmill.jobs.base.stepping import exhaust
 from nightmill.jobs.errors import BatchNotFoundError
-from nightmill.jobs.job import Job
+from nightmill.jobs.reply.batch_status import BatchRecord, ErrorGroup, Pace, RowCount, group_errors
+from nightmill.jobs.reply.job import Job
 from nightmill.jobs.sql import answers, logprobs, partials
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.jobs import (
@@ -36,15 +37,14 @@ from nightmill.jobs.sql.patience import long_lasting
 from nightmill.jobs.sql.retrying import retried
 from nightmill.jobs.sql.snapshots import read_jobs
 from nightmill.jobs.sql.tables import QUEUED, RUNNING, BatchRow, JobRow
-from nightmill.jobs.stepping import exhaust
 
 BATCHES = cast(Table, BatchRow.__table__)
-RECENT = timedelta(seconds=60)  # what counts as lately, for the pace
+RECENT = timedelta(seconds=60)  # the period of the recent pace
 _MOST_ERRORS = 10
 _MANY_ROWS = 2_000
-_MOST_MESSAGES = 2_000  # different ones that are read to be grouped
+_MOST_MESSAGES = 2_000  # distinct messages that are read for grouping
 
-_UNSUCCESSFUL = (JobState.FAILED, JobState.CANCELLED)
+UNSUCCESSFUL = (JobState.FAILED, JobState.CANCELLED)
 _UNFINISHED_ROW = JobRow.state.in_(UNFINISHED)
 _RECORD = [column for column in BATCHES.columns if column.key != "metadata"]
 
@@ -59,7 +59,7 @@ class Finished:
 
 
 class BatchStore:
-    """Batches in SQL."""
+    """The batches in SQL."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
@@ -68,32 +68,33 @@ class BatchStore:
 
     @retried
     def enter(self, record: BatchRecord) -> tuple[BatchRecord, bool]:
-        """Enter a batch unless there is one of this name: (the one that is there, True if it is new).
+        """Insert a batch unless its name exists; returns (the batch in SQL, True if it is new).
 
-        Raises BatchConflictError if the one that is there is being deleted.
+        Raises BatchConflictError if the existing batch is being deleted.
         """
         with self.database.write() as connection:
             statement = dialect_insert(connection, BATCHES).on_conflict_do_nothing(index_elements=["name"])
             entering = statement.values(**asdict(record), metadata={}).returning(BatchRow.name)
             while True:
                 entered = connection.execute(entering).one_or_none()
-                held = hold_batches(connection, [record.name])
-                if held:  # else it was deleted between the two statements
-                    refuse_deleting(held[record.name], "name")
+                locked = hold_batches(connection, [record.name])
+                if locked:  # otherwise it was deleted between the two statements
+                    refuse_deleting(locked[record.name], "name")
                     return _get(connection, record.name), entered is not None
 
     def last_row(self, name: str) -> int:
-        """The last row that is entered, 0 if none is. All rows before it are entered too."""
+        """Return the number of the last entered row, 0 if there is none. All rows before it are entered,
+        too."""
         query = select(func.max(JobRow.row)).where(JobRow.batch == name, JobRow.row.is_not(None))
         with self.database.read() as connection:
             return connection.execute(query).scalar_one() or 0
 
     @retried
     def insert_rows(self, name: str, rows: Sequence[dict[str, Any]]) -> bool:
-        """Enter rows, all with the same keys, in one transaction. Rows that are there already are left alone.
+        """Insert rows, all with the same keys, in one transaction. Existing rows are not changed.
 
-        Rows of a batch that was cancelled in the meantime are entered as cancelled; returns False then.
-        Raises BatchConflictError or BatchNotFoundError if it was deleted in the meantime.
+        If the batch was cancelled meanwhile, rows are inserted as cancelled and False is returned. Raises
+        BatchConflictError or BatchNotFoundError if it was deleted meanwhile.
         """
         with self.database.write() as connection:
             found = hold_batches(connection, [name], whole=True).get(name)
@@ -112,7 +113,7 @@ class BatchStore:
 
     @retried
     def complete(self, name: str, row_count: int) -> None:
-        """All rows are entered."""
+        """Record that all rows are entered."""
         with self.database.write() as connection:
             connection.execute(
                 update(BatchRow)
@@ -120,24 +121,25 @@ class BatchStore:
                 .values(row_count=row_count)
             )
             if row_count >= _MANY_ROWS and not self.database.is_sqlite:
-                # PostgreSQL would notice by itself within a minute, and choose bad plans until then.
+                # PostgreSQL would analyse the table by itself within a minute, and choose bad plans until
+                # then.
                 connection.execute(text("ANALYZE jobs"))
 
     # -- reading ---------------------------------------------------------------------------------
 
     def get(self, name: str) -> BatchRecord:
-        """One batch; raises BatchNotFoundError."""
+        """Return a batch; raises BatchNotFoundError."""
         with self.database.read() as connection:
             return _get(connection, name)
 
     def newest(self, limit: int) -> list[BatchRecord]:
-        """The newest batches, newest first."""
+        """Return the newest batches, newest first."""
         query = select(*_RECORD).order_by(BatchRow.created_at.desc(), BatchRow.name).limit(limit)
         with self.database.read() as connection:
             return [BatchRecord(**row) for row in connection.execute(query).mappings()]
 
     def running(self, limit: int) -> list[BatchRecord]:
-        """Batches of which rows are running, the newest first."""
+        """Return batches with running rows, newest first."""
         running = select(JobRow.batch).where(RUNNING, JobRow.batch.is_not(None)).distinct()
         query = select(*_RECORD).where(BatchRow.name.in_(running))
         query = query.order_by(BatchRow.created_at.desc(), BatchRow.name).limit(limit)
@@ -145,7 +147,7 @@ class BatchStore:
             return [BatchRecord(**row) for row in connection.execute(query).mappings()]
 
     def end(self, name: str) -> tuple[BatchRecord, datetime | None] | None:
-        """Of a batch whose rows have all ended, what is another once it changes; None of others.
+        """Return a version stamp of a finished batch; None if rows are unfinished.
 
         Raises BatchNotFoundError.
         """
@@ -159,7 +161,7 @@ class BatchStore:
 
     @long_lasting
     def counts(self, name: str) -> list[RowCount]:
-        """Rows by state and stop reason, with their tokens."""
+        """Count rows by state and stop reason, with their tokens."""
         columns = (JobRow.state, JobRow.stop_reason)
         query = (
             select(
@@ -167,6 +169,8 @@ class BatchStore:
                 func.count().label("rows"),
                 tokens_read().label("prompt_tokens"),
                 func.coalesce(func.sum(JobRow.completion_tokens), 0).label("completion_tokens"),
+                func.coalesce(func.sum(JobRow.cached_tokens), 0).label("cached_tokens"),
+                func.coalesce(func.sum(JobRow.reasoning_tokens), 0).label("reasoning_tokens"),
             )
             .where(JobRow.batch == name)
             .group_by(*columns)
@@ -179,18 +183,20 @@ class BatchStore:
                     row.rows,
                     int(row.prompt_tokens),
                     int(row.completion_tokens),
+                    int(row.cached_tokens),
+                    int(row.reasoning_tokens),
                 )
                 for row in connection.execute(query)
             ]
 
     def recent_pace(self, name: str) -> Pace | None:
-        """What was finished in the last minute, or since the batch began if that is less."""
+        """Return the pace of the last minute, or since the batch began if that is shorter."""
         now = self.database.now()
         begin = now - RECENT
         return self._pace(name, (JobRow.finished_at > begin,), begin, now)
 
     def whole_pace(self, name: str) -> Pace | None:
-        """What was finished from the first start to the last end; reads all rows of the batch."""
+        """Return the pace from the first start to the last end; reads all rows of the batch."""
         return self._pace(name, (JobRow.finished_at.is_not(None),), None, None)
 
     @long_lasting
@@ -212,7 +218,7 @@ class BatchStore:
 
     @long_lasting
     def error_groups(self, name: str) -> list[ErrorGroup]:
-        """The most frequent errors of rows that ended without success."""
+        """Return the most frequent errors of rows that ended without success."""
         message = func.substr(JobRow.error, 1, 300).label("message")
         query = (
             select(message, func.count().label("rows"))
@@ -225,7 +231,7 @@ class BatchStore:
             return group_errors(((row.message, row.rows) for row in connection.execute(query)), _MOST_ERRORS)
 
     def finished_since(self, name: str, since: datetime | None) -> Iterator[Finished]:
-        """Rows of a submitted batch that ended after `since`, oldest first, without their contents."""
+        """Yield rows of a submitted batch that ended after `since`, oldest first, without their contents."""
         mark: tuple[datetime, str] | None = None
         while True:
             query: Any = select(JobRow.row, JobRow.id, JobRow.finished_at).where(
@@ -248,12 +254,12 @@ class BatchStore:
             mark = (page[-1].finished_at, page[-1].job_id)
 
     def ids(self, name: str, *states: JobState) -> Iterator[str]:
-        """Ids of the jobs in these states, in their order."""
+        """Yield ids of the jobs in these states, in order."""
         for page in self._pages(name, JobRow.id):
             yield from (row.id for row in page if row.state in states)
 
     def in_order(self, name: str, states: Sequence[JobState]) -> Iterator[Job]:
-        """Jobs in these states, in the order of the file, or of enqueueing if there is none."""
+        """Yield jobs in these states in the order of the file, or of enqueueing if there is none."""
         by_row = self.get(name).format is not None
         for page in self._pages(name, JobRow.row if by_row else JobRow.id):
             for ids in chunked((row.id for row in page if row.state in states), CHUNK):
@@ -263,10 +269,10 @@ class BatchStore:
                 yield from sorted(found, key=lambda job: (job.row or 0) if by_row else job.id)
 
     def _pages(self, name: str, place: InstrumentedAttribute[Any]) -> Iterator[Sequence[Any]]:
-        """(id, state, place) of the jobs of a batch, in the order of `place`.
+        """Yield pages of (id, state, place) of a batch's jobs in the order of `place`.
 
-        Without any other condition: PostgreSQL would rather sort the whole batch for every page than walk the
-        index, when it takes a condition for selective.
+        No other condition is used: if PostgreSQL took it for selective, it would sort the whole batch for
+        every page instead of walking the index.
         """
         last: Any = "" if place is JobRow.id else 0
         while True:
@@ -280,22 +286,22 @@ class BatchStore:
             last = page[-1].place
 
     def unfinished(self, name: str) -> bool:
-        """Whether a row of it has not ended."""
+        """Return True if a row has not ended."""
         return self._any(name, _UNFINISHED_ROW)
 
     # -- change of mind --------------------------------------------------------------------------
 
     @long_lasting
     def cancel(self, name: str) -> tuple[int, int]:
-        """Cancel every row that is not final: (cancelled now, running and asked to stop).
+        """Cancel every row that is not final; returns (cancelled now, running and asked to stop).
 
-        Running rows are asked first, since they cost the most; and again at the end, for those that were
+        Running rows are asked first, since they cost the most, and again at the end, as rows may have been
         claimed meanwhile.
         """
         return exhaust(self.cancelling(name))
 
     def cancelling(self, name: str) -> Generator[None, None, tuple[int, int]]:
-        """As `cancel`, in small steps; yields between two of them."""
+        """Do the same as `cancel` in small steps; yields between steps."""
         now = self.database.now()
         self._request_cancel(name, now)
         asked = self._ask_to_stop(name, (RUNNING,), now)
@@ -303,7 +309,7 @@ class BatchStore:
         while True:
             for page in self._pages(name, JobRow.id):
                 ids = [row.id for row in page if row.state == JobState.QUEUED]
-                if not cancelled:  # what workers would claim next goes first, in a short transaction
+                if not cancelled:  # the rows that workers would claim next come first, in a short transaction
                     cancelled += len(self._change(ids[:CHUNK], (QUEUED,), cancelled_values(now)))
                     asked += self._ask_to_stop(name, (RUNNING, JobRow.cancel_requested_at.is_(None)), now)
                     ids = ids[CHUNK:]
@@ -318,13 +324,13 @@ class BatchStore:
     def retry_failed(
         self, name: str, deadline: datetime | None
     ) -> Iterator[Mapping[tuple[str | None, int], list[str]]]:
-        """Queue the rows again that ended without a result and could have one; yields groups to announce.
+        """Queue rows again that ended without a result and can have one; yields groups to announce.
 
         Raises BatchConflictError if the batch is being deleted.
         """
         self._reopen(name, deadline)
         for page in self._pages(name, JobRow.id):
-            ids = [row.id for row in page if row.state in _UNSUCCESSFUL]
+            ids = [row.id for row in page if row.state in UNSUCCESSFUL]
             values = retried_values(self.database.now(), deadline)
             if changed := self._change(ids, RETRYABLE, values, batch=name):
                 yield by_queue(row._mapping for row in changed)
@@ -348,10 +354,10 @@ class BatchStore:
     @retried
     def _reopen(self, name: str, deadline: datetime | None) -> None:
         with self.database.write() as connection:
-            held = hold_batches(connection, [name])
-            if not held:
+            locked = hold_batches(connection, [name])
+            if not locked:
                 raise no_batch(name)
-            refuse_deleting(held[name])
+            refuse_deleting(locked[name])
             connection.execute(
                 update(BatchRow)
                 .where(BatchRow.name == name)
@@ -377,9 +383,9 @@ class BatchStore:
         values: Mapping[str, Any],
         batch: str | None = None,
     ) -> Sequence[Any]:
-        """Change those of these jobs that fit, in one transaction; returns (id, model, priority) of each.
+        """Update those of these jobs that match, in one transaction; returns (id, model, priority) of each.
 
-        `batch`: raise BatchConflictError if that is being deleted.
+        `batch`: raise BatchConflictError if this batch is being deleted.
         """
         changed: list[Any] = []
         if not ids:
@@ -409,5 +415,5 @@ def _get(connection: Connection, name: str) -> BatchRecord:
 
 
 def no_batch(name: str) -> BatchNotFoundError:
-    """The error for a batch that is not there."""
+    """Return the error for an unknown batch."""
     return BatchNotFoundError(f"there is no batch {name!r}: `nightmill batch list` shows those there are")

@@ -1,4 +1,4 @@
-"""A claimed row as a worker takes it, whatever a client of another version has written into it."""
+"""Parsing of claimed rows for workers, tolerant of rows that clients of other versions wrote."""
 
 import logging
 from collections.abc import Mapping
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from nightmill.jobs.checks import template_variables
-from nightmill.jobs.contract import KINDS_OF_ROWS, Constrained, JsonObject, Rendering, is_token_ids
+from nightmill.jobs.base.contract import KINDS_OF_ROWS, Constrained, JsonObject, Rendering, is_token_ids
 from nightmill.jobs.errors import InvalidParameterError
-from nightmill.jobs.parameters import GenerationParams
+from nightmill.jobs.request.checks import template_variables
+from nightmill.jobs.request.parameters import GenerationParams
+from nightmill.jobs.request.tools import check_read
 from nightmill.jobs.sql.partials import SavedTokens
-from nightmill.jobs.tools import check_read
 
 __all__ = ["Claim", "read_claim", "requested_at"]
 
@@ -29,21 +29,22 @@ class Claim:
     params: GenerationParams  # with its seed
     priority: int
     deadline_at: datetime | None
-    requested_at: datetime | None = None  # it was handed in, or its batch: the time for its chat template
-    prompt_ids: list[int] | None = None  # in place of a text
-    rendering: Rendering | None = None  # of the messages; None: as usual
-    saved: SavedTokens | None = None  # what an earlier attempt had drawn
-    constrained: Constrained | None = None  # what the answer must be
-    unreadable: str | None = None  # why this version cannot run it, as when a newer one wrote the row
+    requested_at: datetime | None = None  # submission of the job or its batch: the date for the chat template
+    prompt_ids: list[int] | None = None  # instead of a text
+    rendering: Rendering | None = None  # of the messages; None: defaults
+    saved: SavedTokens | None = None  # tokens of an earlier attempt
+    constrained: Constrained | None = None  # the constraint on the answer
+    unreadable: str | None = None  # why this version cannot run it, for example as a newer one wrote it
 
 
 def requested_at(created_at: datetime, batch_created_at: datetime | None) -> datetime:
-    """When a job was asked for: all rows of a batch at the same time, however long they took to enter."""
+    """Return the time of the request: one time for all rows of a batch, however long submitting them took."""
     return created_at if batch_created_at is None else min(created_at, batch_created_at)
 
 
 def read_claim(row: Any, saved: SavedTokens | None) -> Claim:
-    """A claimed row. One that cannot be read is a claim, too: it fails, and the others of its shard run."""
+    """Parse a claimed row. An unreadable row is a claim, too: it fails alone, and the others of its shard
+    run."""
     params, fault = GenerationParams(), None
     try:
         if not isinstance(row.params, Mapping):

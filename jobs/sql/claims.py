@@ -1,28 +1,28 @@
-"""One worker's SQL about jobs: claim, finish, hand back. Every statement is fenced.
+"""A worker's statements about jobs: claim, finish, hand back. Every statement is fenced.
 
-A claim raises `attempt`, which is the fencing token: whatever a worker writes about a job names the
-attempt it claimed, so that a worker whose job was taken away cannot write any more. `failures` counts
-the attempts that died while the job was alone in its worker (see `jobs.sql.suspects`); handing a job back
-counts none.
+A claim increments `attempt`, the fencing token: every write about a job names the claimed attempt, so a
+worker that lost its job cannot write any more. `failures` counts the attempts that died while the job was
+alone in its worker (see `jobs.sql.suspects`); handing a job back counts none.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import starmap
 from typing import Any
 
-from sqlalchemy import Connection, Text, bindparam, cast, or_, select, update
+from sqlalchemy import Connection, bindparam, select, update
 
-from nightmill.jobs.contract import JobState, Markup, StopReason, WorkerState
-from nightmill.jobs.job import Answer
+from nightmill.jobs.base.contract import JobState, Markup, StopReason, WorkerState
+from nightmill.jobs.reply.job import Answer
 from nightmill.jobs.sql import answers, logprobs, partials, suspects
 from nightmill.jobs.sql.claimed import Claim, read_claim
 from nightmill.jobs.sql.jobs import chunked, mark_unsent
 from nightmill.jobs.sql.locks import lock_ids, lock_jobs
 from nightmill.jobs.sql.partials import SavedTokens
 from nightmill.jobs.sql.retrying import retried
-from nightmill.jobs.sql.tables import BATCH_CREATED_AT, QUEUED, RUNNING, JobRow, UtcDateTime, WorkerRow
+from nightmill.jobs.sql.tables import BATCH_CREATED_AT, QUEUED, RUNNING, JobRow, WorkerRow
+from nightmill.jobs.sql.types import UtcDateTime
 from nightmill.jobs.sql.workers import RegisteredWorker
 
 __all__ = ["Claim", "Claims", "Outcome", "hand_back"]
@@ -30,7 +30,7 @@ __all__ = ["Claim", "Claims", "Outcome", "hand_back"]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a claimed job ended; what ResultWriter writes."""
+    """The end of a claimed job, as written by ResultWriter."""
 
     job_id: str
     attempt: int
@@ -39,62 +39,66 @@ class Outcome:
     prompt_tokens: int
     completion_tokens: int  # of all answers
     error: str | None = None
-    arithmetic: str | None = None  # by which the text was computed; None if nothing was
+    arithmetic: str | None = None  # what computed the text; None if nothing was computed
     prompt_digest: str | None = None  # of the prompt's token ids
-    markup: Markup | None = None  # what the texts hold beside the answers
-    answers: tuple[Answer, ...] = ()  # all of them, where the job was to have several
-    logprobs: tuple[bytes | None, ...] = ()  # of the answers in order, where they were asked for
+    markup: Markup | None = None  # markup of reasoning and tool calls
+    answers: tuple[Answer, ...] = ()  # all answers, if the job asked for several
+    logprobs: tuple[bytes | None, ...] = ()  # of the answers in order, if requested
+    prompt_logprobs: bytes | None = None  # if requested
+    token_ids: bytes | None = None  # of prompt and answers (`jobs.reply.token_ids`), if requested
+    cached_tokens: int = 0  # tokens of the prompt taken from the cache
+    reasoning_tokens: int = 0  # reasoning tokens of all answers
+
+
+def _told(outcome: Outcome) -> dict[int, bytes | None]:
+    """The values that the table of log-probabilities keeps of a job, by number."""
+    beside = {logprobs.OF_PROMPT: outcome.prompt_logprobs, logprobs.TOKEN_IDS: outcome.token_ids}
+    return dict(enumerate(outcome.logprobs)) | beside
 
 
 class Claims(RegisteredWorker):
-    """One worker's side of the state machine of jobs; its own row is `RegisteredWorker`'s."""
+    """One worker's side of the state machine of jobs; `RegisteredWorker` writes the worker's own row."""
 
     def claim(self, job_ids: Sequence[str]) -> list[Claim]:
-        """Take those of `job_ids` that are queued, due and not past their deadline, in the order given.
+        """Claim those of `job_ids` that are queued, due and not past their deadline, in the given order.
 
-        Suspects are left to `claim_suspects`, and jobs with several answers to `claim_several`: a worker must
-        know how many before it takes them.
+        Suspects are left to `claim_suspects`.
         """
-        return self._claim_named(_CLAIM, job_ids)
-
-    def claim_several(self, job_ids: Sequence[str]) -> list[Claim]:
-        """As `claim`, but jobs with several answers, too."""
-        return self._claim_named(_CLAIM_SEVERAL, job_ids)
+        return self.claim_within(job_ids, None)[0]
 
     @retried
-    def _claim_named(self, claiming: Any, job_ids: Sequence[str]) -> list[Claim]:
-        now = self.database.now()
-        with self.database.write() as connection:
-            lock_jobs(connection, JobRow.id.in_(job_ids), JobRow.suspects.is_(None), QUEUED)
-            taken = self._take(connection, claiming, now, job_ids=job_ids)
-        place = {job_id: index for index, job_id in enumerate(job_ids)}
-        return sorted(starmap(read_claim, taken), key=lambda claim: place[claim.job_id])
+    def claim_within(
+        self, job_ids: Sequence[str], slots: int | None, most: int = 1 << 30
+    ) -> tuple[list[Claim], dict[str, int]]:
+        """Claim jobs like `claim`, as many as fit into `slots`; a job needs one slot per answer, up to
+        `most`.
 
-    def with_several_answers(self, job_ids: Sequence[str]) -> dict[str, int]:
-        """Those of `job_ids` that `claim` leaves queued as they are to have several answers, and how many."""
-        query = select(JobRow.id, JobRow.params).where(
-            JobRow.id.in_(job_ids),
-            JobRow.suspects.is_(None),
-            _SEVERAL,
-            *suspects.claimable(self.database.now()),
-        )
-        with self.database.read() as connection:
-            found = {row.id: row.params for row in connection.execute(query)}
-        # A row that a newer version wrote may say anything; whoever claims it says so.
-        return {job_id: _answers(found[job_id]) for job_id in job_ids if job_id in found}
+        The first claimable job is claimed even if it needs more slots than there are. Returns the claims, and
+        the jobs that did not fit, with the slots that each needs.
+
+        slots  number of free slots; None: unlimited
+        """
+        now = self.database.now()
+        order = {job_id: index for index, job_id in enumerate(job_ids)}
+        with self.database.write() as connection:
+            found = connection.execute(_CLAIMABLE, {"job_ids": job_ids, "claimed_at": now})
+            needs = {job_id: max(1, min(answers, most)) for job_id, answers in found}
+            taken, left = _fitting(sorted(needs.items(), key=lambda need: order[need[0]]), slots)
+            rows = self._take(connection, _CLAIM, now, job_ids=taken) if taken else []
+        claims = sorted(starmap(read_claim, rows), key=lambda claim: order[claim.job_id])
+        return claims, left
 
     def suspects_wait(self, models: Sequence[str | None]) -> bool:
-        """Whether a group of suspects is queued for a worker that serves `models`."""
+        """Return True if a group of suspects is queued for a worker that serves `models`."""
         now = self.database.now()
         with self.database.read() as connection:
             return suspects.next_group(connection, models, now) is not None
 
     def is_to_drain(self, models: Sequence[str | None]) -> bool:
-        """Whether it is this worker that interrupts its work for the next group of suspects.
+        """Return True if this worker should drain for the next group of suspects.
 
-        One worker is enough: of those that live and serve every model of the group, the one with the lowest
-        id. Two that see the table at different times may both think that they are: then one of them finds the
-        group gone.
+        One worker is enough: the one with the lowest id among live workers that serve every model of the
+        group. If two see the table at different times, both may drain; then one of them finds the group gone.
         """
         now = self.database.now()
         stale = timedelta(seconds=self.database.settings.stale_seconds)
@@ -114,9 +118,9 @@ class Claims(RegisteredWorker):
 
     @retried
     def claim_suspects(self, models: Sequence[str | None], limit: int) -> list[Claim]:
-        """Take the next group of suspects, or the first `limit` of it, in the order of their ids.
+        """Claim the next group of suspects, or its first `limit` jobs, in the order of their ids.
 
-        They must run with nothing else beside them. None if others were quicker.
+        They must run with nothing else. Empty if another worker was faster.
         """
         now = self.database.now()
         with self.database.write() as connection:
@@ -135,7 +139,7 @@ class Claims(RegisteredWorker):
 
     @retried
     def refuse(self, job_id: str, reason: str) -> bool:
-        """Fail a queued job that cannot even be claimed; True if it was queued."""
+        """Fail a queued job that cannot be claimed; returns True if it was queued."""
         now = self.database.now()
         with self.database.write() as connection:
             done = connection.execute(
@@ -153,7 +157,7 @@ class Claims(RegisteredWorker):
 
     @retried
     def finish(self, outcomes: Sequence[Outcome]) -> int:
-        """Write results in one transaction; returns how many were still ours to write."""
+        """Write results in one transaction; returns the number of jobs that this worker still owned."""
         now = self.database.now()
         plain = [outcome for outcome in outcomes if outcome.error is None]
         written = 0
@@ -167,7 +171,7 @@ class Claims(RegisteredWorker):
             logprobs.write(
                 connection,
                 self.worker_id,
-                {(outcome.job_id, outcome.attempt): outcome.logprobs for outcome in outcomes},
+                {(outcome.job_id, outcome.attempt): _told(outcome) for outcome in outcomes},
             )
             if plain:
                 written += connection.execute(
@@ -181,17 +185,19 @@ class Claims(RegisteredWorker):
 
     @retried
     def save(self, saved: Sequence[SavedTokens]) -> int:
-        """Keep the tokens of running jobs for a later attempt; returns of how many, being still ours."""
+        """Save the tokens of running jobs for a later attempt; returns the number of jobs that this worker
+        still owned."""
         written = 0
         for group in chunked(saved):
             with self.database.write() as connection:
-                lock_ids(connection, [one.job_id for one in group])
+                lock_ids(connection, [tokens.job_id for tokens in group])
                 written += partials.save(connection, self.worker_id, group, self.database.now())
         return written
 
     @retried
     def hand_back(self, claimed: Sequence[tuple[str, int]]) -> list[str]:
-        """Queue (job id, attempt) pairs again, no attempt lost; returns the ids that were still ours."""
+        """Queue (job id, attempt) pairs again without counting a failure; returns the ids that this worker
+        still owned."""
         now = self.database.now()
         returned = []
         with self.database.write() as connection:
@@ -203,19 +209,19 @@ class Claims(RegisteredWorker):
         return returned
 
     def leave_queued(self, job_ids: Sequence[str]) -> None:
-        """Of these unclaimed jobs, record that no message announces them."""
+        """Record that no message announces these unclaimed jobs."""
         mark_unsent(self.database, job_ids)
 
     @retried
     def give_up(self, claimed: Sequence[tuple[str, int]], reason: str) -> None:
-        """The worker is at its end with these jobs in flight: see `suspects.charge`."""
+        """Charge the worker's death to these jobs in flight; see `suspects.charge`."""
         now, keys = self.database.now(), set(claimed)
         with self.database.write() as connection:
             rows = suspects.running_jobs(connection, self.worker_id)
             suspects.charge(connection, [row for row in rows if (row.id, row.attempt) in keys], reason, now)
 
     def running(self) -> dict[tuple[str, int], datetime]:
-        """(job id, attempt) -> when it was claimed, of the jobs that the database says are ours."""
+        """Return the claim time of the jobs that this worker owns in SQL, by (job id, attempt)."""
         with self.database.read() as connection:
             rows = connection.execute(
                 select(JobRow.id, JobRow.attempt, JobRow.started_at).where(
@@ -225,7 +231,7 @@ class Claims(RegisteredWorker):
         return {(row.id, row.attempt): row.started_at for row in rows}
 
     def cancel_requests(self) -> list[tuple[str, int]]:
-        """(job id, attempt) of our running jobs that somebody asked to stop: one query for all."""
+        """Return (job id, attempt) of this worker's running jobs that were asked to stop, with one query."""
         with self.database.read() as connection:
             rows = connection.execute(
                 select(JobRow.id, JobRow.attempt).where(
@@ -239,7 +245,8 @@ class Claims(RegisteredWorker):
     def _take(
         self, connection: Connection, claiming: Any, now: datetime, **named: Any
     ) -> list[tuple[Any, SavedTokens | None]]:
-        """Run a statement of `_claiming`: rows for `read_claim` once the transaction is over, in no order."""
+        """Execute a statement of `_claiming`; returns rows for `read_claim` after the transaction,
+        unordered."""
         rows = connection.execute(claiming, {"claimer": self.worker_id, "claimed_at": now, **named}).all()
         saved: dict[str, SavedTokens] = {}
         for chunk in chunked(row.id for row in rows):
@@ -276,7 +283,7 @@ class Claims(RegisteredWorker):
 
 
 def _claiming(*conditions: Any) -> Any:
-    """Claim the jobs that fit; its parameters are `claimer`, `claimed_at` and those of the conditions."""
+    """Build the claiming UPDATE; its parameters are `claimer`, `claimed_at` and those of the conditions."""
     now = bindparam("claimed_at", type_=UtcDateTime())
     return (
         update(JobRow)
@@ -305,12 +312,15 @@ def _claiming(*conditions: Any) -> Any:
     )
 
 
-# Most rows do not say how many answers they are to have. As text, since a row may hold what is no JSON:
-# SQLite would refuse the statement, and with it all other rows.
-_SEVERAL = or_(*(cast(JobRow.params, Text).contains(said) for said in ('"n":', '"score":')))
 _NAMED = (JobRow.id.in_(bindparam("job_ids", expanding=True)), JobRow.suspects.is_(None))
-_CLAIM = _claiming(*_NAMED, ~_SEVERAL)
-_CLAIM_SEVERAL = _claiming(*_NAMED)
+# Locked in the order of their ids, before the transaction changes several of them (see `jobs.sql.locks`).
+_CLAIMABLE = (
+    select(JobRow.id, JobRow.answers)
+    .where(*_NAMED, *suspects.claimable(bindparam("claimed_at", type_=UtcDateTime())))
+    .order_by(JobRow.id)
+    .with_for_update()
+)
+_CLAIM = _claiming(*_NAMED)
 _FINISH = (
     update(JobRow)
     .where(
@@ -325,6 +335,8 @@ _FINISH = (
         text=bindparam("new_text"),
         prompt_tokens=bindparam("new_prompt_tokens"),
         completion_tokens=bindparam("new_completion_tokens"),
+        cached_tokens=bindparam("new_cached_tokens"),
+        reasoning_tokens=bindparam("new_reasoning_tokens"),
         arithmetic=bindparam("new_arithmetic"),
         prompt_digest=bindparam("new_prompt_digest"),
         markup=bindparam("new_markup"),
@@ -334,11 +346,17 @@ _FINISH = (
 )
 
 
-def _answers(params: object) -> int:
-    said = params.get("n") if isinstance(params, Mapping) else None
-    texts = params.get("score") if isinstance(params, Mapping) else None
-    said = len(texts) if isinstance(texts, list) else said
-    return said if type(said) is int and 0 < said < 1000 else 1
+def _fitting(needs: Sequence[tuple[str, int]], slots: int | None) -> tuple[list[str], dict[str, int]]:
+    """Split (job id, slots needed) into the first jobs, for which there is room, and the others."""
+    taken: list[str] = []
+    left: dict[str, int] = {}
+    for job_id, needed in needs:
+        if slots is None or not taken or (not left and needed <= slots):
+            taken.append(job_id)
+            slots = None if slots is None else slots - needed
+        else:
+            left[job_id] = needed
+    return taken, left
 
 
 def _finish_values(outcome: Outcome, worker_id: str, now: datetime) -> dict[str, Any]:
@@ -354,6 +372,8 @@ def _finish_values(outcome: Outcome, worker_id: str, now: datetime) -> dict[str,
         "new_text": outcome.text,
         "new_prompt_tokens": outcome.prompt_tokens,
         "new_completion_tokens": outcome.completion_tokens,
+        "new_cached_tokens": outcome.cached_tokens,
+        "new_reasoning_tokens": outcome.reasoning_tokens,
         "new_arithmetic": outcome.arithmetic,
         "new_prompt_digest": outcome.prompt_digest,
         "new_markup": None if outcome.markup is None else outcome.markup.values(),
@@ -363,8 +383,8 @@ def _finish_values(outcome: Outcome, worker_id: str, now: datetime) -> dict[str,
 
 
 def hand_back(connection: Connection, running: tuple[Any, ...], now: datetime) -> bool:
-    """Queue the job that fits the conditions `running` as it was; True if it is queued again."""
-    connection.execute(  # nobody would look at the request again once the job is queued
+    """Queue the job that matches the conditions `running` as it was; returns True if it is queued again."""
+    connection.execute(  # a queued job's cancel request would never be read
         update(JobRow)
         .where(*running, JobRow.cancel_requested_at.is_not(None))
         .values(state=JobState.CANCELLED, stop_reason=StopReason.CANCELLED, finished_at=now)

@@ -1,4 +1,4 @@
-"""Copies of jobs that have succeeded, to be computed again beside them. The jobs themselves are only read."""
+"""Copies of succeeded jobs for verification. The jobs themselves are only read."""
 
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -6,8 +6,8 @@ from typing import Any
 
 from sqlalchemy import RowMapping, func, select
 
-from nightmill.jobs.contract import JobState
-from nightmill.jobs.ids import IdSource
+from nightmill.jobs.base.contract import JobState
+from nightmill.jobs.base.ids import IdSource
 from nightmill.jobs.sql import inserting
 from nightmill.jobs.sql.claimed import requested_at
 from nightmill.jobs.sql.database import Database
@@ -15,15 +15,15 @@ from nightmill.jobs.sql.jobs import JOBS, chunked, retried_values
 from nightmill.jobs.sql.tables import BATCH_CREATED_AT, JobRow, WorkerRow
 
 COPIED_FROM = "copied_from"
-"""The key of a copy's metadata: the id of the job that it is a copy of."""
+"""Key in a copy's metadata for the id of the original job."""
 
-# A job for any model is copied for the one that computed it, as long as it is known which worker did.
+# A job for any model is copied for the model that computed it, if its worker is known.
 _MODEL = func.coalesce(JobRow.model, WorkerRow.model)
 _JOBS_AND_WORKERS = JOBS.outerjoin(WorkerRow.__table__, JobRow.worker == WorkerRow.id)
 
 
 def models_of(database: Database, job_ids: Iterable[str]) -> set[str | None]:
-    """The models that copies of these jobs are for; None: any."""
+    """Return the models that copies of these jobs need; None: any."""
     models: set[str | None] = set()
     for chunk in chunked(job_ids):
         query = select(_MODEL).select_from(_JOBS_AND_WORKERS).where(JobRow.id.in_(chunk)).distinct()
@@ -35,7 +35,7 @@ def models_of(database: Database, job_ids: Iterable[str]) -> set[str | None]:
 def copy_jobs(
     database: Database, job_ids: Sequence[str], batch: str, priority: int, ids: IdSource
 ) -> list[dict[str, Any]]:
-    """Queue copies of those of these jobs that have succeeded, in `batch`; returns the new rows."""
+    """Queue copies, in `batch`, of those of these jobs that have succeeded; returns the new rows."""
     query = (
         select(JOBS, _MODEL.label("computed_by"), BATCH_CREATED_AT)
         .select_from(_JOBS_AND_WORKERS)
@@ -52,7 +52,8 @@ def copy_jobs(
 
 
 def _copy(row: RowMapping, now: datetime) -> dict[str, Any]:
-    """All that says what to compute, with columns that are added some day; nothing of who asked, and when."""
+    """Copy all columns that define the computation, including columns of later versions, but not who asked
+    and when."""
     return {
         **{name: row[name] for name in JOBS.columns.keys()},  # noqa: SIM118 - iterating gives the columns
         **retried_values(now, None),
@@ -62,9 +63,11 @@ def _copy(row: RowMapping, now: datetime) -> dict[str, Any]:
         "row": None,
         "custom_id": None,
         "owner": None,
+        "request_id": None,
         "idempotency_key": None,
         "fingerprint": None,
+        "request": None,
         "metadata": {COPIED_FROM: row["id"]},
-        # The copy's prompt has the date that the original's had.
+        # The copy's prompt must contain the same date as the original's.
         "created_at": requested_at(row["created_at"], row["batch_created_at"]),
     }

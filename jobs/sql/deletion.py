@@ -1,31 +1,31 @@
-"""Deleting batches: marked first, so that they take nothing any more, then in groups, a transaction each."""
+"""Deletion of batches: they are marked first, so that they accept nothing, then deleted in groups."""
 
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, delete, func, select, update
+from sqlalchemy import Connection, delete, exists, func, select, update
 
 from nightmill.jobs.errors import InvalidTransitionError
 from nightmill.jobs.sql.batches import no_batch
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.jobs import FINAL, GROUP, UNFINISHED, chunked
-from nightmill.jobs.sql.locks import lock_ids
+from nightmill.jobs.sql.locks import hold_batches, lock_ids
 from nightmill.jobs.sql.patience import long_lasting
 from nightmill.jobs.sql.retrying import retried
 from nightmill.jobs.sql.tables import BatchRow, JobRow, WebhookRow
 
 
 class Deletion:
-    """Deletes batches of one database. Any number of these may work on one batch at the same time."""
+    """Deletes batches of one database. Several instances may work on one batch at the same time."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
 
     def run(self, name: str) -> Iterator[int]:
-        """Delete a batch whose rows are all final, and its rows; yields how many are gone so far.
+        """Delete a batch whose rows are all final, with its rows; yields the number of rows deleted so far.
 
-        Should this be broken off, then the batch stays marked until this is called again.
+        If interrupted, the batch stays marked until this is called again.
         """
         self.begin(name)
         gone, over = 0, False
@@ -37,10 +37,10 @@ class Deletion:
     @long_lasting
     @retried
     def begin(self, name: str, ended_before: datetime | None = None) -> bool:
-        """Mark a batch as being deleted: from here on nothing is added to it or queued again.
+        """Mark a batch as being deleted: from now on nothing is added to it or queued again.
 
         Raises BatchNotFoundError, and InvalidTransitionError if rows are not final. With `ended_before` it
-        returns False instead, and also if the batch or the end of one of its rows is younger.
+        returns False instead, and also if the batch or the end of a row is later.
         """
         with self.database.write() as connection:
             record = connection.execute(
@@ -66,17 +66,18 @@ class Deletion:
     @long_lasting
     @retried
     def group(self, name: str) -> tuple[int, bool]:
-        """Delete some rows of a marked batch, or the batch if none is left: (rows gone, is it over?)."""
+        """Delete some rows of a marked batch, or the batch if none is left; returns (rows deleted, whether it
+        is done)."""
         with self.database.write() as connection:
             rows = select(JobRow.id).where(JobRow.batch == name).order_by(JobRow.id).limit(GROUP)
             ids = connection.execute(rows.with_for_update()).scalars().all()
             gone = delete_jobs(connection, ids)
-            if gone < len(ids):  # somebody queued rows again who does not know of the mark
+            if gone < len(ids):  # an older version, which ignores the mark, queued rows again
                 raise _unfinished(name, len(ids) - gone)
             if ids:
                 return gone, False
         with self.database.write() as connection:
-            # Whoever held the batch has ended once we have it; a new statement sees what they left.
+            # Earlier holders of the lock have ended; a new statement sees their changes.
             connection.execute(select(BatchRow.name).where(BatchRow.name == name).with_for_update())
             if connection.execute(rows.limit(1)).one_or_none() is not None:
                 return 0, False
@@ -84,9 +85,25 @@ class Deletion:
             connection.execute(delete(BatchRow).where(BatchRow.name == name))
             return 0, True
 
+    @retried
+    def withdraw(self, name: str) -> None:
+        """Remove a new batch and its webhooks if its submission failed before any row was entered."""
+        with self.database.write() as connection:
+            hold_batches(connection, [name], whole=True)
+            empty = BatchRow.row_count.is_(None) & ~exists().where(JobRow.batch == BatchRow.name)
+            if connection.execute(delete(BatchRow).where(BatchRow.name == name, empty)).rowcount:
+                connection.execute(delete(WebhookRow).where(WebhookRow.batch == name))
+
+
+@retried
+def delete_job(database: Database, job_id: str) -> bool:
+    """Delete a job and its text if it has ended; returns True if it is gone."""
+    with database.write() as connection:
+        return bool(delete_jobs(connection, [job_id]))
+
 
 def delete_jobs(connection: Connection, ids: Sequence[str]) -> int:
-    """Delete those of these jobs that are final; returns how many."""
+    """Delete those of these jobs that are final; returns their number."""
     gone = 0
     for chunk in chunked(sorted(ids)):
         lock_ids(connection, chunk)

@@ -1,32 +1,37 @@
-"""Engines: how connections to each kind of database are made, and what holds for all of them."""
+"""SQLAlchemy engines, and the settings of connections to each kind of database."""
 
 import json
 import math
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy import URL, Connection, Engine, create_engine, event
 from sqlalchemy.exc import ArgumentError
 
+from nightmill.jobs.base.extras import pip_install
+from nightmill.jobs.base.settings import Settings, make_data_dir
+from nightmill.jobs.base.urls import NEVER, PREPARE_THRESHOLD
 from nightmill.jobs.errors import DatabaseError, MissingExtraError, SettingsError
-from nightmill.jobs.settings import Settings, make_data_dir
 from nightmill.jobs.sql.patience import (
     CONNECT_SECONDS,
     KEEPALIVE,
     PING_SECONDS,
+    SERVER_KEEPALIVE,
     STATEMENT_SECONDS,
     bounded_connection,
     patience,
     seconds_for,
 )
+from nightmill.jobs.sql.sessions import Session
 
 READ_ONLY = "nightmill_read_only"
-"""The execution option of connections whose transactions only read."""
-_BUSY = "nightmill_busy_timeout"  # of a connection to SQLite, in milliseconds
+"""Execution option of connections for reading transactions."""
+_BUSY = "nightmill_busy_timeout"  # busy timeout of a SQLite connection, in milliseconds
 
 
 def make_engine(settings: Settings) -> Engine:
-    """An engine for the configured database; raises SettingsError, MissingExtraError and DatabaseError."""
+    """Create the engine for the configured database; raises SettingsError, MissingExtraError and
+    DatabaseError."""
     url = settings.resolved_database_url
     if url.get_backend_name() == "sqlite":
         if url.database in (None, "", ":memory:"):
@@ -41,31 +46,51 @@ def make_engine(settings: Settings) -> Engine:
         _apply_sqlite_rules(engine)
         return engine
     try:
-        options = {name: value for name, value in KEEPALIVE.items() if name not in url.query}
+        url, options = _driver_options(url)
         engine = create_engine(
             url,
+            # Required by the statements, whatever the database's default is.
+            isolation_level="READ COMMITTED",
             pool_pre_ping=True,
             pool_size=5,
             max_overflow=10,
             pool_timeout=CONNECT_SECONDS,
             connect_args=options,
         )
-        _apply_postgresql_rules(engine)
+        said = str(url.query.get("options", ""))
+        _apply_postgresql_rules(engine, Session(settings.database_pooler, SERVER_KEEPALIVE, said))
         return engine
     except ArgumentError as error:
         raise SettingsError(f"NIGHTMILL_DATABASE_URL: {settings.scrubbed(error)}") from None
     except ModuleNotFoundError as error:
         raise MissingExtraError(
-            f"PostgreSQL needs the package {error.name!r}: pip install 'nightmill[postgres]'"
+            f"PostgreSQL needs the package {error.name!r}: {pip_install('postgres')}"
         ) from None
 
 
-def _apply_postgresql_rules(engine: Engine) -> None:
+def _driver_options(url: URL) -> tuple[URL, dict[str, Any]]:
+    """Split a URL into one without the driver's own parameters, and the options for the driver."""
+    options: dict[str, Any] = {name: value for name, value in KEEPALIVE.items() if name not in url.query}
+    if threshold := url.query.get(PREPARE_THRESHOLD):
+        options[PREPARE_THRESHOLD] = None if threshold == NEVER else int(str(threshold))
+    return url.difference_update_query([PREPARE_THRESHOLD]), options
+
+
+def _apply_postgresql_rules(engine: Engine, session: Session) -> None:
     @event.listens_for(engine, "do_connect")
     def connect(dialect: Any, record: object, args: Any, options: dict[str, Any]) -> Any:
-        given = float(options.get("connect_timeout", CONNECT_SECONDS))
-        options["connect_timeout"] = math.ceil(seconds_for(given if given > 0.0 else CONNECT_SECONDS))
-        return bounded_connection().connect_again(args, options)
+        timeout = float(options.get("connect_timeout", CONNECT_SECONDS))
+        options["connect_timeout"] = math.ceil(seconds_for(timeout if timeout > 0.0 else CONNECT_SECONDS))
+        return bounded_connection().connect_again(args, options, session)
+
+    beginning = session.beginning()
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        driver: Any = connection.connection.driver_connection
+        if driver.pooled:
+            found = connection.exec_driver_sql(beginning, execution_options={"no_parameters": True})
+            driver.server_pid = found.first()[0]  # type: ignore[index]  # it is one row
 
     ping = engine.dialect.do_ping
 
@@ -79,7 +104,7 @@ def _apply_postgresql_rules(engine: Engine) -> None:
 def _apply_sqlite_rules(engine: Engine) -> None:
     @event.listens_for(engine, "connect")
     def on_connect(connection: Any, record: object) -> None:
-        connection.isolation_level = None  # pysqlite begins nothing by itself; on_begin does
+        connection.isolation_level = None  # on_begin begins transactions instead of pysqlite
         cursor = connection.cursor()
         cursor.execute("PRAGMA foreign_keys = ON")
         cursor.close()
@@ -87,7 +112,7 @@ def _apply_sqlite_rules(engine: Engine) -> None:
     @event.listens_for(engine, "begin")
     def on_begin(connection: Connection) -> None:
         busy = math.ceil(1000 * seconds_for(STATEMENT_SECONDS))
-        if connection.info.get(_BUSY) != busy:  # as long as the caller has for its turn to write
+        if connection.info.get(_BUSY) != busy:  # the caller's time to wait for the write lock
             connection.exec_driver_sql(f"PRAGMA busy_timeout = {busy}")
             connection.info[_BUSY] = busy
         read_only = connection.get_execution_options().get(READ_ONLY, False)
@@ -95,7 +120,7 @@ def _apply_sqlite_rules(engine: Engine) -> None:
 
 
 def _load_json(text: str | bytes) -> Any:
-    """A JSON column's value; text that is not JSON as it is, for the reader of that one row to refuse."""
+    """Parse a JSON column; invalid JSON is returned as text, for the reader of that one row to refuse."""
     try:
         return json.loads(text)
     except ValueError:

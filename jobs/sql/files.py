@@ -1,4 +1,4 @@
-"""All SQL about the files of those who come over HTTP: names and sizes. Contents are elsewhere."""
+"""Statements about files uploaded or written over HTTP: names and sizes. Contents are stored elsewhere."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -15,37 +15,37 @@ from nightmill.jobs.sql.tables import VALIDATING, FileRow, HttpBatchRow
 
 FILES = cast(Table, FileRow.__table__)
 FILE_PREFIX = "file-"
-"""What callers see before the id of a file."""
+"""Prefix of file ids for callers."""
 UPLOADED = "batch"
-"""The purpose of files that somebody uploads."""
+"""Purpose of uploaded files."""
 WRITTEN = "batch_output"
-"""The purpose of files that servers write."""
+"""Purpose of files written by servers."""
 _QUOTA_LOCK = 0x66696C6573  # PostgreSQL advisory lock: "files"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """What is known of a file besides its content."""
+    """A file's metadata."""
 
     id: str
     owner: str | None
     purpose: str
-    filename: str  # as its owner calls it
+    filename: str  # as uploaded
     size: int  # bytes
     created_at: datetime
 
 
 class FileStore:
-    """Files in SQL."""
+    """The files in SQL."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
 
     @retried
     def add(self, file: StoredFile, quota: int) -> bool:
-        """Enter a file unless its owner would then have more than `quota` bytes; returns whether it is in."""
+        """Insert a file unless its owner would exceed `quota` bytes; returns True if inserted."""
         with self.database.write() as connection:
-            if not self.database.is_sqlite:  # which has one writer at a time
+            if not self.database.is_sqlite:  # SQLite has one writer at a time
                 connection.execute(select(func.pg_advisory_xact_lock(_QUOTA_LOCK)))
             if connection.execute(_used(file.owner)).scalar_one() + file.size > quota:
                 return False
@@ -53,7 +53,7 @@ class FileStore:
         return True
 
     def get(self, file_id: str) -> StoredFile | None:
-        """One file, if there is one of this id."""
+        """Return a file; None if there is none with this id."""
         with self.database.read() as connection:
             row = connection.execute(select(FILES).where(FileRow.id == file_id)).mappings().one_or_none()
         return None if row is None else StoredFile(**row)
@@ -67,7 +67,7 @@ class FileStore:
         oldest_first: bool,
         limit: int,
     ) -> list[StoredFile]:
-        """Files in the order of their ids, which is that of their making. `owner`: None for everybody's."""
+        """Return files in the order of their ids, which is that of creation. `owner` None: everybody's."""
         query = select(FILES)
         if owner is not None:
             query = query.where(FileRow.owner == owner)
@@ -80,30 +80,39 @@ class FileStore:
             return [StoredFile(**row) for row in connection.execute(query).mappings()]
 
     def made_before(self, moment: datetime) -> list[str]:
-        """Ids of files that were made before."""
+        """Return ids of files created before this moment."""
         with self.database.read() as connection:
             query = select(FileRow.id).where(FileRow.created_at < moment).order_by(FileRow.id)
             return list(connection.execute(query).scalars())
 
     def used(self, owner: str | None) -> int:
-        """Bytes of all files of an owner."""
+        """Return the total size of an owner's files in bytes."""
         with self.database.read() as connection:
             return int(connection.execute(_used(owner)).scalar_one())
 
     def known(self, file_ids: Iterable[str]) -> set[str]:
-        """Those of these ids that files have."""
+        """Filter to ids of existing files."""
         found: set[str] = set()
         with self.database.read() as connection:
             for chunk in chunked(file_ids):
                 found.update(connection.execute(select(FileRow.id).where(FileRow.id.in_(chunk))).scalars())
         return found
 
+    def filenames(self, file_ids: Iterable[str]) -> dict[str, str]:
+        """Return file names by id, without deleted files."""
+        found: dict[str, str] = {}
+        with self.database.read() as connection:
+            for chunk in chunked(file_ids):
+                rows = connection.execute(select(FileRow.id, FileRow.filename).where(FileRow.id.in_(chunk)))
+                found.update((row.id, row.filename) for row in rows)
+        return found
+
     @retried
     def delete(self, file_id: str, remove: Callable[[], None]) -> bool:
-        """Delete a file; returns whether it was there.
+        """Delete a file; returns True if it existed.
 
-        `remove` takes its content away before the row is: what is broken off in between can be done again.
-        Raises InvalidTransitionError while a batch is being made of it.
+        `remove` deletes its content before the row, so that an interrupted deletion can be repeated. Raises
+        InvalidTransitionError while a batch is being made from it.
         """
         with self.database.write() as connection:
             row = select(FileRow.id).where(FileRow.id == file_id).with_for_update()
@@ -120,7 +129,7 @@ class FileStore:
 
 
 def insert_files(connection: Connection, files: Iterable[StoredFile]) -> None:
-    """Enter files inside the caller's transaction, whatever their owner has already."""
+    """Insert files in the caller's transaction, regardless of quotas."""
     connection.execute(insert(FILES), [asdict(file) for file in files])
 
 

@@ -1,7 +1,7 @@
-"""All SQL about batches that came over HTTP: handed in, worked on by one server at a time, ended.
+"""Statements about batches submitted over HTTP: entered, processed by one server at a time, ended.
 
-Every step is a guarded UPDATE. A server that works on a batch has a claim to it that it renews; one that died
-or was overtaken changes nothing any more, and the next one does its step again.
+Every step is a guarded UPDATE. A server holds a lease on the batch that it processes, and renews it; a server
+that died or lost its lease changes nothing any more, and the next one repeats the step.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from sqlalchemy import Connection, RowMapping, Table, case, delete, exists, func, literal, or_, select, update
 
-from nightmill.jobs.contract import JobState, JsonObject
+from nightmill.jobs.base.contract import JobState, JsonObject
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.files import StoredFile, insert_files
 from nightmill.jobs.sql.jobs import UNFINISHED, dialect_insert
@@ -20,22 +20,22 @@ from nightmill.jobs.sql.retrying import retried
 from nightmill.jobs.sql.tables import OPEN, FileRow, HttpBatchRow, JobRow
 
 BATCH_PREFIX = "batch_"
-"""What comes before the id of a batch in the name of the batch of jobs that its rows are."""
+"""Prefix before the id in the name of the batch of jobs."""
 HTTP_BATCHES = cast(Table, HttpBatchRow.__table__)
 _NAMES = {column.key: "meta" if column.key == "metadata" else column.key for column in HTTP_BATCHES.columns}
 
 
 class HttpStatus(StrEnum):
-    """Where a batch stands, in OpenAI's words. The last four are final.
+    """The status of a batch in OpenAI's words. The last four are final.
 
     validating    its file is read, and its rows are entered
     in_progress   all rows are entered
     finalizing    all rows have ended, and their results are written
-    cancelling    somebody cancelled it; rows that ran may end still, and results are written
+    cancelling    somebody cancelled it; running rows end, and results are written
     completed     every row has ended
-    failed        there was no row that could have been run, or its file could not be read to the end
-    expired       its time ended some rows
-    cancelled     what was done until then is written
+    failed        no row could be run, or its file could not be read to the end
+    expired       the completion window ended some rows
+    cancelled     cancelled, with the results until then
     """
 
     VALIDATING = "validating"
@@ -49,7 +49,7 @@ class HttpStatus(StrEnum):
 
     @property
     def final(self) -> bool:
-        """Whether nothing more happens."""
+        """True if nothing more happens."""
         return self not in _OPEN
 
 
@@ -58,26 +58,28 @@ _OPEN = (HttpStatus.VALIDATING, HttpStatus.IN_PROGRESS, HttpStatus.FINALIZING, H
 
 @dataclass(frozen=True, slots=True)
 class HttpBatch:
-    """A batch that came over HTTP."""
+    """A batch submitted over HTTP."""
 
     id: str
     owner: str | None
     input_file: str
     created_at: datetime
-    idempotency_key: str | None = None  # with its owner
+    idempotency_key: str | None = None  # prefixed with its owner
     name: str | None = None
-    endpoint: str | None = None  # that all rows must be for
+    endpoint: str | None = None  # required endpoint of all rows
     completion_window: str | None = None
     meta: JsonObject = field(default_factory=dict)
     settings: JsonObject = field(default_factory=dict)  # defaults of its rows
     status: HttpStatus = HttpStatus.VALIDATING
     errors: list[Any] = field(default_factory=list)
     invalid: int | None = None  # rows that cannot be run; None until all are read
-    total: int | None = None  # rows; these five are None until the end
+    total: int | None = None  # rows; these seven are None until the end
     completed: int | None = None
     failed: int | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    cached_tokens: int | None = None  # of those of prompts
+    reasoning_tokens: int | None = None  # of those of answers; of one that ended long ago not known
     output_file: str | None = None
     error_file: str | None = None
     scheduled_at: datetime | None = None
@@ -88,23 +90,26 @@ class HttpBatch:
     ended_at: datetime | None = None
     keeper: str | None = None
     kept_until: datetime | None = None
-    attempts: int = 0  # to read its file that a server did not survive, or is making
-    note: str | None = None  # why it does not go on just now
+    attempts: int = 0  # attempts to read its file that killed a server or are under way
+    note: str | None = None  # why it is delayed
 
     @property
     def broken(self) -> bool:
-        """Whether its file could not be read to its end: an error of the file as a whole has no line."""
+        """True if its file could not be read to the end: an error of the whole file has no line."""
         return any(isinstance(error, dict) and error.get("line") is None for error in self.errors)
 
     @property
     def batch(self) -> str:
-        """The name of the batch of jobs that its rows are."""
+        """The name of its batch of jobs."""
         return f"{BATCH_PREFIX}{self.id}"
 
 
+_TOKENS = ("prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_tokens")
+
+
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of a batch: its files (None: not one row would be in it), and its rows."""
+class BatchOutcome:
+    """The end of a batch: its files (None for a file without rows) and its counts."""
 
     output: StoredFile | None
     errors: StoredFile | None
@@ -113,10 +118,12 @@ class Outcome:
     failed: int
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int
+    reasoning_tokens: int
 
 
 class HttpBatchStore:
-    """Batches that came over HTTP, in SQL."""
+    """The batches submitted over HTTP, in SQL."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
@@ -125,12 +132,12 @@ class HttpBatchStore:
 
     @retried
     def add(self, batch: HttpBatch) -> HttpBatch | None:
-        """Enter a batch, unless one has its idempotency key: the one that is there then.
+        """Insert a batch, or return the one with its idempotency key.
 
-        None if its file was deleted in the meantime.
+        Returns None if its file was deleted meanwhile.
         """
         with self.database.write() as connection:
-            # Held until this is over: who deletes a file looks for batches that are to be made of it.
+            # Locked for this transaction: deleting a file checks for batches made from it.
             file = select(FileRow.id).where(FileRow.id == batch.input_file).with_for_update()
             there = connection.execute(file).one_or_none() is not None
             if there:
@@ -146,19 +153,19 @@ class HttpBatchStore:
             return _find(connection, HttpBatchRow.idempotency_key == batch.idempotency_key)
 
     def with_key(self, idempotency_key: str) -> HttpBatch | None:
-        """The batch that has this key, if there is one."""
+        """Return the batch with this idempotency key, if any."""
         with self.database.read() as connection:
             return _find(connection, HttpBatchRow.idempotency_key == idempotency_key)
 
     def get(self, batch_id: str) -> HttpBatch | None:
-        """One batch, if there is one of this id."""
+        """Return a batch; None if there is none with this id."""
         with self.database.read() as connection:
             return _find(connection, HttpBatchRow.id == batch_id)
 
     def page(
         self, *, owner: str | None, after: str | None, oldest_first: bool, limit: int
     ) -> list[HttpBatch]:
-        """Batches in the order of their ids, which is that of their making. `owner`: None for everybody's."""
+        """Return batches in the order of their ids, which is that of creation. `owner` None: everybody's."""
         query = select(HTTP_BATCHES)
         if owner is not None:
             query = query.where(HttpBatchRow.owner == owner)
@@ -169,30 +176,30 @@ class HttpBatchStore:
             return [_batch(row) for row in connection.execute(query).mappings()]
 
     def count_open(self, owner: str | None) -> int:
-        """How many batches of this owner have not ended."""
+        """Count the unfinished batches of an owner."""
         of_owner = HttpBatchRow.owner.is_(None) if owner is None else HttpBatchRow.owner == owner
         query = select(func.count()).select_from(HttpBatchRow).where(OPEN, of_owner)
         with self.database.read() as connection:
             return connection.execute(query).scalar_one()
 
     def cancel(self, batch_id: str) -> bool:
-        """Ask that a batch be cancelled; returns whether that could still be asked for."""
+        """Request cancellation of a batch; returns False if it is too late for that."""
         asked = (HttpStatus.VALIDATING, HttpStatus.IN_PROGRESS)
         return self._change(
             batch_id, asked, {"status": HttpStatus.CANCELLING, "cancelling_at": self.database.now()}
         )
 
     def reopen(self, batch_id: str) -> bool:
-        """Rows of a batch were queued again: it goes on, and its files are written anew at its end.
+        """Reopen a batch whose rows were queued again; its files will be written anew at the end.
 
-        Returns whether that had to be said: not of one that goes on anyway.
+        Returns False if the batch was already open.
         """
         written = (
             *(HttpStatus.FINALIZING, HttpStatus.COMPLETED),
             *(HttpStatus.FAILED, HttpStatus.EXPIRED, HttpStatus.CANCELLED),
         )
         outcome = (
-            *("total", "completed", "failed", "prompt_tokens", "completion_tokens"),
+            *("total", "completed", "failed", *_TOKENS),
             *("output_file", "error_file", "finalizing_at", "cancelling_at", "ended_at", "deadline_at"),
         )
         values: dict[str, Any] = {"status": HttpStatus.IN_PROGRESS} | dict.fromkeys(outcome)
@@ -201,13 +208,13 @@ class HttpBatchStore:
     # -- for servers that work on them -----------------------------------------------------------
 
     def open(self) -> list[HttpBatch]:
-        """All batches that have not ended, oldest first."""
+        """Return all unfinished batches, oldest first."""
         query = select(HTTP_BATCHES).where(OPEN).order_by(HttpBatchRow.id)
         with self.database.read() as connection:
             return [_batch(row) for row in connection.execute(query).mappings()]
 
     def over(self) -> set[str]:
-        """Ids of batches in progress of which every row has ended: one statement, however many go on."""
+        """Return ids of batches in progress whose rows have all ended, with one statement for all."""
         going = exists().where(
             JobRow.batch == literal(BATCH_PREFIX) + HttpBatchRow.id, JobRow.state.in_(UNFINISHED)
         )
@@ -218,16 +225,16 @@ class HttpBatchStore:
             return set(connection.execute(query).scalars())
 
     def claim(self, batch: HttpBatch, keeper: str, duration: timedelta) -> bool:
-        """Take a batch in the status that it was seen in, or go on with it; returns whether that worked."""
+        """Take or renew the lease of a batch in the status seen before; returns True on success."""
         now = self.database.now()
         values = {"keeper": keeper, "kept_until": now + duration}
         return self._change(batch.id, (batch.status,), values, _free(keeper, now, duration))
 
     def attempt(self, batch: HttpBatch, keeper: str, duration: timedelta, known: int = 0) -> int | None:
-        """Claim a batch to read its file, and count that before it begins; None if it cannot be claimed.
+        """Take the lease of a batch to read its file, and count the attempt first; None if it is taken.
 
-        Returns how many attempts before this one have not come to their end: those of servers that died.
-        That is `known` if this server still has the claim, whatever it could not take back.
+        Returns the number of earlier attempts that never ended, since their servers died. That is `known` if
+        this server still holds the lease, even if it could not undo its count.
         """
         now = self.database.now()
         mine = HttpBatchRow.keeper == keeper
@@ -236,15 +243,15 @@ class HttpBatchStore:
         return self._attempt(batch, values, _free(keeper, now, duration))
 
     def hold(self, batch: HttpBatch, keeper: str, duration: timedelta, **values: Any) -> bool:
-        """Keep a claim; False if anybody has had the batch, or changed its status, since it was claimed.
+        """Renew a lease; returns False if another server took it or the status changed since.
 
-        `values` are columns to write besides.
+        `values` are further columns to write.
         """
         values |= {"kept_until": self.database.now() + duration}
         return self._change(batch.id, (batch.status,), values, HttpBatchRow.keeper == keeper)
 
     def release(self, batch: HttpBatch, keeper: str, **values: Any) -> bool:
-        """Let go of a batch that is to go on later; `values` are columns to write besides."""
+        """Release the lease of a batch to be continued later; `values` are further columns to write."""
         return self._change(batch.id, (batch.status,), _LET_GO | values, HttpBatchRow.keeper == keeper)
 
     @retried
@@ -258,7 +265,8 @@ class HttpBatchStore:
         return None if found is None else found - 1
 
     def begin(self, batch: HttpBatch, keeper: str, invalid: int, errors: list[Any]) -> bool:
-        """All rows are entered, of which so many can never be run; `errors` names the first of these."""
+        """Record that all rows are entered, `invalid` of which cannot be run; `errors` describes the first of
+        these."""
         values = {
             "status": HttpStatus.IN_PROGRESS,
             "in_progress_at": self.database.now(),
@@ -269,9 +277,9 @@ class HttpBatchStore:
         return self._change(batch.id, (batch.status,), values | _LET_GO, HttpBatchRow.keeper == keeper)
 
     def break_off(self, batch: HttpBatch, keeper: str, invalid: int, errors: list[Any]) -> bool:
-        """No more rows come from a file that cannot be read further: what there is of them is written.
+        """Record that the file cannot be read further; results of the entered rows will be written.
 
-        `errors` has one of the file as a whole, and those of the first of `invalid` rows.
+        `errors` has one for the whole file, and those of the first of `invalid` rows.
         """
         values = {
             "status": HttpStatus.FINALIZING,
@@ -283,13 +291,13 @@ class HttpBatchStore:
         return self._change(batch.id, (batch.status,), values | _LET_GO, HttpBatchRow.keeper == keeper)
 
     def finalize(self, batch: HttpBatch) -> bool:
-        """All rows have ended."""
+        """Record that all rows have ended."""
         values = {"status": HttpStatus.FINALIZING, "finalizing_at": self.database.now()}
         return self._change(batch.id, (batch.status,), values | _LET_GO)
 
     @retried
-    def end(self, batch: HttpBatch, keeper: str, status: HttpStatus, outcome: Outcome) -> bool:
-        """End a batch whose files are written, and enter these, in one transaction."""
+    def end(self, batch: HttpBatch, keeper: str, status: HttpStatus, outcome: BatchOutcome) -> bool:
+        """End a batch whose files are written, and insert these, in one transaction."""
         files = [file for file in (outcome.output, outcome.errors) if file is not None]
         values = {
             "status": status,
@@ -299,9 +307,7 @@ class HttpBatchStore:
             "total": outcome.total,
             "completed": outcome.completed,
             "failed": outcome.failed,
-            "prompt_tokens": outcome.prompt_tokens,
-            "completion_tokens": outcome.completion_tokens,
-        }
+        } | {name: getattr(outcome, name) for name in _TOKENS}
         of_keeper = HttpBatchRow.keeper == keeper
         with self.database.write() as connection:
             if not _update(connection, batch.id, (batch.status,), values | _LET_GO, of_keeper):
@@ -311,28 +317,26 @@ class HttpBatchStore:
         return True
 
     def fail(self, batch: HttpBatch, keeper: str, status: HttpStatus, errors: list[Any]) -> bool:
-        """End a batch of which there is nothing to write; False if this server has lost its claim."""
+        """End a batch without results; returns False if this server has lost its lease."""
         values = {"status": status, "ended_at": self.database.now(), "errors": errors}
-        values |= dict.fromkeys(
-            ("total", "completed", "failed", "prompt_tokens", "completion_tokens", "invalid", "attempts"), 0
-        )
+        values |= dict.fromkeys(("total", "completed", "failed", *_TOKENS, "invalid", "attempts"), 0)
         return self._change(batch.id, (batch.status,), values | _LET_GO, HttpBatchRow.keeper == keeper)
 
     @retried
     def forget(self, before: datetime) -> None:
-        """Delete batches that ended before. Their rows, which are jobs, stay."""
+        """Delete batches that ended before this moment. Their rows, which are jobs, stay."""
         with self.database.write() as connection:
             connection.execute(delete(HttpBatchRow).where(HttpBatchRow.ended_at < before))
 
     @retried
     def let_go(self, keeper: str) -> None:
-        """`keeper` works on nothing any more."""
+        """Release all leases of `keeper`."""
         with self.database.write() as connection:
             statement = update(HttpBatchRow).where(OPEN, HttpBatchRow.keeper == keeper)
             connection.execute(statement.values(keeper=None, kept_until=None))
 
     def bad_rows(self, batch: HttpBatch, most: int) -> tuple[int, list[tuple[int, JsonObject]]]:
-        """Rows that can never be run: how many, and (line, error) of the first ones."""
+        """Return the number of rows that cannot be run, and (line, error) of the first ones."""
         bad = (
             JobRow.batch == batch.batch,
             JobRow.state == JobState.FAILED,
@@ -355,16 +359,16 @@ class HttpBatchStore:
 
 
 _LET_GO: dict[str, Any] = {"keeper": None, "kept_until": None, "note": None}
-"""A step is over: nobody has a claim, and what was said of a step that failed holds no more."""
+"""Columns at the end of a step: no lease, and no note about a failed step."""
 
 
 def _free(keeper: str, now: datetime, duration: timedelta) -> Any:
-    """Whether this server may claim a batch for so long."""
+    """Return the condition that this server may take the lease."""
     return or_(
         HttpBatchRow.keeper.is_(None),
         HttpBatchRow.keeper == keeper,
         HttpBatchRow.kept_until < now,
-        # Further ahead than anybody sets it: the clock was set back, and who lives claims it anew.
+        # Further ahead than any lease: the clock was set back. A live holder renews its lease.
         HttpBatchRow.kept_until > now + 2 * duration,
     )
 

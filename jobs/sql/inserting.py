@@ -1,4 +1,4 @@
-"""Jobs on their way in: the batches that they name, and their idempotency keys, in one transaction."""
+"""Insertion of jobs, with the batches that they name and their idempotency keys, in one transaction."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -16,18 +16,18 @@ from nightmill.jobs.sql.tables import BatchRow, JobRow
 
 @retried
 def add(rows: Sequence[Mapping[str, Any]], database: Database) -> dict[str, str]:
-    """`insert` in a transaction of its own."""
+    """Insert rows in a separate transaction; see `insert`."""
     with database.write() as connection:
         return insert(rows, connection)
 
 
 def insert(rows: Sequence[Mapping[str, Any]], connection: Connection) -> dict[str, str]:
-    """Insert job rows, all with the same keys, inside the caller's transaction.
+    """Insert job rows, all with the same keys, in the caller's transaction.
 
-    Returns the rows that were not inserted, since their idempotency key is taken by an equal job:
-    {id given: id of the job that is there}. Raises IdempotencyConflictError if the job there has
-    other content, and BatchConflictError if a batch takes no more jobs: then nothing is inserted, and
-    `position` tells the row. Names of batches are entered on the way.
+    Returns the rows that were not inserted because an equal job has their idempotency key: {new id: id of the
+    existing job}. Raises IdempotencyConflictError if the existing job has other content, and
+    BatchConflictError if a batch accepts no more jobs: then nothing is inserted, and `position` names the
+    row. Missing batches are created.
     """
     _enter_batches(rows, connection)
     if not any(row.get("idempotency_key") for row in rows):
@@ -36,27 +36,27 @@ def insert(rows: Sequence[Mapping[str, Any]], connection: Connection) -> dict[st
     statement = dialect_insert(connection, JOBS).on_conflict_do_nothing(
         index_elements=["idempotency_key"], index_where=JobRow.idempotency_key.is_not(None)
     )
-    # Everyone inserts keys in one order, so that two transactions cannot wait for each other's.
+    # All transactions insert keys in one order, so that two cannot deadlock.
     missing = sorted(rows, key=_key_of)
     present: dict[str, tuple[str, str | None]] = {}
-    while missing:  # more than once if a job that had a key was pruned just then
+    while missing:  # repeated if a job with a key was pruned meanwhile
         connection.execute(statement, missing)
         present |= _find_keys(map(_key_of, missing), connection)
         missing = [row for row in missing if _key_of(row) and _key_of(row) not in present]
     try:
         return _resolve_keys(rows, present)
-    except IdempotencyConflictError:  # the transaction may be the caller's, and go on
+    except IdempotencyConflictError:  # the transaction may be the caller's and continue
         for chunk in chunked(row["id"] for row in rows):
             connection.execute(delete(JobRow).where(JobRow.id.in_(chunk)))
         raise
 
 
 def _enter_batches(rows: Sequence[Mapping[str, Any]], connection: Connection) -> None:
-    """Enter the batches that `rows` name, and hold them; raises BatchConflictError."""
+    """Insert the batches that `rows` name, and lock them; raises BatchConflictError."""
     names = {row["batch"]: row for row in rows if row.get("batch")}
     statement = dialect_insert(connection, BatchRow.__table__).on_conflict_do_nothing(index_elements=["name"])
     there: dict[str, HeldBatch] = {}
-    while missing := names.keys() - there.keys():  # again if one was pruned between the two statements
+    while missing := names.keys() - there.keys():  # repeated if one was pruned between the two statements
         values = [
             {
                 "name": name,
@@ -77,7 +77,7 @@ def _enter_batches(rows: Sequence[Mapping[str, Any]], connection: Connection) ->
 
 
 def _find_keys(keys: Iterable[str], connection: Connection) -> dict[str, tuple[str, str | None]]:
-    """Idempotency key -> (id, fingerprint) of the job that has it."""
+    """Return (id, fingerprint) of the existing jobs by idempotency key."""
     present: dict[str, tuple[str, str | None]] = {}
     for chunk in chunked(keys):
         query = select(JobRow.idempotency_key, JobRow.id, JobRow.fingerprint).where(

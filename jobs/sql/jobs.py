@@ -1,4 +1,4 @@
-"""The client's SQL: insert, read, cancel, retry. Every change of state is a guarded UPDATE.
+"""The client's statements: insert, read, cancel, retry. Every change of state is a guarded UPDATE.
 
 The worker's half of the state machine (claim, finish, hand back, rescue, sweep) is in `jobs.sql.claims`.
 """
@@ -25,9 +25,9 @@ from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 from sqlalchemy.orm import InstrumentedAttribute
 
-from nightmill.jobs.contract import FINAL_STATES, JobState, StopReason
+from nightmill.jobs.base.contract import FINAL_STATES, JobState, StopReason
 from nightmill.jobs.errors import InvalidTransitionError, JobNotFoundError
-from nightmill.jobs.job import Job
+from nightmill.jobs.reply.job import Job
 from nightmill.jobs.sql import answers, logprobs, partials
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.locks import hold_batches, lock_ids, refuse_deleting
@@ -37,8 +37,8 @@ from nightmill.jobs.sql.snapshots import read_jobs
 from nightmill.jobs.sql.tables import QUEUED, JobRow
 
 JOBS = cast(Table, JobRow.__table__)
-CHUNK = 500  # ids in one IN list: well under every database's limit of bound parameters
-GROUP = 5_000  # rows that one transaction changes if many are to be: it holds others up for a moment only
+CHUNK = 500  # ids in one IN list, below every database's limit of bound parameters
+GROUP = 5_000  # rows changed by one transaction, which then blocks others only briefly
 
 FINAL = sorted(FINAL_STATES)
 UNFINISHED = (JobState.QUEUED, JobState.RUNNING)
@@ -47,14 +47,14 @@ T = TypeVar("T")
 
 
 def chunked(items: Iterable[T], size: int = CHUNK) -> Iterator[list[T]]:
-    """Lists of at most `size` items, without holding more than one."""
+    """Yield lists of at most `size` items."""
     iterator = iter(items)
     while chunk := list(islice(iterator, size)):
         yield chunk
 
 
 def by_queue(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str | None, int], list[str]]:
-    """Ids of jobs by what decides which queue their message goes to: (model, priority)."""
+    """Group job ids by (model, priority), which determines the queue of their message."""
     groups: dict[tuple[str | None, int], list[str]] = {}
     for row in rows:
         groups.setdefault((row["model"], row["priority"]), []).append(row["id"])
@@ -62,14 +62,14 @@ def by_queue(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str | None, int], 
 
 
 def dialect_insert(connection: Connection, table: Any) -> Any:
-    """An INSERT that can say ON CONFLICT, in the words of this database."""
+    """Return an INSERT that supports ON CONFLICT in this database."""
     make = sqlite_insert if connection.dialect.name == "sqlite" else postgresql_insert
     return make(table)
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which jobs are meant; criteria that are None do not restrict."""
+    """A selection of jobs; criteria that are None do not restrict it."""
 
     ids: Sequence[str] | None = None
     batch: str | None = None
@@ -78,9 +78,10 @@ class Selection:
     after_id: str | None = None
     before_id: str | None = None
     owner: str | None = None
+    request_id: str | None = None
 
     def conditions(self) -> list[Any]:
-        """The criteria as SQL expressions over `jobs`."""
+        """Return the criteria as SQL expressions over `jobs`."""
         wanted: list[Any] = []
         if self.ids is not None:
             wanted.append(JobRow.id.in_(self.ids))
@@ -96,13 +97,16 @@ class Selection:
             wanted.append(JobRow.id < self.before_id)
         if self.owner is not None:
             wanted.append(JobRow.owner == self.owner)
+        if self.request_id is not None:
+            wanted.append(JobRow.request_id == self.request_id)
         return wanted
 
 
 def tokens_read() -> ColumnElement[int]:
-    """The sum of prompt tokens that were read: those of jobs with an answer or a part of one.
+    """Return an expression for the sum of prompt tokens that were computed: those of jobs with at least a
+    partial answer.
 
-    A prompt that was refused, or whose job ended while it waited, was counted and not read.
+    A prompt that was refused, or whose job ended while queued, was counted but not computed.
     """
     answered = or_(JobRow.state == JobState.SUCCEEDED, JobRow.completion_tokens > 0)
     return func.coalesce(func.sum(case((answered, JobRow.prompt_tokens))), 0)
@@ -118,7 +122,7 @@ class Store:
 
     @retried
     def cancel(self, job_id: str) -> JobState:
-        """Cancel a queued job now, ask for a running one to stop. Returns the state that follows.
+        """Cancel a queued job now, or ask a running one to stop. Returns the resulting state.
 
         Cancelling twice changes nothing. Raises JobNotFoundError, and InvalidTransitionError for a job
         that already succeeded or failed.
@@ -146,8 +150,28 @@ class Store:
         return state
 
     @retried
+    def cancel_all(self, job_ids: Sequence[str]) -> None:
+        """Cancel those of these jobs that have not ended, like `cancel`."""
+        now = self.database.now()
+        for chunk in chunked(job_ids):
+            with self.database.write() as connection:
+                lock_ids(connection, chunk)
+                of_these = JobRow.id.in_(chunk)
+                connection.execute(
+                    update(JobRow)
+                    .where(of_these, JobRow.state == JobState.QUEUED)
+                    .values(**cancelled_values(now))
+                )
+                partials.forget_ended(connection, chunk)
+                connection.execute(
+                    update(JobRow)
+                    .where(of_these, JobRow.state == JobState.RUNNING)
+                    .values(cancel_requested_at=func.coalesce(JobRow.cancel_requested_at, now))
+                )
+
+    @retried
     def retry(self, job_id: str, deadline: datetime | None = None) -> Job:
-        """Queue a failed or cancelled job again, with its attempts whole. Its error history stays.
+        """Queue a failed or cancelled job again with all its attempts. Its error history stays.
 
         An old deadline is dropped (it has passed, or would soon) unless a new one is given. Raises
         JobNotFoundError, InvalidTransitionError in any other state, and BatchConflictError if its batch is
@@ -179,7 +203,7 @@ class Store:
     # -- reading ---------------------------------------------------------------------------------
 
     def get(self, job_id: str) -> Job:
-        """One job; raises JobNotFoundError."""
+        """Return one job; raises JobNotFoundError."""
         with self.database.read() as connection:
             found = read_jobs(connection, select(JOBS).where(JobRow.id == job_id))
         if not found:
@@ -187,7 +211,7 @@ class Store:
         return found[0]
 
     def find(self, selection: Selection, limit: int | None = None, newest_first: bool = False) -> list[Job]:
-        """Jobs in the order of enqueueing."""
+        """Return jobs in the order of enqueueing."""
         query: Select[Any] = select(JOBS).where(*selection.conditions())
         query = query.order_by(JobRow.id.desc() if newest_first else JobRow.id)
         if limit is not None:
@@ -196,7 +220,7 @@ class Store:
             return read_jobs(connection, query)
 
     def ids(self, selection: Selection, limit: int) -> list[str]:
-        """Ids in the order of enqueueing."""
+        """Return ids in the order of enqueueing."""
         query = select(JobRow.id).where(*selection.conditions()).order_by(JobRow.id).limit(limit)
         with self.database.read() as connection:
             return list(connection.execute(query).scalars())
@@ -204,7 +228,7 @@ class Store:
     def finished_since(
         self, selection: Selection, since: tuple[datetime, str] | None, limit: int
     ) -> list[Job]:
-        """Final jobs ordered by (finished_at, id), from after `since` on."""
+        """Return final jobs ordered by (finished_at, id), starting after `since`."""
         query = select(JOBS).where(*selection.conditions(), JobRow.finished_at.is_not(None))
         if since is not None:
             moment, job_id = since
@@ -220,42 +244,42 @@ class Store:
 
     @long_lasting
     def count(self, selection: Selection) -> int:
-        """How many jobs are selected."""
+        """Count the selected jobs."""
         query = select(func.count()).select_from(JobRow).where(*selection.conditions())
         with self.database.read() as connection:
             return connection.execute(query).scalar_one()
 
     def count_queued(self, owner: str) -> int:
-        """How many jobs of this owner are queued."""
+        """Count the queued jobs of this owner."""
         query = select(func.count()).select_from(JobRow).where(JobRow.owner == owner, QUEUED)
         with self.database.read() as connection:
             return connection.execute(query).scalar_one()
 
     def count_unfinished(self, selection: Selection) -> int:
-        """How many of the selected jobs are not final."""
+        """Count the selected jobs that are not final."""
         return self.count(replace(selection, states=UNFINISHED))
 
     def missing(self, job_ids: Sequence[str]) -> list[str]:
-        """Those of `job_ids` (at most CHUNK) that no job has."""
+        """Return those of `job_ids` (at most CHUNK) that do not exist."""
         with self.database.read() as connection:
             found = set(connection.execute(select(JobRow.id).where(JobRow.id.in_(job_ids))).scalars())
         return [job_id for job_id in job_ids if job_id not in found]
 
     def states(self, job_ids: Sequence[str]) -> dict[str, JobState]:
-        """Where these jobs (at most CHUNK) stand; those that there are not are left out."""
+        """Return the states of these jobs (at most CHUNK), without unknown ones."""
         with self.database.read() as connection:
             query = select(JobRow.id, JobRow.state).where(JobRow.id.in_(job_ids))
             return {row.id: JobState.read(row.state) for row in connection.execute(query)}
 
     def has_key(self, idempotency_key: str) -> bool:
-        """Whether a job has this key."""
+        """Return True if a job has this idempotency key."""
         query = select(JobRow.id).where(JobRow.idempotency_key == idempotency_key)
         with self.database.read() as connection:
             return connection.execute(query).one_or_none() is not None
 
     @long_lasting
     def counts(self, batch: str | None = None) -> dict[str, dict[str, int]]:
-        """Numbers of jobs: {"state": {...}, "stop_reason": {...}}."""
+        """Count jobs: {"state": {...}, "stop_reason": {...}}."""
         counted: dict[str, dict[str, int]] = {}
         columns: list[InstrumentedAttribute[Any]] = [JobRow.state, JobRow.stop_reason]
         with self.database.read() as connection:
@@ -268,7 +292,7 @@ class Store:
 
     @long_lasting
     def tokens(self, batch: str | None = None) -> tuple[int, int]:
-        """Sums of prompt tokens that were read and completion tokens over finished jobs."""
+        """Return the sums of computed prompt tokens and of completion tokens over finished jobs."""
         query = select(
             tokens_read(),
             func.coalesce(func.sum(JobRow.completion_tokens), 0),
@@ -304,13 +328,13 @@ def mark_unsent(database: Database, job_ids: Sequence[str]) -> None:
 
 RETRYABLE = (
     JobRow.state.in_([JobState.FAILED, JobState.CANCELLED]),
-    # Not a bad row of a file.
+    # Excludes bad rows of a file.
     or_(JobRow.prompt.is_not(None), JobRow.messages.is_not(None), JobRow.prompt_ids.is_not(None)),
 )
 
 
 def retried_values(now: datetime, deadline: datetime | None) -> dict[str, Any]:
-    """What queues a job that ended without a result again; its id, seed and error history stay."""
+    """Return the columns that queue a job again; its id, seed and error history stay."""
     return {
         "state": JobState.QUEUED,
         "failures": 0,
@@ -324,6 +348,8 @@ def retried_values(now: datetime, deadline: datetime | None) -> dict[str, Any]:
         "text": None,
         "prompt_tokens": None,
         "completion_tokens": None,
+        "cached_tokens": None,
+        "reasoning_tokens": None,
         "arithmetic": None,
         "prompt_digest": None,
         "markup": None,
@@ -334,7 +360,7 @@ def retried_values(now: datetime, deadline: datetime | None) -> dict[str, Any]:
 
 
 def cancelled_values(now: datetime) -> dict[str, Any]:
-    """What cancels a queued job."""
+    """Return the columns that cancel a queued job."""
     return {
         "state": JobState.CANCELLED,
         "stop_reason": StopReason.CANCELLED,

@@ -1,7 +1,7 @@
-"""What transactions lock, in one order: batches by name, then jobs by id. Nobody waits in a circle then.
+"""Row locks in one global order, batches by name, then jobs by id, so that transactions cannot deadlock.
 
-PostgreSQL locks rows as a statement comes by them; two transactions that meet the same rows in different
-orders would each wait for the other. SQLite has one writer at a time, and needs nothing of this.
+PostgreSQL locks rows as a statement reaches them, so two transactions that reach the same rows in different
+orders would wait for each other. SQLite has one writer at a time, and does not need this.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from nightmill.jobs.sql.tables import BatchRow, JobRow
 
 @dataclass(frozen=True, slots=True)
 class HeldBatch:
-    """What a batch says about what may be done to it."""
+    """The columns of a locked batch that decide what may be done to it."""
 
     name: str
     format: str | None
@@ -26,18 +26,18 @@ class HeldBatch:
 
 
 def lock_ids(connection: Connection, job_ids: Sequence[str]) -> None:
-    """As `lock_jobs`, the jobs of these ids."""
+    """Lock jobs by id, like `lock_jobs`."""
     if connection.dialect.name != "sqlite":
         connection.execute(_LOCK_IDS, {"job_ids": job_ids})
 
 
 def lock_jobs(connection: Connection, *conditions: Any) -> None:
-    """Lock the jobs that fit, in the order of their ids, before a transaction changes several of them."""
+    """Lock the jobs that match, in the order of their ids, before a transaction changes several of them."""
     if connection.dialect.name != "sqlite":
         connection.execute(select(JobRow.id).where(*conditions).order_by(JobRow.id).with_for_update())
 
 
-# Built once: with hundreds of ids that takes as long as to run it.
+# Built once: with hundreds of ids, building takes as long as executing it.
 _LOCK_IDS = (
     select(JobRow.id)
     .where(JobRow.id.in_(bindparam("job_ids", expanding=True)))
@@ -49,10 +49,10 @@ _LOCK_IDS = (
 def hold_batches(
     connection: Connection, names: Sequence[str], *, whole: bool = False
 ) -> dict[str, HeldBatch]:
-    """Keep batches from being deleted, and from being marked for it, until this transaction ends.
+    """Lock batches against deletion, and against being marked for it, until this transaction ends.
 
-    Returns those that there are. `whole`: they are kept from any other change, too. Whoever adds or queues
-    jobs holds their batch first.
+    Returns the existing ones. `whole`: lock them against any other change, too. A transaction that adds or
+    queues jobs locks their batch first.
     """
     query = select(BatchRow.name, BatchRow.format, BatchRow.cancel_requested_at, BatchRow.deleting_at)
     query = query.where(BatchRow.name.in_(names)).order_by(BatchRow.name)
@@ -65,13 +65,13 @@ def refuse_deleting(batch: HeldBatch | None, field: str = "batch") -> None:
     if batch is not None and batch.deleting_at is not None:
         raise BatchConflictError(
             f"{field}: batch {batch.name!r} is being deleted: choose another name, or wait until it is gone "
-            f"(if that was broken off, `nightmill batch delete {batch.name}` goes on with it)",
+            f"(`nightmill batch delete {batch.name}` resumes an interrupted deletion)",
             field=field,
         )
 
 
 def refuse_closed(batch: HeldBatch | None) -> None:
-    """Raise BatchConflictError if a batch takes no jobs from `enqueue`."""
+    """Raise BatchConflictError if a batch does not accept jobs from `enqueue`."""
     refuse_deleting(batch)
     if batch is not None and batch.format is not None:
         raise BatchConflictError(

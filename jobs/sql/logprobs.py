@@ -1,7 +1,7 @@
-"""The log-probabilities of jobs that asked for them: the SQL of one table.
+"""Statements about the log-probabilities of answers.
 
-They are apart from `jobs` and `answers`, whose rows are small. As answers they are written with the end of
-their job, in the same transaction, and deleted when it is queued again.
+They have a table of their own, since rows of `jobs` and `answers` are small. They are written in the
+transaction that ends their job, and deleted when it is queued again.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,21 +9,23 @@ from typing import cast
 
 from sqlalchemy import Connection, Table, bindparam, delete, insert, select
 
-from nightmill.jobs.contract import JobState
+from nightmill.jobs.base.contract import JobState
 from nightmill.jobs.sql.tables import JobRow, LogprobsRow
 
 LOGPROBS = cast(Table, LogprobsRow.__table__)
 _COLUMNS = ("job_id", "number", "data")
-_READ_AT_ONCE = 100  # jobs
+_READ_AT_ONCE = 100  # jobs per statement
+OF_PROMPT, TOKEN_IDS = -1, -2
+"""In place of an answer's number: the prompt's log-probabilities; the token ids of prompt and answers."""
 
 
 def write(
-    connection: Connection, worker_id: str, of_jobs: Mapping[tuple[str, int], Sequence[bytes | None]]
+    connection: Connection, worker_id: str, of_jobs: Mapping[tuple[str, int], Mapping[int, bytes | None]]
 ) -> None:
-    """Write those of jobs, by job id and attempt, in the order of their answers.
+    """Write the log-probabilities of jobs, by (job id, attempt) and number of the answer.
 
-    Fenced: of jobs that are not this worker's any more nothing is written. The caller has locked the jobs,
-    and ends them next.
+    Fenced: nothing is written for jobs that this worker has lost. The caller has locked the jobs, and ends
+    them next.
     """
     rows = [
         {
@@ -34,7 +36,7 @@ def write(
             "new_data": data,
         }
         for (job_id, attempt), answers in of_jobs.items()
-        for number, data in enumerate(answers)
+        for number, data in answers.items()
         if data is not None
     ]
     if rows:
@@ -42,7 +44,7 @@ def write(
 
 
 def read(connection: Connection, job_ids: Sequence[str]) -> dict[str, dict[int, bytes]]:
-    """By job id and number of the answer; jobs that have none are left out."""
+    """Return packed log-probabilities by job id and number of the answer, without jobs that have none."""
     found: dict[str, dict[int, bytes]] = {}
     for start in range(0, len(job_ids), _READ_AT_ONCE):
         for row in connection.execute(_READ, {"job_ids": job_ids[start : start + _READ_AT_ONCE]}):
@@ -51,11 +53,11 @@ def read(connection: Connection, job_ids: Sequence[str]) -> dict[str, dict[int, 
 
 
 def forget(connection: Connection, job_ids: Iterable[str]) -> None:
-    """Drop those of jobs that are to have others."""
+    """Delete the log-probabilities of jobs that will be run again."""
     connection.execute(_FORGET, {"job_ids": list(job_ids)})
 
 
-# Built once: to build a statement takes longer than SQLite takes to run it.
+# Built once: building a statement takes longer than SQLite takes to execute it.
 _NAMED = LogprobsRow.job_id.in_(bindparam("job_ids", expanding=True))
 _READ = select(LOGPROBS).where(_NAMED)
 _FORGET = delete(LogprobsRow).where(_NAMED)

@@ -1,4 +1,4 @@
-"""What waits for a caller's transaction: sent once it commits, forgotten if it is rolled back."""
+"""An outbox for a caller's transaction: messages are sent once it commits, dropped if it is rolled back."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ _OUTBOX = "nightmill.outbox"  # key in Session.info
 def after_commit(session: "Session", send: Callable[[], None]) -> None:
     """Call `send` once, when the session's outermost transaction commits.
 
-    It is forgotten if that transaction, or a savepoint in which this was called, is rolled back.
+    The call is dropped if that transaction, or the savepoint in which this was called, is rolled back.
     """
     if _OUTBOX not in session.info:  # the listeners stay: SQLAlchemy cannot remove one while it runs
         session.info[_OUTBOX] = []

@@ -1,7 +1,7 @@
-"""The tokens of unfinished jobs, saved so that another attempt can go on from them: the SQL of one table.
+"""Statements about the saved tokens of unfinished jobs, from which another attempt can resume.
 
-They are apart from `jobs`, whose rows are wide and indexed, since they are written every few seconds. A job
-that has ended has none: whoever ends jobs calls `forget_ended` in the same transaction.
+They are written every few seconds and therefore have a table of their own: rows of `jobs` are wide and
+indexed. An ended job has none: every transaction that ends jobs calls `forget_ended`.
 """
 
 import sys
@@ -15,15 +15,15 @@ from sqlalchemy import Connection, Table, bindparam, delete, exists, select
 from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 
-from nightmill.jobs.contract import FINAL_STATES, JobState
+from nightmill.jobs.base.contract import FINAL_STATES, JobState
 from nightmill.jobs.sql.tables import JobRow, PartialRow
 
 
 @dataclass(frozen=True, slots=True)
 class SavedTokens:
-    """What an attempt had drawn. `fingerprint`: of the model and the prompt that the tokens follow.
+    """The tokens of an attempt. `fingerprint` identifies the model and the prompt that they follow.
 
-    Of a job with several answers the tokens of each, as `worker.service.answering` packs them.
+    For a job with several answers they are those of each answer, packed by `worker.service.answering`.
     """
 
     job_id: str
@@ -33,29 +33,29 @@ class SavedTokens:
 
 
 def save(connection: Connection, worker_id: str, group: Sequence[SavedTokens], now: datetime) -> int:
-    """Write the tokens of running jobs, each in place of what was saved before, as one statement.
+    """Write the tokens of running jobs, replacing those saved before, with one statement.
 
-    Fenced: of jobs that are not this worker's any more nothing is written. Returns how many were. The caller
-    has locked the jobs, so that none of them ends at the same time.
+    Fenced: nothing is written for jobs that this worker has lost. Returns the number of written rows. The
+    caller has locked the jobs, so that none of them ends at the same time.
     """
     rows = [
         {
-            "saved_job": one.job_id,
-            "saved_attempt": one.attempt,
+            "saved_job": tokens.job_id,
+            "saved_attempt": tokens.attempt,
             "saved_worker": worker_id,
-            "new_fingerprint": one.fingerprint,
-            "new_tokens": _pack(one.token_ids),
+            "new_fingerprint": tokens.fingerprint,
+            "new_tokens": _pack(tokens.token_ids),
             "new_saved_at": now,
         }
-        for one in group
+        for tokens in group
     ]
     statement = _SAVE_SQLITE if connection.dialect.name == "sqlite" else _SAVE_POSTGRESQL
-    counting = {"preserve_rowcount": True}  # SQLAlchemy forgets the count of an INSERT otherwise
+    counting = {"preserve_rowcount": True}  # otherwise SQLAlchemy drops the row count of an INSERT
     return connection.execute(statement, rows, execution_options=counting).rowcount
 
 
 def find(connection: Connection, job_ids: Iterable[str]) -> dict[str, SavedTokens]:
-    """What was saved of these jobs, by job id; bytes that are not a whole list of tokens are left out."""
+    """Return the saved tokens by job id, without invalid ones."""
     rows = connection.execute(_FIND, {"job_ids": list(job_ids)})
     return {
         row.job_id: SavedTokens(row.job_id, row.attempt, row.fingerprint, _unpack(row.tokens))
@@ -65,7 +65,7 @@ def find(connection: Connection, job_ids: Iterable[str]) -> dict[str, SavedToken
 
 
 def forget_ended(connection: Connection, job_ids: Sequence[str] | None = None) -> None:
-    """Drop the tokens of jobs (of all, or of those named) that have ended."""
+    """Delete the tokens of ended jobs, of all or of those named."""
     if job_ids is None:
         connection.execute(_FORGET)
     else:
@@ -92,7 +92,7 @@ def _save_statement(insert: Any) -> Any:
     )
 
 
-# Built once: to build a statement takes longer than SQLite takes to run it.
+# Built once: building a statement takes longer than SQLite takes to execute it.
 _NAMED = PartialRow.job_id.in_(bindparam("job_ids", expanding=True))
 _FIND = select(PartialRow.__table__).where(_NAMED)
 _FORGET = delete(PartialRow).where(
@@ -107,7 +107,7 @@ _TOKEN_BYTES = 4
 
 
 def _pack(token_ids: Sequence[int]) -> bytes:
-    """Token ids as 32-bit integers, the lowest byte first."""
+    """Pack token ids as little-endian 32-bit integers."""
     packed = array("i", token_ids)
     if sys.byteorder == "big":
         packed.byteswap()

@@ -1,13 +1,13 @@
-"""How long a statement may go without an answer, and what drops the connection past that.
+"""Timeouts of statements: a connection that stays silent for too long is closed.
 
-A database that hangs, or a connection that a firewall has frozen, answers nothing and closes nothing. The
-kernel's own limits (keepalives, TCP_USER_TIMEOUT) help only if nobody acknowledges either, and a
-`statement_timeout` only if the server can still be heard. So a wait for PostgreSQL ends here, by the clock of
-this process: the connection is closed, and the statement fails as it does if the server goes away.
+A hanging database, or a connection frozen by a firewall, neither answers nor closes. The kernel's limits
+(keepalives, TCP_USER_TIMEOUT) help only without acknowledgements, and a `statement_timeout` only if the
+server can still reply. So waits for PostgreSQL end here, by this process's clock: the connection is closed,
+and the statement fails as if the server had gone away.
 
-The limit is one of silence: a statement whose rows keep coming may take longer. So may one on a whole batch
-or table (`long_lasting`), for as long as the server says, over another connection, that it works on it. And
-it is shorter for callers who have only so much time themselves (`until`).
+The limit applies to silence: a statement whose rows keep coming may take longer. So may a statement on a
+whole batch or table (`long_lasting`), as long as the server reports, over another connection, that it is
+working on it. The limit is shorter for callers with a deadline (`until`).
 """
 
 import math
@@ -18,17 +18,16 @@ from contextvars import ContextVar
 from functools import cache, partial, wraps
 from typing import Any, Final, ParamSpec, TypeVar
 
+from nightmill.jobs.sql.sessions import Session
+
 PING_SECONDS: Final = 5.0
-"""For a connection of the pool to show that it is still good."""
+"""Limit for the check of a pooled connection."""
 STATEMENT_SECONDS: Final = 20.0
-"""For a statement; less than the silence after which a worker counts as dead."""
+"""Limit for a statement; less than the silence after which a worker counts as dead."""
 CONNECT_SECONDS: Final = 10.0
-"""For a connection to be made, for each address of the host."""
+"""Limit for connecting, for each address of the host."""
 LEAST_SECONDS: Final = 0.5
-"""What a statement is given though its caller's time is over: a database that answers does so sooner."""
-_IDLE_SECONDS = (
-    30  # in a transaction, after which the server ends it; nothing of ours is slow between statements
-)
+"""Least limit of a statement, even if its caller's time is over: a working database answers sooner."""
 _LOOK_SECONDS = 1.0  # psycopg looks ten times a second; longer means that this process was suspended
 
 KEEPALIVE: Final[Mapping[str, int]] = {
@@ -38,19 +37,11 @@ KEEPALIVE: Final[Mapping[str, int]] = {
     "keepalives_count": 3,
     "tcp_user_timeout": 20_000,  # milliseconds
 }
-"""What libpq asks of the kernel: a peer that acknowledges nothing is given up within half a minute."""
-
-_SESSION: Final = "; ".join(
-    f"SET {name} = {value}"
-    for name, value in {
-        "idle_in_transaction_session_timeout": 1000 * _IDLE_SECONDS,
-        "tcp_keepalives_idle": KEEPALIVE["keepalives_idle"],
-        "tcp_keepalives_interval": KEEPALIVE["keepalives_interval"],
-        "tcp_keepalives_count": KEEPALIVE["keepalives_count"],
-    }.items()
-)
-"""What the server is to do about a client that it hears no more: until it gives up a transaction whose client
-went on with another connection, that one waits for the rows which the first has locked."""
+"""Connection options for the kernel: a peer that acknowledges nothing is given up within half a minute."""
+SERVER_KEEPALIVE: Final = {
+    f"tcp_{name}": KEEPALIVE[name] for name in ("keepalives_idle", "keepalives_interval", "keepalives_count")
+}
+"""The same options for the server's side."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -62,7 +53,7 @@ _end: ContextVar[float | None] = ContextVar("end of a caller's time", default=No
 
 @contextmanager
 def patience(seconds: float) -> Iterator[None]:
-    """Give each statement in this block so many seconds without an answer."""
+    """Set the limit of silence for statements in this block."""
     token = _kind.set(seconds)
     try:
         yield
@@ -72,12 +63,12 @@ def patience(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def until(moment: float | None) -> Iterator[None]:
-    """Give statements in this block no more time than to this moment of `time.monotonic`; None: as usual.
+    """Limit statements in this block to this moment of `time.monotonic`; None: the usual limits.
 
-    Inside another such block the earlier moment counts.
+    In nested blocks the earliest moment applies.
     """
     outer = _end.get()
-    moments = [one for one in (outer, moment) if one is not None]
+    moments = [limit for limit in (outer, moment) if limit is not None]
     token = _end.set(min(moments, default=None))
     try:
         yield
@@ -86,7 +77,7 @@ def until(moment: float | None) -> Iterator[None]:
 
 
 def long_lasting(function: Callable[P, R]) -> Callable[P, R]:
-    """Let statements in this function, which is no generator, take as long as the server works on them."""
+    """Let statements of this function, not a generator, take as long as the server works on them."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -100,41 +91,56 @@ def long_lasting(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def seconds_for(usual: float | None = None) -> float:
-    """What is left of the usual time (by default a statement's) for a caller who has only so much."""
+    """Return the usual limit (by default a statement's), cut to the caller's remaining time."""
     seconds, end = _kind.get() if usual is None else usual, _end.get()
     return seconds if end is None else max(LEAST_SECONDS, min(seconds, end - time.monotonic()))
 
 
 @cache
 def bounded_connection() -> Any:
-    """psycopg's connection, whose waits for the server end; the class, made where psycopg is installed."""
+    """Return a subclass of psycopg's connection with bounded waits; made here as psycopg is optional."""
     import psycopg
 
     class BoundedConnection(psycopg.Connection[Any]):
-        """A connection that is closed once its server has been silent for too long."""
+        """A connection that is closed if its server has been silent for too long.
+
+        pooled      whether it goes through a pooler in transaction mode
+        server_pid  id of its server process; with a pooler, within this transaction
+        """
 
         again: Callable[[], Any]
+        pooled: bool
+        server_pid: int
 
         @classmethod
-        def connect_again(cls, args: Any, options: Mapping[str, Any]) -> Any:
-            """As `connect`; the connection can make another like it."""
-            made = cls.connect(*args, **options)
-            made.again = partial(cls.connect, *args, **options)
+        def connect_again(cls, args: Any, options: Mapping[str, Any], session: Session) -> Any:
+            """Connect and set up the session; the connection can make another like it."""
+            connection = cls.connect(*args, **options)
+            connection.again = partial(cls.connect, *args, **options)
             try:
                 with patience(PING_SECONDS):
-                    made.autocommit = True
-                    made.execute(_SESSION)
-                    made.autocommit = False
-            except BaseException:  # also Ctrl-C: no connection stays open unowned
-                made.close()
+                    connection._set_up(session)
+            except BaseException:  # including Ctrl-C: no connection is leaked
+                connection.close()
                 raise
-            return made
+            return connection
+
+        def _set_up(self, session: Session) -> None:
+            said = self.server_pid = self.pgconn.backend_pid
+            self.pooled = session.pooler == "transaction"
+            if not self.pooled:
+                self.autocommit = True
+                row: Any = self.execute(session.opening(said), prepare=False).fetchone()
+                self.autocommit = False
+                self.pooled = session.pooler == "auto" and row[0] != said
+            if self.pooled:
+                self.prepare_threshold = None
 
         def wait(self, gen: Generator[Any, Any, R], *args: Any, **kwargs: Any) -> R:
             return super().wait(self._bounded(gen), *args, **kwargs)
 
         def _bounded(self, steps: Generator[Any, Any, R]) -> Generator[Any, Any, R]:
-            """The same steps, which end with an error if none could be taken for too long."""
+            """Run the same steps; fails if none completes for too long."""
             lasts, ends = _long.get(), _end.get() is not None
             limit, may_last = seconds_for(math.inf if lasts and ends else None), lasts and not ends
             silent, looked_at = 0.0, time.monotonic()
@@ -158,12 +164,13 @@ def bounded_connection() -> Any:
                 return result
 
         def _is_worked_for(self) -> bool:
-            """Whether the server is busy with this connection's statement; it is asked over another one."""
+            """Ask over another connection whether the server is executing this connection's statement."""
             query = "SELECT 1 FROM pg_stat_activity WHERE pid = %s AND state = 'active'"
             token = _long.set(False)
             try:
                 with patience(PING_SECONDS), self.again() as other:
-                    return other.execute(query, (self.pgconn.backend_pid,)).fetchone() is not None
+                    found = other.execute(query, (self.server_pid,), prepare=False)
+                    return found.fetchone() is not None
             except psycopg.Error:
                 return False
             finally:

@@ -1,4 +1,4 @@
-"""Deleting what is old: finished jobs, and batches whose last row ended long ago. Never unfinished ones."""
+"""Deletion of old jobs and batches that ended long ago. Unfinished ones are never deleted."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,17 +17,17 @@ from nightmill.jobs.sql.tables import BatchRow, JobRow
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What was deleted, or would be."""
+    """Numbers of deleted jobs and batches, or of those that would be."""
 
     jobs: int
     batches: int
 
 
 class Prune:
-    """What ended before `cutoff`.
+    """Deletion of everything that ended before `cutoff`.
 
-    A submitted batch is kept or deleted as a whole, by its last row: its results stay complete. Jobs of no
-    batch, and of batches that `enqueue` may add to for ever, are judged one by one.
+    A submitted batch is kept or deleted as a whole, by its last row, so its results stay complete. Jobs
+    without a batch, and those of batches filled by `enqueue`, are deleted one by one.
     """
 
     def __init__(self, store: BatchStore, cutoff: datetime) -> None:
@@ -38,7 +38,7 @@ class Prune:
 
     @long_lasting
     def count(self) -> Pruned:
-        """What `run` would delete now."""
+        """Count what `run` would delete now."""
         whole = self._whole_batches()
         with self._database.read() as connection:
             single = connection.execute(
@@ -51,9 +51,9 @@ class Prune:
         return Pruned(single + rows, empty + len(whole))
 
     def run(self) -> Iterator[Pruned]:
-        """Delete in groups, a transaction each; yields what is gone so far.
+        """Delete in groups, a transaction each; yields the totals so far.
 
-        What changed since it was chosen, or is being deleted by somebody else, is skipped or shared.
+        Jobs that changed meanwhile are skipped; concurrent runs share the work.
         """
         jobs = batches = 0
         for name in self._whole_batches():
@@ -72,7 +72,7 @@ class Prune:
     @long_lasting
     @retried
     def _delete_single_jobs(self, last: str) -> tuple[int, str | None]:
-        """Delete a group from after the id `last` on: how many, and where the next group begins."""
+        """Delete a group of jobs after the id `last`; returns (number, start of the next group)."""
         with self._database.write() as connection:
             query = select(JobRow.id).where(JobRow.id > last, *self._single_jobs())
             locked = query.order_by(JobRow.id).limit(GROUP).with_for_update(skip_locked=True)
@@ -86,7 +86,7 @@ class Prune:
             query = select(BatchRow.name).where(*self._empty_batches()).order_by(BatchRow.name)
             names = connection.execute(query.with_for_update(skip_locked=True)).scalars().all()
             gone = 0
-            for chunk in chunked(names):  # a new statement: it sees what was added before we had the lock
+            for chunk in chunked(names):  # a new statement, which sees rows added before the lock was taken
                 empty = (BatchRow.name.in_(chunk), *self._empty_batches())
                 gone += connection.execute(delete(BatchRow).where(*empty)).rowcount
             return gone

@@ -1,4 +1,4 @@
-"""Transactions that lost to others, as in a deadlock, are run again: the database says which these are."""
+"""Retries of transactions that lost to others, for example in a deadlock."""
 
 import random
 import time
@@ -21,9 +21,9 @@ T = TypeVar("T")
 def retried(function: Callable[P, T]) -> Callable[P, T]:
     """Call `function` again while it raises DatabaseBusyError, for RETRY_SECONDS at most.
 
-    For functions that are one transaction (or several, if running the first ones twice does no harm): a
-    transaction that lost was rolled back whole, so running it again is running it once. The pauses are drawn,
-    so that two that met do not meet again.
+    For functions that are one transaction (or several, if repeating the first ones is harmless): a
+    transaction that lost was rolled back, so repeating it is safe. The pauses are random, so that two
+    transactions do not collide again.
     """
 
     @wraps(function)

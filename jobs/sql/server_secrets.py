@@ -1,4 +1,4 @@
-"""Random secrets that the servers of one database share. Each is made by the first that needs it."""
+"""Random secrets shared by the servers of one database, each created on first use."""
 
 import secrets
 from typing import cast
@@ -12,19 +12,19 @@ from nightmill.jobs.sql.retrying import retried
 from nightmill.jobs.sql.tables import ServerSecretRow
 
 SESSIONS = "sessions"
-"""What seals the sessions of browsers."""
+"""Name of the secret that seals browser sessions."""
 _BYTES = 32
 _TABLE = cast(Table, ServerSecretRow.__table__)
 
 
 class ServerSecrets:
-    """The secrets in SQL. Whoever deletes one has the next server that asks make another."""
+    """The secrets in SQL. A deleted secret is replaced at the next use."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def get(self, name: str) -> bytes:
-        """The secret of this name, the same for all servers. Raises DatabaseError."""
+        """Return the secret of this name, the same for all servers. Raises DatabaseError."""
         return self._find(name) or self._make(name)
 
     def _find(self, name: str) -> bytes | None:
@@ -34,7 +34,7 @@ class ServerSecrets:
 
     @retried
     def _make(self, name: str) -> bytes:
-        """Enter a new secret unless another server was faster; returns the one that is there."""
+        """Insert a new secret unless another server was faster; returns the stored one."""
         now = self._database.now()
         insert = sqlite_insert if self._database.is_sqlite else postgresql_insert
         adding = insert(_TABLE).values(name=name, value=secrets.token_bytes(_BYTES), created_at=now)

@@ -1,10 +1,9 @@
-"""Times that lie in the future after the clock was set back: they are made to be now, at first sight.
+"""Correction of timestamps that lie in the future after the clock was set back.
 
-A time at which something happened (a heartbeat, the sending of a message) counts as fresh until so much time
-has gone by. Once the database's clock is set back by an hour, what happened just before lies an hour ahead:
-a worker that died then would count as alive for that hour, and a message that was lost then as on its way.
-Such a time says nothing but that it was before this moment. So whoever comes by it writes down this moment
-instead; who is alive says so again in time.
+A heartbeat or the sending of a message counts as recent for some time. If the database's clock is set back by
+an hour, timestamps from just before lie an hour ahead: a worker that died then would count as alive for that
+hour, and a message that was lost then as on its way. Such timestamps are replaced by the current time when
+they are first seen; a live worker updates its own in time.
 """
 
 from datetime import timedelta
@@ -17,13 +16,13 @@ from nightmill.jobs.sql.retrying import retried
 from nightmill.jobs.sql.tables import JobRow, WorkerRow
 
 AHEAD = timedelta(seconds=5)
-"""How far ahead a time may lie: each process counts on from when it read the database's clock."""
+"""Tolerated lead of a timestamp, since each process extrapolates the database's clock."""
 _GROUP = 1024
 
 
 @retried
 def settle_heartbeats(database: Database) -> None:
-    """Heartbeats that lie ahead, of whatever worker, were at this moment."""
+    """Replace heartbeats in the future by the current time, for all workers."""
     ahead = WorkerRow.heartbeat_at > database.clock_time(ago=-AHEAD)
     with database.read() as connection:
         if connection.execute(select(WorkerRow.id).where(ahead).limit(1)).first() is None:
@@ -33,7 +32,7 @@ def settle_heartbeats(database: Database) -> None:
 
 
 def settle_sendings(database: Database, connection: Connection, *conditions: Any) -> None:
-    """Messages of the jobs that fit, in groups, were sent at this moment if their time lies ahead."""
+    """Replace sending times in the future by the current time, for matching jobs, in groups."""
     ahead = JobRow.sent_at > database.clock_time(ago=-AHEAD)
     query = select(JobRow.id).where(*conditions, ahead).order_by(JobRow.sent_at, JobRow.id).limit(_GROUP)
     if found := connection.execute(query.with_for_update(skip_locked=True)).scalars().all():

@@ -1,4 +1,4 @@
-"""Rows of `jobs` as the public snapshots, `Job`, with their answers and log-probabilities."""
+"""Conversion of rows of `jobs` to public snapshots, `Job`, with answers and log-probabilities."""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -6,43 +6,51 @@ from typing import Any, TypeVar
 
 from sqlalchemy import Connection, RowMapping, Select
 
-from nightmill.jobs.contract import FINAL_STATES, Constrained, JobState, Markup, Rendering, StopReason
-from nightmill.jobs.job import Answer, Job
-from nightmill.jobs.parameters import GenerationParams
+from nightmill.jobs.base.contract import FINAL_STATES, Constrained, JobState, Markup, Rendering, StopReason
+from nightmill.jobs.reply import token_ids
+from nightmill.jobs.reply.job import Answer, Job
+from nightmill.jobs.reply.token_ids import TokenIds
+from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.jobs.sql import answers, logprobs
 
 T = TypeVar("T")
 
 
 def read_jobs(connection: Connection, query: Select[Any]) -> list[Job]:
-    """The jobs whose whole rows a query selects, with their answers."""
+    """Return the jobs selected by a query for whole rows, with their answers."""
     rows = connection.execute(query).mappings().all()
     several = {row["id"]: row["text"] for row in rows if _ended_with(row, "n", "score")}
-    telling = [row["id"] for row in rows if _ended_with(row, "logprobs", "score")]
+    asking = ("logprobs", "score", "prompt_logprobs", "return_token_ids")
+    telling = [row["id"] for row in rows if _ended_with(row, *asking)]
     known = answers.read(connection, several) if several else {}
-    told = logprobs.read(connection, telling) if telling else {}
-    return [job_from_row(row, known.get(row["id"], ()), told.get(row["id"], {})) for row in rows]
+    packed_logprobs = logprobs.read(connection, telling) if telling else {}
+    return [job_from_row(row, known.get(row["id"], ()), packed_logprobs.get(row["id"], {})) for row in rows]
 
 
 def _ended_with(row: RowMapping, *parameters: str) -> bool:
-    """Whether a job has ended that was given one of these parameters."""
+    """Return True if the job has ended and has one of these parameters."""
     params = row["params"] if isinstance(row["params"], dict) else {}
     return row["state"] in FINAL_STATES and any(name in params for name in parameters)
 
 
 def job_from_row(
-    row: RowMapping, several: tuple[Answer, ...] = (), told: Mapping[int, bytes] | None = None
+    row: RowMapping, several: tuple[Answer, ...] = (), packed_logprobs: Mapping[int, bytes] | None = None
 ) -> Job:
-    """A row of `jobs` as the public snapshot. What this version does not understand is shown as it is.
+    """Convert a row of `jobs` to a public snapshot. Values that this version does not understand are shown
+    unchanged.
 
-    Never raises: one row that a newer version has written must not hide the others of its list.
+    Never raises: a row written by a newer version must not hide the others of a list.
     """
     values = {name: row[name] for name in _SHOWN_AS_THEY_ARE}
     params = GenerationParams.read((_of_kind(row["params"], dict) or {}) | {"seed": row["seed"]})
+    packed = packed_logprobs or {}
+    ids = token_ids.read(packed.get(logprobs.TOKEN_IDS, b""))
     return Job(
         **values,
-        several=_told(several, params, told or {}),
-        told=None if several else (told or {}).get(0),
+        several=_with_details(several, params, packed, ids),
+        packed_logprobs=None if several else packed.get(0),
+        packed_prompt_logprobs=packed.get(logprobs.OF_PROMPT),
+        token_ids=ids,
         state=JobState.read(row["state"]),
         stop_reason=StopReason.read(row["stop_reason"]) if row["stop_reason"] else None,
         prompt_ids=_of_kind(row["prompt_ids"], list),
@@ -52,17 +60,22 @@ def job_from_row(
         constrained=Constrained.read(row["constrained"]),
         prompt_digest=row["prompt_digest"],
         markup=Markup.read(row["markup"]),
-        errors=[one for one in _of_kind(row["errors"], list) or [] if isinstance(one, dict)],
+        request=_of_kind(row["request"], dict),
+        errors=[entry for entry in _of_kind(row["errors"], list) or [] if isinstance(entry, dict)],
         metadata=_of_kind(row["metadata"], dict) or {},
     )
 
 
-def _told(
-    several: tuple[Answer, ...], params: GenerationParams, told: Mapping[int, bytes]
+def _with_details(
+    several: tuple[Answer, ...], params: GenerationParams, packed: Mapping[int, bytes], ids: TokenIds | None
 ) -> tuple[Answer, ...]:
-    """Answers with their log-probabilities; those of texts that are given are these texts."""
+    """Return answers with the details of their tokens; those of a scoring job also with their texts."""
     texts = params.score if isinstance(params.score, tuple) and len(params.score) == len(several) else ()
-    answers = (replace(answer, told=told.get(number)) for number, answer in enumerate(several))
+    of_answers = dict(enumerate(ids.answers)) if ids is not None else {}
+    answers = (
+        replace(answer, packed_logprobs=packed.get(number), token_ids=of_answers.get(number))
+        for number, answer in enumerate(several)
+    )
     if not texts:
         return tuple(answers)
     return tuple(replace(answer, text=text) for answer, text in zip(answers, texts, strict=True))
@@ -71,7 +84,9 @@ def _told(
 _SHOWN_AS_THEY_ARE = {field.name for field in fields(Job)} - {
     *(
         "several",
-        "told",
+        "packed_logprobs",
+        "packed_prompt_logprobs",
+        "token_ids",
         "state",
         "stop_reason",
         "prompt_ids",
@@ -81,6 +96,7 @@ _SHOWN_AS_THEY_ARE = {field.name for field in fields(Job)} - {
         "constrained",
         "prompt_digest",
         "markup",
+        "request",
         "errors",
         "metadata",
     )
@@ -88,5 +104,5 @@ _SHOWN_AS_THEY_ARE = {field.name for field in fields(Job)} - {
 
 
 def _of_kind(value: Any, kind: type[T]) -> T | None:
-    """A JSON column's value, if it is what it should be."""
+    """Return the value of a JSON column if it has this type."""
     return value if isinstance(value, kind) else None

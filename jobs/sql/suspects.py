@@ -1,12 +1,12 @@
-"""What becomes of the jobs that a worker ran when it died: innocent ones must not fail with the guilty one.
+"""Handling of jobs in flight at a worker's death, so that the innocent do not fail with the guilty one.
 
-A job that was alone in its worker is charged with a failed attempt. Of several, any may have killed it, so
-nobody is charged: they are suspects, queued again in two halves, each a group that a worker runs apart from
-everything else. A group that dies again is halved again, until the guilty job is alone: of n jobs in flight
-that takes log2(n) more deaths, and its attempts.
+A job that was alone in its worker is charged with a failed attempt. If there were several, any may have
+killed the worker, so none is charged: they become suspects, queued again in two halves, each a group that a
+worker runs with nothing else. A group that dies again is halved again, until the guilty job is alone: with n
+jobs in flight that takes log2(n) more deaths, and its attempts.
 
-A group has an id in the column `jobs.suspects`, which sorts by when the group was made. The oldest group is
-run first: all halves have had their turn before quarters begin, so the innocent are done early.
+The column `jobs.suspects` has the group's id, which sorts by creation. The oldest group runs first: all
+halves run before any quarter, so innocent jobs finish early.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,8 +15,8 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, func, or_, select, update
 
-from nightmill.jobs.contract import MAX_ERROR_LENGTH, JobState, JsonObject, StopReason, storable
-from nightmill.jobs.ids import IdSource
+from nightmill.jobs.base.contract import MAX_ERROR_LENGTH, JobState, JsonObject, StopReason, storable
+from nightmill.jobs.base.ids import IdSource
 from nightmill.jobs.sql import partials
 from nightmill.jobs.sql.jobs import chunked
 from nightmill.jobs.sql.tables import QUEUED, RUNNING, JobRow
@@ -26,7 +26,7 @@ _TO_QUEUE: dict[str, Any] = {"state": JobState.QUEUED, "worker": None, "sent_at"
 
 
 def running_jobs(connection: Connection, worker_id: str) -> Sequence[Any]:
-    """What `charge` needs to know of the jobs that a worker runs, locked in the order of their ids."""
+    """Return the columns that `charge` needs of a worker's running jobs, locked in the order of their ids."""
     return connection.execute(
         select(
             JobRow.id,
@@ -44,11 +44,11 @@ def running_jobs(connection: Connection, worker_id: str) -> Sequence[Any]:
 
 
 def charge(connection: Connection, rows: Sequence[Any], reason: str, now: datetime) -> list[str]:
-    """A worker has died with these rows of `running_jobs`; returns the ids that are queued again."""
+    """Charge a worker's death to these rows of `running_jobs`; returns the ids that are queued again."""
     if len(rows) == 1:
         return [rows[0].id] if _count_failure(connection, rows[0], reason, now) else []
     cancelled = [row.id for row in rows if row.cancel_requested_at is not None]
-    for chunk in chunked(cancelled):  # nobody would look at the request again once the job is queued
+    for chunk in chunked(cancelled):  # a queued job's cancel request would never be read
         connection.execute(
             update(JobRow)
             .where(JobRow.id.in_(chunk), RUNNING)
@@ -67,7 +67,7 @@ def charge(connection: Connection, rows: Sequence[Any], reason: str, now: dateti
 
 
 def next_group(connection: Connection, models: Iterable[str | None], now: datetime) -> str | None:
-    """The group that a worker of these models is to run next: the most urgent, then the oldest."""
+    """Return the next group for a worker of these models: the most urgent, then the oldest."""
     query = (
         select(JobRow.suspects)
         .where(QUEUED, JobRow.suspects.is_not(None), of_models(models), *claimable(now))
@@ -79,12 +79,12 @@ def next_group(connection: Connection, models: Iterable[str | None], now: dateti
 
 
 def of_models(models: Iterable[str | None]) -> ColumnElement[bool]:
-    """Jobs for one of `models`; None stands for jobs that name none."""
+    """Return the condition for jobs of `models`; None stands for jobs without a model."""
     return or_(*(JobRow.model.is_(None) if model is None else JobRow.model == model for model in models))
 
 
 def claimable(now: datetime | ColumnElement[datetime]) -> tuple[ColumnElement[bool], ...]:
-    """Queued jobs that are due, and not past their deadline."""
+    """Return the conditions for queued jobs that are due and not past their deadline."""
     return (
         QUEUED,
         or_(JobRow.scheduled_at.is_(None), JobRow.scheduled_at <= now),
@@ -93,7 +93,7 @@ def claimable(now: datetime | ColumnElement[datetime]) -> tuple[ColumnElement[bo
 
 
 def history(row: Any, reason: str, now: datetime) -> list[JsonObject]:
-    """The row's `errors` with one entry more."""
+    """Return the row's `errors` with a new entry."""
     entry = {
         "attempt": row.attempt,
         "worker": row.worker,
@@ -104,7 +104,8 @@ def history(row: Any, reason: str, now: datetime) -> list[JsonObject]:
 
 
 def _count_failure(connection: Connection, row: Any, reason: str, now: datetime) -> bool:
-    """Charge a running row with a failed attempt; True if it is queued again, False if it has ended."""
+    """Charge a running row with a failed attempt; returns True if it is queued again, False if it has
+    ended."""
     failures = row.failures + 1
     again = failures < row.max_attempts
     cancelled = row.cancel_requested_at is not None
@@ -112,7 +113,7 @@ def _count_failure(connection: Connection, row: Any, reason: str, now: datetime)
     if cancelled:
         values |= {"state": JobState.CANCELLED, "stop_reason": StopReason.CANCELLED, "finished_at": now}
     elif again:
-        values |= _TO_QUEUE | {"suspects": _GROUPS.draw()}  # a group of its own: it stays alone
+        values |= _TO_QUEUE | {"suspects": _GROUPS.draw()}  # a group of its own, so that it runs alone
     else:
         values |= {
             "state": JobState.FAILED,

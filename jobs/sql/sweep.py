@@ -1,6 +1,6 @@
-"""What any live worker does for all jobs: rescue, expire, and find what needs a message.
+"""Maintenance by any live worker for all jobs: rescue, expiry, and missing messages.
 
-Sweeps of several workers at once do not disturb one another: rows that one has locked, the others skip.
+Concurrent sweeps do not block each other: each skips rows locked by another.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,8 +12,8 @@ from typing import Any
 
 from sqlalchemy import Connection, exists, func, or_, select, update
 
-from nightmill.jobs.contract import JobState, StopReason, WorkerState
-from nightmill.jobs.fields import INTERACTIVE
+from nightmill.jobs.base.contract import JobState, StopReason, WorkerState
+from nightmill.jobs.request.fields import INTERACTIVE
 from nightmill.jobs.sql import partials, suspects
 from nightmill.jobs.sql.claims import hand_back
 from nightmill.jobs.sql.database import Database
@@ -36,9 +36,9 @@ class Announcement:
 
 
 class ClockWatch:
-    """Notices that the database's clock was set, or stood still for this host while it was suspended.
+    """Detects that the database's clock was set, or that this host was suspended.
 
-    Then live workers look silent, until each has had the time for a heartbeat.
+    Live workers then look silent until each has had time for a heartbeat.
     """
 
     def __init__(self) -> None:
@@ -46,18 +46,19 @@ class ClockWatch:
         self._wait_until = float("-inf")
 
     def trusted(self, time: datetime, monotonic: float, stale_after: timedelta) -> bool:
-        """False from when a step was seen until `stale_after` has gone by. Ask in every round."""
+        """Return False from a detected step until `stale_after` has passed. Call it in every round."""
         if self._last is not None:
             then, counted = self._last
             step = (time - then).total_seconds() - (monotonic - counted)
-            if abs(step) > stale_after.total_seconds() / 2:  # less makes nobody look silent who beats in time
+            # A smaller step does not make a punctual worker look silent.
+            if abs(step) > stale_after.total_seconds() / 2:
                 self._wait_until = monotonic + stale_after.total_seconds()
         self._last = (time, monotonic)
         return monotonic >= self._wait_until
 
 
 class Sweep:
-    """The tables as a whole, as the workers keep them in order."""
+    """Maintenance of the tables by workers."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
@@ -66,13 +67,12 @@ class Sweep:
     def rescue(self, stale_after: timedelta, *, rescuer: str = "") -> list[str]:
         """Take the running jobs from workers that fell silent; returns the ids of jobs queued again.
 
-        Never from the worker that asks, `rescuer`, whatever its row says: it lives. A worker's jobs are
-        suspects of its death: see `suspects.charge`. Each worker in a transaction of its own, which locks its
-        jobs in the order of their ids as everybody does: two workers' jobs in one transaction would be locked
-        in two such orders.
+        Never from `rescuer`, which is alive whatever its row says. A dead worker's jobs become suspects, see
+        `suspects.charge`. Each worker is handled in a transaction of its own, which locks jobs in the order
+        of their ids; two workers' jobs in one transaction could break that order.
         """
         settle_heartbeats(self.database)
-        time = self.database.read_clock()  # what is old goes by it, also in a process that still counts on
+        time = self.database.read_clock()  # read anew, as ages must not rely on an extrapolated clock
         if not self._clock_watch.trusted(time, self.database.monotonic(), stale_after):
             return []
         queued: list[str] = []
@@ -83,7 +83,7 @@ class Sweep:
     @retried
     def _rescue_one(self, stale_after: timedelta, rescuer: str) -> list[str] | None:
         """Take the jobs of one silent worker; None if there is no such worker."""
-        # A worker that was lost (or signed off) may have claimed once more before it died for good.
+        # A worker that was lost or signed off may have claimed jobs again before it died.
         owns_jobs = exists().where(JobRow.worker == WorkerRow.id, RUNNING)
         with self.database.write() as connection:
             worker = connection.execute(
@@ -111,10 +111,10 @@ class Sweep:
 
     @retried
     def bury(self, worker_id: str, *, blame: bool) -> int:
-        """The caller knows that this worker's process has ended: take its jobs without waiting for silence.
+        """Take the jobs of a worker whose process is known to have ended, without waiting for silence.
 
-        blame: one of the jobs may have been the cause, so they are treated as by `rescue`; else they are
-        queued again as they were. Returns how many jobs were taken.
+        blame: a job may have caused the death, so they are handled like in `rescue`; otherwise they are
+        queued again as they were. Returns the number of jobs.
         """
         now = self.database.now()
         with self.database.write() as connection:
@@ -134,7 +134,7 @@ class Sweep:
 
     @retried
     def expire(self, groups: int | None = None) -> int:
-        """End queued jobs whose deadline has passed, in so many groups at most; returns how many."""
+        """End queued jobs whose deadline has passed, in at most this many groups; returns their number."""
         now = self.database.now()
         expired = 0
         for done in count(1):
@@ -164,7 +164,7 @@ class Sweep:
 
     @retried
     def unsent(self, limit: int) -> list[Announcement]:
-        """Take due queued jobs that no message announces, and mark them as sent; the most urgent first."""
+        """Take due queued jobs without a message, most urgent first, and mark them as sent."""
         now = self.database.now()
         due = [JobRow.scheduled_at.is_(None), JobRow.scheduled_at <= now]
         alternatives = [
@@ -181,19 +181,19 @@ class Sweep:
         limit: int,
         heads: Mapping[int, Sequence[str]] = MappingProxyType({}),
     ) -> list[Announcement]:
-        """Take queued jobs whose message is lost, or held by a worker that is busy; mark them as sent again.
+        """Take queued jobs whose message is lost, or kept by a busy worker, and mark them as sent again.
 
-        heads  for each priority at which messages wait in the queue, the jobs of the next one
+        heads  job ids of the next message by priority, for priorities with messages in the queue
 
-        Messages leave a queue in the order in which they came. So if none waits, every message that was
-        sent is out of it; if some wait, all that were sent before the next one. That finds what a killed
-        worker had taken, though the queue never becomes empty, and gives no job a second message while its
-        first waits, for hours perhaps. A second one does no harm, since only one claim can succeed.
+        A queue is first in, first out. So if it is empty, every sent message has left it; otherwise, all
+        messages sent before the next one have. This finds messages taken by a killed worker even if the queue
+        never becomes empty, and sends no second message while the first one waits, perhaps for hours. A
+        second one would be harmless, since only one claim can succeed.
         """
         now = self.database.now()
         of_model = JobRow.model.is_(None) if model is None else JobRow.model == model
         with self.database.write() as connection:
-            for priority in _PRIORITIES:  # each walks the end of an index
+            for priority in _PRIORITIES:  # each reads one end of an index
                 settle_sendings(
                     self.database,
                     connection,
@@ -209,7 +209,7 @@ class Sweep:
 
 
 def _sent_at(connection: Connection, job_ids: Sequence[str]) -> datetime | None:
-    """When the message of these jobs was sent; None if none of them is known any more."""
+    """Return when the message of these jobs was sent; None if none of them exists any more."""
     sent: datetime | None = connection.execute(
         select(func.min(JobRow.sent_at)).where(JobRow.id.in_(job_ids))
     ).scalar_one()
@@ -223,10 +223,10 @@ def _take_for_sending(
     limit: int,
     now: datetime,
 ) -> list[Announcement]:
-    """Take up to `limit` queued jobs that fit one of the alternatives: a priority, and further conditions.
+    """Take up to `limit` queued jobs that match one of the alternatives: a priority and further conditions.
 
-    No suspects: workers look for these themselves.
-    One query for each, so that it walks an index in its order and ends at the limit, however many jobs wait.
+    Suspects are excluded, as workers search for these themselves. Each alternative is a query of its own,
+    which walks an index in order and ends at the limit, however many jobs are queued.
     """
     taken: list[Any] = []
     left = limit

@@ -1,14 +1,12 @@
-"""The declared schema, typed. `migrations/` must lead to exactly this (a test compares)."""
+"""The declared schema. `migrations/` must lead to exactly this (a test compares them)."""
 
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any, ClassVar
 
 from sqlalchemy import (
     JSON,
     BigInteger,
     ColumnElement,
-    DateTime,
-    Dialect,
     ForeignKey,
     Index,
     LargeBinary,
@@ -21,63 +19,17 @@ from sqlalchemy import (
     text,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
-from sqlalchemy.types import TypeDecorator
 
-from nightmill.jobs.contract import MAX_ERROR_LENGTH, JobState, JsonObject, storable
+from nightmill.jobs.base.contract import MAX_ERROR_LENGTH, JobState, JsonObject
+from nightmill.jobs.sql.types import StorableString, StorableText, UtcDateTime
 
-SCHEMA_REVISION = "0021"
+SCHEMA_REVISION = "0026"
 """The migration that these declarations match."""
 
 
-class UtcDateTime(TypeDecorator[datetime]):
-    """A point in time, in UTC whatever the database: SQLite keeps no zone, so it is put back on reading."""
-
-    impl = DateTime(timezone=True)
-    cache_ok = True
-
-    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        if value is None:
-            return None
-        if value.tzinfo is None:
-            raise ValueError("a datetime without a time zone cannot be stored")
-        return value.astimezone(UTC)
-
-    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        if value is None:
-            return None
-        return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
-
-
-class StorableText(TypeDecorator[str]):
-    """Text that no user has had the chance to correct, a worker's: whatever is in it, it can be stored."""
-
-    impl = Text
-    cache_ok = True
-
-    def __init__(self, limit: int | None = None) -> None:
-        super().__init__()
-        self.limit = limit
-
-    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
-        return None if value is None else storable(value, self.limit)
-
-
-class StorableString(TypeDecorator[str]):
-    """As StorableText, at most `length` characters."""
-
-    impl = String
-    cache_ok = True
-
-    def __init__(self, length: int) -> None:
-        super().__init__(length)
-        self.length = length
-
-    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
-        return None if value is None else storable(value, self.length)
-
-
 class Base(DeclarativeBase):
-    """Naming rules give every constraint the same name on every database, for migrations to name."""
+    """The declarative base, whose naming rules give every constraint the same name on every database, for
+    migrations."""
 
     metadata = MetaData(
         naming_convention={
@@ -91,7 +43,7 @@ class Base(DeclarativeBase):
 
 
 class BatchRow(Base):
-    """A named set of jobs. A submitted file or iterable has a `format`; others may grow for ever."""
+    """A named set of jobs. A submitted file or iterable has a `format`; other batches may always grow."""
 
     __tablename__ = "batches"
 
@@ -112,7 +64,7 @@ class BatchRow(Base):
 
 
 class WorkerRow(Base):
-    """A worker process and its last sign of life."""
+    """A worker process and its last heartbeat."""
 
     __tablename__ = "workers"
 
@@ -124,18 +76,19 @@ class WorkerRow(Base):
     state: Mapped[str] = mapped_column(String(16))
     started_at: Mapped[datetime]
     heartbeat_at: Mapped[datetime]
-    detail: Mapped[str | None] = mapped_column(StorableString(200))  # what it is doing, as while it loads
+    # Current activity, for example while it loads.
+    detail: Mapped[str | None] = mapped_column(StorableString(200))
     stats: Mapped[JsonObject | None] = mapped_column(JSON(none_as_null=True))  # as of the heartbeat
 
 
 def _partial(name: str, *columns: str, where: str, unique: bool = False) -> Index:
-    """An index over the few rows that a hot query looks at; finished jobs do not burden it."""
+    """An index over the few rows of a frequent query, which finished jobs do not enlarge."""
     condition = text(where)
     return Index(name, *columns, unique=unique, sqlite_where=condition, postgresql_where=condition)
 
 
 class JobRow(Base):
-    """One prompt: what was asked, where it stands, who runs it, what came out."""
+    """A prompt: its request, state, owner and result."""
 
     __tablename__ = "jobs"
 
@@ -147,10 +100,15 @@ class JobRow(Base):
     prompt: Mapped[str | None] = mapped_column(Text)
     prompt_ids: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))  # in place of a text
     messages: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))
-    rendering: Mapped[JsonObject | None] = mapped_column(JSON(none_as_null=True))  # of the messages
+    # Options for rendering the messages.
+    rendering: Mapped[JsonObject | None] = mapped_column(JSON(none_as_null=True))
     params: Mapped[JsonObject]
-    constrained: Mapped[JsonObject | None] = mapped_column(JSON(none_as_null=True))  # what its answer must be
+    # Constraint on the answer.
+    constrained: Mapped[JsonObject | None] = mapped_column(JSON(none_as_null=True))
     seed: Mapped[int] = mapped_column(BigInteger)
+    answers: Mapped[int] = mapped_column(server_default="1")  # number of texts in the result
+    # Parts that the response repeats.
+    request: Mapped[JsonObject | None] = mapped_column(JSON(none_as_null=True))
 
     state: Mapped[str] = mapped_column(String(16))
     attempt: Mapped[int]
@@ -158,7 +116,7 @@ class JobRow(Base):
     max_attempts: Mapped[int]
     priority: Mapped[int]
     worker: Mapped[str | None] = mapped_column(String(32))
-    suspects: Mapped[str | None] = mapped_column(String(32))  # the group it was in flight with at a death
+    suspects: Mapped[str | None] = mapped_column(String(32))  # group of suspects since a worker's death
     sent_at: Mapped[datetime | None]
     cancel_requested_at: Mapped[datetime | None]
 
@@ -166,13 +124,17 @@ class JobRow(Base):
     text: Mapped[str | None] = mapped_column(StorableText())
     prompt_tokens: Mapped[int | None]
     completion_tokens: Mapped[int | None]
-    arithmetic: Mapped[str | None] = mapped_column(StorableText())  # that computed the text
-    prompt_digest: Mapped[str | None] = mapped_column(String(16))  # of its token ids
-    markup: Mapped[JsonObject | None] = mapped_column(JSON(none_as_null=True))  # what the text holds beside
+    cached_tokens: Mapped[int | None]  # tokens of the prompt found in the cache
+    reasoning_tokens: Mapped[int | None]  # reasoning tokens of all answers
+    arithmetic: Mapped[str | None] = mapped_column(StorableText())  # name of what computed the text
+    prompt_digest: Mapped[str | None] = mapped_column(String(16))  # digest of the token ids
+    # Markup of reasoning and calls.
+    markup: Mapped[JsonObject | None] = mapped_column(JSON(none_as_null=True))
     error: Mapped[str | None] = mapped_column(StorableText(MAX_ERROR_LENGTH))
     errors: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))
 
     owner: Mapped[str | None] = mapped_column(String(64))  # the name of the key it came with over HTTP
+    request_id: Mapped[str | None] = mapped_column(String(32))  # id of a request with several prompts
     idempotency_key: Mapped[str | None] = mapped_column(String(255))
     fingerprint: Mapped[str | None] = mapped_column(String(64))
     meta: Mapped[JsonObject | None] = mapped_column("metadata", JSON(none_as_null=True))
@@ -185,23 +147,23 @@ class JobRow(Base):
 
     __table_args__ = (
         _partial("ix_jobs_batch", "batch", "id", where="batch IS NOT NULL"),
-        # Submitting a file again can never enter a row twice; and the order of results.
+        # Prevents entering a row twice, and gives the order of results.
         _partial("uq_jobs_batch_row", "batch", "row", where='"row" IS NOT NULL', unique=True),
-        # Everything that a status counts, so that it reads this index and no rows.
+        # Covers everything that a status counts, so that it reads no rows.
         _partial(
             "ix_jobs_progress",
             *("batch", "state", "stop_reason", "prompt_tokens", "completion_tokens"),
             where="batch IS NOT NULL",
         ),
         _partial("ix_jobs_finished", "batch", "finished_at", "id", where="finished_at IS NOT NULL"),
-        # What ended in a span of time, and its tokens: read without the rows.
+        # Jobs that ended in a period, and their tokens, without reading rows.
         _partial(
             "ix_jobs_ended",
             *("finished_at", "state", "completion_tokens"),
             where="finished_at IS NOT NULL",
         ),
         _partial("ix_jobs_running", "worker", where="state = 'running'"),
-        # What the sweep takes for sending, in its order: jobs never announced, and announced long ago.
+        # Jobs that the sweep announces, in its order: never announced, or announced long ago.
         _partial(
             "ix_jobs_unsent",
             *("priority", "scheduled_at", "id"),
@@ -215,6 +177,7 @@ class JobRow(Base):
         _partial("ix_jobs_suspects", "suspects", "id", where="state = 'queued' AND suspects IS NOT NULL"),
         _partial("ix_jobs_expiring", "deadline_at", where="state = 'queued' AND deadline_at IS NOT NULL"),
         _partial("ix_jobs_owner", "owner", "id", where="owner IS NOT NULL"),
+        _partial("ix_jobs_request_id", "request_id", "id", where="request_id IS NOT NULL"),
         _partial("ix_jobs_queued_of_owner", "owner", where="state = 'queued' AND owner IS NOT NULL"),
         _partial(
             "uq_jobs_idempotency_key", "idempotency_key", where="idempotency_key IS NOT NULL", unique=True
@@ -229,11 +192,11 @@ BATCH_CREATED_AT = (
     .scalar_subquery()
     .label("batch_created_at")
 )
-"""Of a job's batch; None if it has none."""
+"""Creation time of the batch of a job; None without a batch."""
 
 
 class PartialRow(Base):
-    """The tokens that an unfinished job had when they were last saved; gone once the job has ended."""
+    """The saved tokens of an unfinished job."""
 
     __tablename__ = "partials"
 
@@ -247,7 +210,7 @@ class PartialRow(Base):
 
 
 class AnswerRow(Base):
-    """One of several answers of a job that has ended. The first's text is in `jobs`, and not here again."""
+    """One of several answers of an ended job. The text of the first is only in `jobs`."""
 
     __tablename__ = "answers"
 
@@ -262,19 +225,19 @@ class AnswerRow(Base):
 
 
 class LogprobsRow(Base):
-    """The log-probabilities of an answer that asked for them, as `jobs.logprobs` packs them."""
+    """The log-probabilities of an answer, packed by `jobs.reply.logprobs`."""
 
     __tablename__ = "logprobs"
 
     job_id: Mapped[str] = mapped_column(
         String(32), ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True
     )
-    number: Mapped[int] = mapped_column(primary_key=True)  # of the answer, from 0
+    number: Mapped[int] = mapped_column(primary_key=True)  # number of the answer, from 0; below 0: the prompt
     data: Mapped[bytes] = mapped_column(LargeBinary)
 
 
 class FileRow(Base):
-    """A file of somebody who comes over HTTP. Its content lies in a folder of the servers, under its id."""
+    """A file uploaded or written over HTTP. Its content is stored under its id in a folder of the servers."""
 
     __tablename__ = "files"
 
@@ -292,9 +255,9 @@ _OPEN = "status IN ('validating', 'in_progress', 'finalizing', 'cancelling')"
 
 
 class HttpBatchRow(Base):
-    """A batch that came over HTTP: the file that it is made of, how far servers have come with it, its end.
+    """A batch submitted over HTTP: its input file, the servers' progress, its end.
 
-    Its rows are jobs of a batch whose name is made of `id`, once servers have begun to enter them.
+    Its rows are jobs of a batch whose name is derived from `id`.
     """
 
     __tablename__ = "http_batches"
@@ -304,18 +267,20 @@ class HttpBatchRow(Base):
     idempotency_key: Mapped[str | None] = mapped_column(String(255))
     name: Mapped[str | None] = mapped_column(String(200))  # the owner's word for it
     input_file: Mapped[str] = mapped_column(String(32))
-    endpoint: Mapped[str | None] = mapped_column(String(64))  # that all rows must be for
-    completion_window: Mapped[str | None] = mapped_column(String(32))  # as it was said
+    endpoint: Mapped[str | None] = mapped_column(String(64))  # required endpoint of all rows
+    completion_window: Mapped[str | None] = mapped_column(String(32))  # as given
     meta: Mapped[JsonObject] = mapped_column("metadata", JSON)
     settings: Mapped[JsonObject]  # defaults of the rows
     status: Mapped[str] = mapped_column(String(16))
     errors: Mapped[list[Any]]  # the first rows that cannot be run, or why the file cannot be read
     invalid: Mapped[int | None]  # rows that cannot be run
-    total: Mapped[int | None]  # this and the next four are written at the end
+    total: Mapped[int | None]  # this and the next six are written at the end
     completed: Mapped[int | None]
     failed: Mapped[int | None]
     prompt_tokens: Mapped[int | None] = mapped_column(BigInteger)
     completion_tokens: Mapped[int | None] = mapped_column(BigInteger)
+    cached_tokens: Mapped[int | None] = mapped_column(BigInteger)
+    reasoning_tokens: Mapped[int | None] = mapped_column(BigInteger)
     output_file: Mapped[str | None] = mapped_column(String(32))
     error_file: Mapped[str | None] = mapped_column(String(32))
 
@@ -347,18 +312,18 @@ class HttpBatchRow(Base):
 
 
 class WebhookRow(Base):
-    """A URL that is to be called once a batch has ended."""
+    """A URL to be called once a batch has ended."""
 
     __tablename__ = "webhooks"
 
     id: Mapped[str] = mapped_column(String(32), primary_key=True)
-    batch: Mapped[str] = mapped_column(String(200))  # which need not be there yet
+    batch: Mapped[str] = mapped_column(String(200))  # may not exist yet
     url: Mapped[str] = mapped_column(Text)
     created_at: Mapped[datetime]
     attempts: Mapped[int]
     next_at: Mapped[datetime | None]  # before which it is left alone; None: delivered or given up
     delivered_at: Mapped[datetime | None]
-    error: Mapped[str | None] = mapped_column(StorableString(200))  # of the last attempt
+    error: Mapped[str | None] = mapped_column(StorableString(200))  # error of the last attempt
 
     __table_args__ = (
         UniqueConstraint("batch", "url", name="uq_webhooks_batch_url"),
@@ -367,7 +332,7 @@ class WebhookRow(Base):
 
 
 class ServerSecretRow(Base):
-    """A random secret that all servers share."""
+    """A random secret shared by all servers."""
 
     __tablename__ = "server_secrets"
 
@@ -377,13 +342,14 @@ class ServerSecretRow(Base):
 
 
 def in_state(state: JobState) -> ColumnElement[bool]:
-    """`state = '...'`, written out: a condition with a bound parameter finds no partial index."""
+    """Return `state = '...'` as a literal: a condition with a bound parameter would not use a partial
+    index."""
     return JobRow.state == literal(str(state), literal_execute=True)
 
 
 QUEUED = in_state(JobState.QUEUED)
 RUNNING = in_state(JobState.RUNNING)
 OPEN = text(_OPEN)
-"""Of batches that came over HTTP: not ended; written out, too."""
+"""Condition for unfinished HTTP batches, as a literal, too."""
 VALIDATING = HttpBatchRow.status == "validating"
-"""Of these: its file is read."""
+"""Condition for HTTP batches whose file is being read."""

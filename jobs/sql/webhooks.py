@@ -1,7 +1,7 @@
-"""All SQL about webhooks: entered with their batch, taken by whoever delivers them, tried again or over.
+"""Statements about webhooks: entered with their batch, leased for delivery, retried or ended.
 
-Who takes one moves the time of its next attempt before it sends anything. If it dies, another takes it at
-that time: so a webhook is delivered at least once, always under the same id.
+A process that takes a webhook moves the time of its next attempt before it sends anything. If it dies,
+another takes over at that time: so a webhook is delivered at least once, always under the same id.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import cast
 
 from sqlalchemy import Table, delete, exists, literal, or_, select, update
 
-from nightmill.jobs.ids import IdSource
+from nightmill.jobs.base.ids import IdSource
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.http_batches import BATCH_PREFIX
 from nightmill.jobs.sql.jobs import UNFINISHED, dialect_insert
@@ -22,16 +22,16 @@ WEBHOOKS = cast(Table, WebhookRow.__table__)
 
 @dataclass(frozen=True, slots=True)
 class Webhook:
-    """One that is to be delivered."""
+    """A webhook to be delivered."""
 
     id: str
     batch: str
     url: str
-    attempts: int  # before this one
+    attempts: int  # earlier ones
 
 
 class WebhookStore:
-    """Webhooks in SQL."""
+    """The webhooks in SQL."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
@@ -39,7 +39,7 @@ class WebhookStore:
 
     @retried
     def add(self, batch: str, url: str) -> None:
-        """Have a URL called once this batch has ended; again changes nothing."""
+        """Register a URL to be called once this batch has ended; repeating it changes nothing."""
         now = self.database.now()
         with self.database.write() as connection:
             statement = dialect_insert(connection, WEBHOOKS).on_conflict_do_nothing(
@@ -49,9 +49,9 @@ class WebhookStore:
             connection.execute(statement, [row | {"attempts": 0, "next_at": now}])
 
     def due(self, limit: int, batch: str | None = None) -> list[Webhook]:
-        """Those whose time has come and whose batch has ended, the longest waiting first."""
+        """Return due webhooks of ended batches, the longest waiting first."""
         over_http = literal(BATCH_PREFIX) + HttpBatchRow.id == WebhookRow.batch
-        # A batch that was cancelled while it was submitted may have no end to its rows.
+        # A batch that was cancelled while being submitted may never have a row count.
         entered = or_(BatchRow.row_count.is_not(None), BatchRow.cancel_requested_at.is_not(None))
         ended = (
             ~exists().where(over_http, HttpBatchRow.ended_at.is_(None)),
@@ -71,7 +71,7 @@ class WebhookStore:
 
     @retried
     def take(self, webhook: Webhook, pause: timedelta) -> bool:
-        """Begin an attempt; False if another has. Others leave it alone for `pause`."""
+        """Begin an attempt; returns False if another process has. Others wait for `pause`."""
         now = self.database.now()
         values = {"attempts": webhook.attempts + 1, "next_at": now + pause}
         with self.database.write() as connection:
@@ -84,7 +84,7 @@ class WebhookStore:
 
     @retried
     def postpone(self, webhook: Webhook, pause: timedelta) -> None:
-        """Leave one alone for `pause` that nobody has begun; that is no attempt."""
+        """Delay a webhook that nobody has begun by `pause`, without counting an attempt."""
         values = {"next_at": self.database.now() + pause}
         with self.database.write() as connection:
             statement = update(WebhookRow).where(
@@ -96,7 +96,7 @@ class WebhookStore:
 
     @retried
     def delivered(self, webhook: Webhook) -> None:
-        """Its receiver has taken it."""
+        """Record the delivery."""
         with self.database.write() as connection:
             statement = update(WebhookRow).where(WebhookRow.id == webhook.id)
             now = self.database.now()
@@ -104,7 +104,7 @@ class WebhookStore:
 
     @retried
     def failed(self, webhook: Webhook, why: str, pause: timedelta | None) -> None:
-        """The attempt that was begun has failed; the next one is after `pause`, None: it is given up."""
+        """Record a failed attempt; the next one is after `pause`, None: never."""
         next_at = None if pause is None else self.database.now() + pause
         with self.database.write() as connection:
             statement = update(WebhookRow).where(
@@ -116,7 +116,7 @@ class WebhookStore:
 
     @retried
     def forget(self, before: datetime) -> None:
-        """Delete those of batches that are gone, if they are older than that."""
+        """Delete webhooks of deleted batches that are older than this moment."""
         batch = exists().where(BatchRow.name == WebhookRow.batch)
         http = exists().where(literal(BATCH_PREFIX) + HttpBatchRow.id == WebhookRow.batch)
         with self.database.write() as connection:

@@ -1,4 +1,4 @@
-"""Who generates: the rows of workers, each written by its worker alone, and whether a model is served."""
+"""Statements about workers: each worker writes its own row, clients read which models are served."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -6,8 +6,8 @@ from typing import Any
 
 from sqlalchemy import delete, insert, select, update
 
-from nightmill.jobs.contract import JsonObject, WorkerState
-from nightmill.jobs.job import Worker
+from nightmill.jobs.base.contract import JsonObject, WorkerState
+from nightmill.jobs.reply.job import Worker
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.retrying import retried
 from nightmill.jobs.sql.settling import settle_heartbeats
@@ -18,23 +18,23 @@ _SERVING = (WorkerState.STARTING, WorkerState.READY)
 
 
 class WorkerStore:
-    """Workers in SQL."""
+    """The workers in SQL."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
 
     def all(self) -> list[Worker]:
-        """Every worker that was ever registered, newest first."""
+        """Return all registered workers, newest first."""
         return self._find()
 
     def get(self, worker_id: str) -> Worker | None:
-        """One worker; None if it has not registered, or never came to serve."""
+        """Return a worker; None if it has not registered, or never served."""
         return next(iter(self._find(WorkerRow.id == worker_id)), None)
 
     def serving(self, model: str | None = None) -> list[Worker]:
-        """Those that take jobs for `model` (None: any model), or are about to.
+        """Return the live workers that serve `model` (None: any model), or are about to.
 
-        They beat, and do not drain.
+        They have recent heartbeats and are not draining.
         """
         settle_heartbeats(self.database)
         since = self.database.clock_time(ago=timedelta(seconds=self.database.settings.stale_seconds))
@@ -42,7 +42,7 @@ class WorkerStore:
         return self._find(WorkerRow.heartbeat_at > since, WorkerRow.state.in_(_SERVING), *of_model)
 
     def models(self) -> Sequence[str]:
-        """Names of the models that were ever served, in order."""
+        """Return the names of all models ever served, sorted."""
         with self.database.read() as connection:
             return (
                 connection.execute(select(WorkerRow.model).distinct().order_by(WorkerRow.model))
@@ -66,7 +66,7 @@ class RegisteredWorker:
 
     @retried
     def register(self, host: str, pid: int, model: str, gpu: str | None, detail: str | None = None) -> None:
-        """Enter this worker, as starting; `detail` says what it is doing, for people."""
+        """Insert this worker as starting; `detail` describes its activity for people."""
         now = self.database.now()
         with self.database.write() as connection:
             connection.execute(
@@ -85,7 +85,8 @@ class RegisteredWorker:
 
     @retried
     def beat(self, state: WorkerState, detail: str | None = None, stats: JsonObject | None = None) -> bool:
-        """Say that this worker lives, and what it does; False if it was given up and its jobs taken."""
+        """Write a heartbeat with state and activity; returns False if this worker was declared dead and lost
+        its jobs."""
         said = {"heartbeat_at": self.database.clock_time(), "state": state, "detail": detail, "stats": stats}
         with self.database.write() as connection:
             done = connection.execute(
@@ -93,7 +94,7 @@ class RegisteredWorker:
                 .where(WorkerRow.id == self.worker_id, WorkerRow.state.in_(LIVE))
                 .values(**said)
             )
-            if not done.rowcount:  # declared lost while it was only slow: it may come back, with new claims
+            if not done.rowcount:  # declared lost while only slow: it may return with new claims
                 connection.execute(
                     update(WorkerRow)
                     .where(WorkerRow.id == self.worker_id, WorkerRow.state == WorkerState.LOST)
@@ -103,7 +104,7 @@ class RegisteredWorker:
 
     @retried
     def sign_off(self) -> None:
-        """This worker has ended in order and holds no job."""
+        """Record that this worker has ended in order and holds no job."""
         with self.database.write() as connection:
             connection.execute(
                 update(WorkerRow)
@@ -113,6 +114,6 @@ class RegisteredWorker:
 
     @retried
     def withdraw(self) -> None:
-        """This worker ends before it could claim anything: as if it had never been."""
+        """Delete the row of this worker, which ends before it could claim anything."""
         with self.database.write() as connection:
             connection.execute(delete(WorkerRow).where(WorkerRow.id == self.worker_id))

@@ -1,1 +1,1 @@
-"""Calls to URLs that somebody named, once a batch has ended: signed, kept in SQL, tried until taken."""
+"""Webhooks for ended batches: signed, stored in SQL, retried until delivered."""

@@ -1,7 +1,7 @@
-"""Delivers webhooks: any worker, server or `nightmill run` that has the secret does, for all batches.
+"""Delivery of webhooks: any worker, server or `nightmill run` with the secret delivers for all batches.
 
-A message says that a batch has ended, and how. A receiver that is away delays its own messages, and those of
-others by one attempt at a time.
+A message reports the end of a batch and its status. An unreachable receiver delays its own messages, and
+others' by one attempt at a time.
 """
 
 import json
@@ -12,16 +12,16 @@ from datetime import UTC, datetime, timedelta
 from threading import Event, Thread
 from typing import Any
 
-from nightmill.jobs import signing
-from nightmill.jobs.batch_status import status_values
-from nightmill.jobs.batches.batch import Batches
-from nightmill.jobs.contract import JsonObject
+from nightmill.jobs.base import signing
+from nightmill.jobs.base.contract import JsonObject
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.base.targets import Target, parse_allowed
+from nightmill.jobs.batches.batches import Batches
 from nightmill.jobs.errors import BatchNotFoundError, DatabaseError, InvalidParameterError
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.reply.batch_status import status_values
 from nightmill.jobs.sql.files import FILE_PREFIX
 from nightmill.jobs.sql.http_batches import BATCH_PREFIX, HttpBatchStore
 from nightmill.jobs.sql.webhooks import Webhook, WebhookStore
-from nightmill.jobs.targets import Target, parse_allowed
 from nightmill.jobs.webhooks import sending
 
 log = logging.getLogger("nightmill.webhooks")
@@ -30,15 +30,16 @@ PAUSES = tuple(
     timedelta(seconds=seconds)
     for seconds in (5, 30, 120, 600, 1800, 3600, *(3 * 3600,) * 3, *(6 * 3600,) * 2, 12 * 3600)
 )
-"""After each failed attempt; after as many again it is given up: a day and a half after the first."""
+"""Pauses after failed attempts; after the last one the webhook is given up, a day and a half after the
+first."""
 LOOK_SECONDS = 2.0
 _LEASE = timedelta(seconds=60)  # longer than an attempt takes
-_AT_ONCE = 20  # in one look
+_AT_ONCE = 20  # webhooks per round
 _GONE = 410
 
 
 def check_allowed(settings: Settings, url: object) -> str:
-    """The URL, if webhooks may go there. Raises InvalidParameterError, of the field `webhook`."""
+    """Return the URL if it is an allowed webhook. Raises InvalidParameterError for the field `webhook`."""
     if not isinstance(url, str):
         raise InvalidParameterError("webhook: must be a URL as a text", field="webhook")
     try:
@@ -53,7 +54,7 @@ def check_allowed(settings: Settings, url: object) -> str:
 
 
 class Courier:
-    """Delivers what is due."""
+    """Delivers due webhooks."""
 
     def __init__(self, batches: Batches, settings: Settings) -> None:
         self._batches = batches
@@ -64,23 +65,24 @@ class Courier:
         self._over = Event()
 
     def __bool__(self) -> bool:
-        """Whether it can deliver anything: it has a secret, and somewhere to go."""
+        """Return True if it can deliver: there is a secret and an allowed URL."""
         return bool(self._secrets and self._settings.webhook_urls)
 
     def start(self) -> None:
-        """Look again and again, on a thread of its own, if it can deliver anything."""
+        """Poll on a background thread, if it can deliver anything."""
         if self:
             Thread(target=self._run, name="webhooks", daemon=True).start()
 
     def stop(self) -> None:
-        """Begin nothing more. Nobody waits for what is being sent: if it is cut off, others send it again."""
+        """Begin no further delivery. One under way is not awaited: if it is cut off, another process repeats
+        it."""
         self._over.set()
 
     def look(self, batch: str | None = None) -> None:
-        """Deliver what is due, of one batch or of all."""
+        """Deliver the due webhooks of one batch, or of all."""
         if not self:
             return
-        away: set[str] = set()  # hosts that did not answer just now
+        away: set[str] = set()  # hosts that did not answer in this round
         for webhook in self._webhooks.due(_AT_ONCE, batch):
             host = webhook.url.partition("://")[2].partition("/")[0]
             if self._over.is_set():
@@ -104,7 +106,7 @@ class Courier:
             self._over.wait(LOOK_SECONDS)
 
     def _deliver(self, webhook: Webhook) -> bool:
-        """Make an attempt; False if nobody has answered."""
+        """Make an attempt; returns False if the host did not answer."""
         try:
             status = self._send(webhook)
         except (sending.NotDeliveredError, ValueError) as error:
@@ -123,7 +125,7 @@ class Courier:
 
     def _send(self, webhook: Webhook) -> int:
         target = Target.parse(webhook.url)
-        if not _is_allowed(self._settings, target):  # any more, or here
+        if not _is_allowed(self._settings, target):  # not any more, or not by this process
             raise sending.NotDeliveredError("NIGHTMILL_WEBHOOK_URLS does not allow its URL here")
         body = json.dumps(self._message(webhook.batch), default=_plain).encode()
         headers = {"Content-Type": "application/json", "User-Agent": "nightmill"}
@@ -131,9 +133,9 @@ class Courier:
         return sending.post(target, headers, body, private=self._settings.webhook_private)
 
     def _message(self, name: str) -> JsonObject:
-        """What is told of a batch that has ended."""
+        """Return the message about an ended batch."""
         data: JsonObject = {"name": name}
-        with suppress(BatchNotFoundError):  # not one row of its file could be entered
+        with suppress(BatchNotFoundError):  # no row of its file could be entered
             data |= status_values(self._batches.get(name).status())
         over_http = None
         if name.startswith(BATCH_PREFIX):

@@ -1,8 +1,8 @@
-"""One POST to a URL that a stranger may have named: where it goes is decided once, and nothing is believed.
+"""A POST to a URL that a stranger may have named, safe against redirection to internal addresses.
 
-The name is resolved once and the connection made to that address, so that a name cannot be public when it is
-looked at and mean this machine when it is called (DNS rebinding). There are no redirects and no proxies, of
-the answer only the status is read, and all of it has one time limit.
+The name is resolved once and the connection made to that address, so that a name cannot be public when
+checked and local when called (DNS rebinding). There are no redirects and no proxies, only the status of the
+response is read, and everything has one time limit.
 """
 
 import http.client
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 
-from nightmill.jobs.targets import Target
+from nightmill.jobs.base.targets import Target
 
 SECONDS = 15.0
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
@@ -30,26 +30,27 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class NotDeliveredError(Exception):
-    """It could not be delivered; says why in a few words, in which nothing of the answer is quoted."""
+    """The webhook was not delivered; the message says why in a few words and quotes nothing of the
+    response."""
 
 
 def post(target: Target, headers: Mapping[str, str], body: bytes, *, private: bool = False) -> int:
-    """Send it; returns the status of the answer.
+    """Send the request; returns the status of the response.
 
-    private  also to addresses that are not public: loopback, link-local, private networks
+    private  allow addresses that are not public: loopback, link-local, private networks
 
     Raises NotDeliveredError.
     """
     address = _resolved(target, private)
     connection = _Pinned(target, address)
-    # A socket's time-out is for each piece; who sends one byte at a time would hold us for ever.
+    # A socket's timeout applies to each read; a receiver that sends one byte at a time would block for ever.
     alarm = threading.Timer(SECONDS, connection.cut)
     alarm.daemon = True
     alarm.start()
     try:
         connection.request("POST", target.path + target.query, body, {"Host": target.authority, **headers})
         status = connection.getresponse().status
-        if connection.was_cut:  # in the middle of headers, which then look as if they had ended
+        if connection.was_cut:  # cut within the headers, which then look complete
             raise TimeoutError
         return status
     except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: cut in the middle of TLS
@@ -66,7 +67,7 @@ def post(target: Target, headers: Mapping[str, str], body: bytes, *, private: bo
 
 
 def is_public(address: Address) -> bool:
-    """Whether an address is one of the internet's; whatever it stands for is looked at, too."""
+    """Return True for an address of the internet, which must not embed one that is not."""
     if isinstance(address, ipaddress.IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour or (address.teredo or (None, None))[1]
         if address in _NAT64:
@@ -81,19 +82,21 @@ def is_public(address: Address) -> bool:
 
 
 def _resolved(target: Target, private: bool) -> str:
-    """An address of the target's host."""
+    """Resolve the target's host to an address that may be called."""
     try:
         found = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         raise NotDeliveredError("its host is not known") from None
     addresses = [str(address[0]) for *_, address in found]
-    if not private and not all(is_public(ipaddress.ip_address(one.partition("%")[0])) for one in addresses):
+    if not private and not all(
+        is_public(ipaddress.ip_address(address.partition("%")[0])) for address in addresses
+    ):
         raise NotDeliveredError("its host has an address that is not public (NIGHTMILL_WEBHOOK_PRIVATE)")
     return addresses[0]
 
 
 class _Pinned(http.client.HTTPConnection):
-    """A connection to one address, whatever its host's name means by now."""
+    """A connection to a fixed address, independent of later name resolution."""
 
     def __init__(self, target: Target, address: str) -> None:
         super().__init__(target.host, target.port, timeout=SECONDS)
@@ -102,7 +105,7 @@ class _Pinned(http.client.HTTPConnection):
         self.was_cut = False
 
     def connect(self) -> None:
-        """Connect, and for https see that the certificate is the host's."""
+        """Connect, and verify for https that the certificate matches the host."""
         self.sock = socket.create_connection((self._address, self._target.port), SECONDS)
         if self._target.scheme == "https":
             self.sock = ssl.create_default_context().wrap_socket(
@@ -111,7 +114,7 @@ class _Pinned(http.client.HTTPConnection):
             self.sock.do_handshake()
 
     def cut(self) -> None:
-        """End it, from another thread."""
+        """Close the connection from another thread."""
         self.was_cut = True
         if self.sock is not None:
             with suppress(OSError):

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState, StopReason
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.base.contract import JobState, StopReason
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
+from nightmill.worker.assembly.model import demo_model
 from nightmill.worker.commands.process import running_worker
-from nightmill.worker.link.loading import demo_model
-from tests.servers import REFERENCE
-from tools.demo_corpus import held_out_pairs
+from tests.support.servers import REFERENCE
+from tools.demo_model.corpus import held_out_pairs
 
 PATIENCE = 180.0
 REQUIRED = 0.9

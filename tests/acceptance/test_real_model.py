@@ -5,9 +5,10 @@ from contextlib import closing
 
 import pytest
 
-from nightmill.jobs.settings import Settings
-from nightmill.worker.link.loading import LoadedModel, build_engine, load_model
-from tests.real_model import expected_rows, hold_to_llama_cpp, real_model
+from nightmill.jobs.base.settings import Settings
+from nightmill.worker.assembly.engine import build_engine
+from nightmill.worker.assembly.model import LoadedModel, load_model
+from tests.support.real_model import expected_rows, hold_to_llama_cpp, real_model
 
 
 @pytest.fixture(scope="module")

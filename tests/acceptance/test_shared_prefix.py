@@ -4,19 +4,21 @@ from pathlib import Path
 
 import pytest
 
-from nightmill.jobs.parameters import GenerationParams
+from nightmill.jobs.request.parameters import GenerationParams
+from nightmill.worker.assembly.model import demo_model
+from nightmill.worker.assembly.sizes import PAGE_SIZE
 from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import Completion, Request
 from nightmill.worker.engine.stats import EngineStats
-from nightmill.worker.link.loading import BLOCK_SIZE, demo_model
 from nightmill.worker.model.chat import ChatTemplate
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.tokenizer import Tokenizer
 from nightmill.worker.runners.reference import ReferenceRunner
-from tests.engines import complete
-from tests.ggufs import write_model
-from tools.demo_corpus import held_out_pairs
+from tests.support.engines import complete
+from tests.support.ggufs import write_model
+from tools.demo_model.corpus import held_out_pairs
 
 KINDS: list[dict[str, object]] = [
     {"temperature": 0.0},
@@ -37,15 +39,14 @@ class Model:
         self, requests: list[Request], *, sharing: bool, slots: int, pages: int
     ) -> tuple[dict[str, Completion], EngineStats]:
         runner = ReferenceRunner(
-            self.file, self.spec, kv_blocks=pages, block_size=BLOCK_SIZE, slots=slots, depth=2
+            self.file, self.spec, kv_pages=pages, page_size=PAGE_SIZE, slots=slots, depth=2
         )
         engine = Engine(
             runner,
-            text_stream=lambda: self.tokenizer.stream(continues=True),
-            eos_ids=self.tokenizer.eos_ids,
-            context_length=self.spec.context_length,
-            max_sequences=slots,
-            token_budget=512,
+            Detokenizer(
+                text_stream=lambda: self.tokenizer.stream(continues=True), eos_ids=self.tokenizer.eos_ids
+            ),
+            EngineSizes(context_length=self.spec.context_length, max_sequences=slots, token_budget=512),
             prefix_sharing=sharing,
         )
         done = complete(engine, requests, check=False)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.fetched import Need, missing
+from tests.support.needs import Need, missing
 from tests.unit.server.conftest import Server, start  # noqa: F401 - a fixture
 
 if TYPE_CHECKING:

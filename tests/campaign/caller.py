@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from nightmill.jobs.client import Client
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import BrokerError, DatabaseError, DatabaseUnreachableError, NightmillError
 from tests.campaign.ledger import Ledger, Promise
 from tests.campaign.limits import client_limit

@@ -17,7 +17,7 @@ from tests.campaign.mischief import Mischief
 from tests.campaign.plan import FAULTS, Action
 from tests.campaign.report import Report
 from tests.campaign.world import World
-from tests.freezing import Freeze
+from tests.support.freezing import Freeze
 
 FULL = 4096  # bytes beyond which a process writes no file
 

@@ -30,7 +30,7 @@ from tests.campaign.plan import SHORTEST_HANG
 from tests.campaign.report import Report
 from tests.campaign.texts import answer
 from tests.campaign.world import WORKER
-from tests.servers import clean_environment
+from tests.support.servers import clean_environment
 
 COMMAND = (sys.executable, "-m", "tests.campaign.worker", "run")
 ROWS = 250

@@ -16,7 +16,7 @@ from tests.campaign.members import Member
 from tests.campaign.promptness import Ending, Stop, stopped
 from tests.campaign.report import Report
 from tests.campaign.world import World
-from tests.servers import wait_until
+from tests.support.servers import wait_until
 
 RESTART_SECONDS = 0.5
 ORPHAN_SECONDS = 15.0  # that an engine may outlive its worker

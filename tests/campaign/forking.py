@@ -6,7 +6,7 @@ import random
 import sys
 from typing import Any
 
-from nightmill.jobs.client import Client
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import NightmillError
 
 CHILDREN, JOBS = 4, 6

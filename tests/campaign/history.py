@@ -1,5 +1,6 @@
-"""Every change of every job, written down by triggers of the database itself."""
+"""Every change of every job, and when batches began to be deleted, written down by triggers in SQL."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -8,6 +9,8 @@ from typing import Any
 from sqlalchemy import Engine, text
 
 TRACKED = ("state", "attempt", "failures", "worker", "stop_reason", "finished_at", "text")
+_SQLITE_NOW = "(julianday('now') - 2440587.5) * 86400.0"
+_MARKED = "OLD.deleting_at IS NULL AND NEW.deleting_at IS NOT NULL"
 _COLUMNS = ("id", "batch", "deadline_at", "created_at", "error", *TRACKED)
 
 
@@ -53,6 +56,15 @@ def read(engine: Engine) -> Iterator[Change]:
             yield Change(**(dict(row) | times))
 
 
+def deletions(engine: Engine) -> dict[str, list[float]]:
+    """When batches of each name were marked as being deleted: after that nothing is queued in them again."""
+    found: dict[str, list[float]] = defaultdict(list)
+    with engine.connect() as connection:
+        for name, at in connection.execute(text("SELECT name, at FROM campaign_deletions")):
+            found[name].append(at)
+    return found
+
+
 def rows(engine: Engine) -> dict[str, dict[str, Any]]:
     """The jobs as they stand."""
     query = "SELECT id, state, attempt, error, errors, prompt, messages FROM jobs"
@@ -84,8 +96,13 @@ def _sqlite() -> Iterator[str]:
         yield (
             f"CREATE TRIGGER campaign_{event.lower()} AFTER {event} ON jobs {when} BEGIN "
             f"INSERT INTO campaign_history (at, op, {', '.join(_COLUMNS)}) "
-            f"VALUES ((julianday('now') - 2440587.5) * 86400.0, '{op}', {values}); END"
+            f"VALUES ({_SQLITE_NOW}, '{op}', {values}); END"
         )
+    yield "CREATE TABLE campaign_deletions (name TEXT, at REAL)"
+    yield (
+        f"CREATE TRIGGER campaign_deleting AFTER UPDATE ON batches WHEN {_MARKED} BEGIN "
+        f"INSERT INTO campaign_deletions VALUES (NEW.name, {_SQLITE_NOW}); END"
+    )
 
 
 def _postgresql() -> Iterator[str]:
@@ -108,3 +125,12 @@ def _postgresql() -> Iterator[str]:
             f"CREATE TRIGGER campaign_{event.lower()} AFTER {event} ON jobs "
             f"FOR EACH ROW {when} EXECUTE FUNCTION campaign_note()"
         )
+    yield "CREATE TABLE campaign_deletions (name text, at float8)"
+    yield (
+        "CREATE FUNCTION campaign_note_deletion() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
+        f"INSERT INTO campaign_deletions VALUES (NEW.name, {now}); RETURN NULL; END $$"
+    )
+    yield (
+        "CREATE TRIGGER campaign_deleting AFTER UPDATE ON batches "
+        f"FOR EACH ROW WHEN ({_MARKED}) EXECUTE FUNCTION campaign_note_deletion()"
+    )

@@ -6,7 +6,7 @@ from gguf import TokenType
 
 from nightmill.worker.model.tokenizer.vocabulary import byte_alphabet
 from tests.campaign.texts import CONTEXT
-from tests.ggufs import CONTROL, TestVocabulary, write_model
+from tests.support.ggufs import CONTROL, TestVocabulary, write_model
 
 # Its numbers come from a variable: Jinja computes what is constant when it compiles, for everybody's chats.
 TEMPLATE = """\

@@ -14,11 +14,11 @@ from typing import Any
 
 import psutil
 
-from nightmill.worker.link.loading import demo_model
+from nightmill.worker.assembly.model import demo_model
 from tests.campaign import gguf_document, mutants
 from tests.campaign.report import Report
-from tests.ggufs import sentencepiece_vocabulary, write_model
-from tests.servers import clean_environment, scratch_directory
+from tests.support.ggufs import sentencepiece_vocabulary, write_model
+from tests.support.servers import clean_environment, scratch_directory
 
 OPENED_BY_ONE = 400  # files, then a new child begins
 SECONDS, SECONDS_PER_MIB = 3.0, 1.0  # of processor time that a file may take

@@ -178,7 +178,8 @@ def _judge(world: World, ledger: Ledger, report: Report, *, settled: bool) -> No
         report.count(f"jobs {state}", number)
     trusted = CLOCK_TRUST_SECONDS if world.database == "postgresql" else 0.0
     wrong = [(since, (until or time.time()) + trusted) for since, until in world.wrong_clocks]
-    evidence = Evidence(ledger.promises, ledger.intents, changes, present, settled, wrong)
+    deletions = history.deletions(world.engine)
+    evidence = Evidence(ledger.promises, ledger.intents, changes, present, settled, wrong, deletions)
     for violation in judge(evidence):
         report.add(violation)
     query = (

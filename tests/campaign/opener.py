@@ -21,7 +21,7 @@ CHAT = [{"role": "user", "content": "Hello, w\u00f6rld 123"}]
 
 def main() -> None:
     """Until the end of input."""
-    from nightmill.worker.link.loading import load_model  # noqa: F401 - what it imports is not to count
+    from nightmill.worker.assembly.model import load_model  # noqa: F401 - what it imports is not to count
 
     beside = Beside(Path(sys.argv[1])) if sys.argv[1:] else None
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -48,8 +48,8 @@ class Beside:
     """Innocent chats, while another model's template does what it does."""
 
     def __init__(self, path: Path) -> None:
-        from nightmill.jobs.settings import Settings
-        from nightmill.worker.link.loading import load_model
+        from nightmill.jobs.base.settings import Settings
+        from nightmill.worker.assembly.model import load_model
 
         self._model = load_model(Settings(model=path))
         self._expected = self._model.encode(CHAT)
@@ -78,8 +78,8 @@ class Beside:
 
 
 def _open(path: Path) -> None:
-    from nightmill.jobs.settings import Settings
-    from nightmill.worker.link.loading import load_model
+    from nightmill.jobs.base.settings import Settings
+    from nightmill.worker.assembly.model import load_model
 
     model = load_model(Settings(model=path))
     ids = model.encode("Hello, w\u00f6rld 123 <|im_end|>")

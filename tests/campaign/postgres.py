@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import psycopg
 
-from tests.servers import PostgresServer, wait_until
+from tests.support.servers import PostgresServer, wait_until
 
 
 class PostgresControl:

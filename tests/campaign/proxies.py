@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Self
 
-from tests.freezing import Address, Freeze, FreezingProxy
+from tests.support.freezing import Address, Freeze, FreezingProxy
 
 
 class Proxies:

@@ -10,8 +10,8 @@ from pathlib import Path
 from tests.campaign import gguf_document, strange_templates
 from tests.campaign.model_files import Opener
 from tests.campaign.report import Report
-from tests.ggufs import write_model
-from tests.servers import scratch_directory
+from tests.support.ggufs import write_model
+from tests.support.servers import scratch_directory
 
 SECONDS = 45.0  # from opening the file to the answer, whatever the template does
 MIB = 2048.0  # of the worker's stand-in with all its children

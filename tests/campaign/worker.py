@@ -21,14 +21,15 @@ import numpy as np
 
 import nightmill.worker.commands.keeper
 import nightmill.worker.commands.process
-from nightmill.jobs.arithmetic import Arithmetic
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.base.arithmetic import Arithmetic
+from nightmill.jobs.base.settings import Settings
+from nightmill.worker.assembly.model import OpenModel
+from nightmill.worker.assembly.sizes import max_sequences
 from nightmill.worker.engine.engine import Engine
-from nightmill.worker.link.loading import OpenModel, max_sequences
 from nightmill.worker.runners.base import NOT_A_NUMBER, Admission, Drawn, IntArray, StepBatch
 from tests.campaign import clocks
 from tests.campaign.texts import CONTEXT, SAMPLING, checksum, draw
-from tests.own_engine import engine_on, run_module
+from tests.support.own_engine import engine_on, run_module
 
 NAME = "tests.campaign.worker"
 OURS = (sys.executable, "-m", NAME)
@@ -44,7 +45,7 @@ AFTER = 5  # tokens that a poison draws before it strikes
 class ScriptedRunner:
     """Draws what `texts.draw` says. A prompt that begins with a poison ends the process after some tokens."""
 
-    block_size = 16
+    page_size = 16
     depth = 2
     arithmetic = Arithmetic(
         runner="checksums", device="none", weights="none", kv="none", kernels="none", model="none"
@@ -53,7 +54,8 @@ class ScriptedRunner:
     def __init__(self, vocab: int, slots: int) -> None:
         self.vocab = vocab
         self.slots = self.max_draws = slots
-        self.kv_blocks = slots * CONTEXT // self.block_size * 2 // 3  # short, so that some are preempted
+        self.prompt_grid, self.snapshots = 1, 0
+        self.kv_pages = slots * CONTEXT // self.page_size * 2 // 3  # short, so that some are preempted
         self._step = float(os.environ.get("CAMPAIGN_STEP", "0"))
         self._drawn: deque[Drawn] = deque()
         self._slots: dict[int, tuple[int, int, list[float]]] = {}  # checksum so far, seed, parameters
@@ -68,7 +70,7 @@ class ScriptedRunner:
         self._drawn.append(self.sampled(batch, np.fromiter(map(self._draw, slots), np.int32, len(slots))))
 
     def mask_room(self, count: int) -> IntArray:
-        raise NotImplementedError("rows of the campaign are held to no schema")
+        raise AssertionError("a row of the campaign asks for a mask; none is held to a schema")
 
     def draw(self, masks: IntArray) -> None:
         """Nothing is masked."""

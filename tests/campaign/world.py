@@ -17,16 +17,16 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.engine import Engine, make_url
 from sqlalchemy.exc import OperationalError
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from tests.campaign import history, model
 from tests.campaign.clocks import PostgresClock
 from tests.campaign.disk import Disk
 from tests.campaign.plan import SERVERS, STALE
 from tests.campaign.postgres import PostgresControl
 from tests.campaign.proxies import Proxies
-from tests.freezing import Freeze
-from tests.servers import (
+from tests.support.freezing import Freeze
+from tests.support.servers import (
     RedisServer,
     free_port,
     start_postgres,
@@ -169,7 +169,7 @@ class World:
         return ", ".join(sorted(self._hanging))
 
     def freeze_connections(self, name: str, how: Freeze, *, new: bool) -> None:
-        """Those to `redis` or `postgres`: see tests.freezing."""
+        """Those to `redis` or `postgres`: see tests.support.freezing."""
         self.hangs(f"frozen connections to {name}")
         self.proxies.freeze(name, how, new=new)
 

@@ -7,9 +7,9 @@ from nightmill.worker.runners.gpu.attention.choice import Decode, Prefill
 from nightmill.worker.runners.gpu.attention.pieces import NO_PIECES
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ELEMENT
-from nightmill.worker.runners.gpu.products.shapes import padded_rows
-from tests.gpu.operands import cache_of, elements, fetched, inputs_of, poisoned, shape_of
+from nightmill.worker.runners.gpu.shapes import padded_rows
 from tests.gpu.oracles import Paged, attention_oracle
+from tests.support.operands import cache_of, elements, fetched, inputs_of, poisoned, shape_of
 
 
 def run_decode(
@@ -23,7 +23,7 @@ def run_decode(
     if len(pieces):
         pieces = np.concatenate([pieces, [[-1] * 4]]).astype(np.int32)
     inputs = inputs_of(
-        device, table_width=paged.tables.shape[1], block_tables=paged.tables, context_lengths=contexts,
+        device, table_width=paged.tables.shape[1], page_tables=paged.tables, context_lengths=contexts,
         pieces=pieces,
     )  # fmt: skip
     out = poisoned(device, (count, attention.heads, attention.head_dim), ELEMENT)
@@ -67,7 +67,7 @@ def run_prefill(
     queries = np.zeros((padded_rows(len(qkv)), *qkv.shape[1:]), dtype=np.float32)
     queries[: len(qkv)] = qkv
     inputs = inputs_of(
-        device, table_width=paged.tables.shape[1], block_tables=paged.tables, sequence_starts=starts,
+        device, table_width=paged.tables.shape[1], page_tables=paged.tables, sequence_starts=starts,
         context_lengths=contexts, tiles=tiles,
     )  # fmt: skip
     out = poisoned(device, (starts[-1], attention.heads, attention.head_dim), ELEMENT)

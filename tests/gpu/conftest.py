@@ -16,7 +16,8 @@ from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.waits import BOUNDED_WAITS
 from nightmill.worker.runners.gpu.runner import CudaRunner
 from nightmill.worker.runners.kv_format import KvFormat
-from tests.fetched import Need, reason
+from tests.support.cuda_runners import cuda_runner
+from tests.support.needs import Need, reason
 
 HERE = Path(__file__).parent
 
@@ -87,7 +88,7 @@ def make(file: GgufFile, spec: ModelSpec, defaults: dict[str, Any]) -> Iterator[
     def build(**options: Any) -> CudaRunner:
         for runner in made:
             runner.close()
-        made.append(CudaRunner(file, spec, **(defaults | options)))
+        made.append(cuda_runner(file, spec, **(defaults | options)))
         return made[-1]
 
     yield build

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.base.settings import Settings
+from nightmill.worker.assembly.engine import build_engine
+from nightmill.worker.assembly.model import OpenModel
 from nightmill.worker.engine.engine import Engine
-from nightmill.worker.link.loading import OpenModel, build_engine
 from nightmill.worker.runners.gpu import runner as gpu_runner
 from nightmill.worker.runners.gpu import self_test
 from nightmill.worker.runners.gpu.device.device import Device
@@ -21,7 +22,7 @@ from nightmill.worker.runners.gpu.device.functions import Module
 from nightmill.worker.runners.gpu.device.operands import Buffer, Matrix
 from nightmill.worker.runners.gpu.products.chooser import Product
 from nightmill.worker.runners.starting import StartStep
-from tests.own_engine import run_module
+from tests.support.own_engine import run_module
 
 NAME = "tests.gpu.failing_products_worker"
 COMMAND = (sys.executable, "-m", NAME)

@@ -2,13 +2,14 @@
 
 import sys
 
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.base.settings import Settings
+from nightmill.worker.assembly.engine import build_engine
+from nightmill.worker.assembly.model import OpenModel
 from nightmill.worker.engine.engine import Engine
-from nightmill.worker.link.loading import OpenModel, build_engine
 from nightmill.worker.runners.base import StepBatch
 from nightmill.worker.runners.gpu.device.operands import INT, Buffer
 from nightmill.worker.runners.gpu.runner import CudaRunner
-from tests.own_engine import run_module
+from tests.support.own_engine import run_module
 
 NAME = "tests.gpu.faulty_worker"
 COMMAND = (sys.executable, "-m", NAME)
@@ -26,7 +27,7 @@ def launch_and_fail(self: CudaRunner, batch: StepBatch) -> None:
     launch(self, batch)
     steps += 1
     if steps == STEPS:
-        self._model.shared.sampler.gather_tokens(WILD, WILD, WILD, WILD_BUFFER, 1)
+        self._model.shared.sampler.gather_tokens(WILD, WILD, WILD, WILD, WILD_BUFFER, WILD_BUFFER, 1)
 
 
 def build_faulty(settings: Settings, model: OpenModel) -> Engine:

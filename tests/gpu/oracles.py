@@ -13,9 +13,9 @@ from nightmill.worker.runners.kv_format import KvFormat
 from nightmill.worker.runners.philox import token_words, uniform
 from nightmill.worker.runners.reference import ops
 from nightmill.worker.runners.sampling import SamplingRows, filter_rows, gumbel, penalise
-from tests.elements import ROUNDED_ONCE, rounded
-from tests.kept import kept_by
-from tests.specs import dense_spec
+from tests.support.elements import ROUNDED_ONCE, rounded
+from tests.support.fp8_pages import kept_by
+from tests.support.specs import dense_spec
 
 Array = npt.NDArray[Any]
 EXACT = ROUNDED_ONCE[Element.F16]

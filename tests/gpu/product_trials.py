@@ -23,18 +23,20 @@ from nightmill.worker.runners.gpu.device.compiler import compile_all
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, FP8, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.device.sources import Source, for_element, source_of
-from nightmill.worker.runners.gpu.products import hopper_fp8, hopper_tiles, split
 from nightmill.worker.runners.gpu.products.chooser import Products
-from nightmill.worker.runners.gpu.products.library import LibraryProducts
-from nightmill.worker.runners.gpu.products.packed_few import PackedFew
-from nightmill.worker.runners.gpu.products.packed_tiles import PackedTiles
-from nightmill.worker.runners.gpu.products.shapes import SUMMED, Kind, Shape, Way, padded_rows
+from nightmill.worker.runners.gpu.products.elements import hopper_gemm, hopper_split
+from nightmill.worker.runners.gpu.products.elements.library import LibraryProducts
+from nightmill.worker.runners.gpu.products.fp8 import hopper_fp8
+from nightmill.worker.runners.gpu.products.fp8.quantise import Quantise
+from nightmill.worker.runners.gpu.products.packed.packed_few import PackedFew
+from nightmill.worker.runners.gpu.products.packed.packed_gemm import PackedTiles
 from nightmill.worker.runners.gpu.rows.activate import Activate
-from nightmill.worker.runners.gpu.rows.quantise import Quantise
+from nightmill.worker.runners.gpu.shapes import SUMMED, Kernel, Kind, Shape, padded_rows
 from nightmill.worker.runners.reference.rounding import as_fp8
 from tests.gpu.comparing_on_gpu import SOURCE, ResultsOnGpu
 from tests.gpu.resident import ResidentWeights
-from tests.real_products import RealProduct, real_products, rows_of
+from tests.support.operands import products_with
+from tests.support.real_products import RealProduct, real_products, rows_of
 
 __all__ = ["DONE", "group_of", "groups", "main"]
 
@@ -110,7 +112,7 @@ def sources_of(device: Device, kind: Kind, formats: Sequence[Sequence[str]]) -> 
     names = ["dequantize", "repack", "unpack", "activate", "quantise"]
     sources = [SOURCE, *map(source_of, names), *PackedFew.files(pairs), *PackedTiles.files(pairs)]
     if any(Format[name].plain for name in chain(*formats)):
-        sources += [*hopper_tiles._sources([kind]).values(), *split._sources([kind]).values()]
+        sources += [*hopper_gemm._sources([kind]).values(), *hopper_split._sources([kind]).values()]
     if any(Format[name] is Format.FP8 for name in chain(*formats)):
         sources += hopper_fp8._sources([kind]).values()
     return [for_element(source, device.element, device.kv) for source in sources]
@@ -151,8 +153,8 @@ class Trial:
         packed = [(self._kind, kept) for kept in formats if kept.packed]
         sizes = [sum(part.rows for part in one.parts) * one.inputs * ELEMENT.itemsize for one in products]
         room = HEAD_ROOM if self._kind is Kind.FLOAT else max(sizes)
-        self._products = Products(
-            self._device, Activate(self._device), self._gate_up, [self._kind], unpacked=room if packed else 0,
+        self._products = products_with(
+            self._device, self._gate_up, [self._kind], unpacked=room if packed else 0,
             quantised=self._fp8_room(products) if Format.FP8 in formats else None, packed=packed,
         )  # fmt: skip
         for kept in formats:
@@ -181,7 +183,7 @@ class Trial:
             element = self._device.element.format
             shape = Shape(self._most_rows, product.outputs, product.inputs, self._kind, element)
             held = Buffer(self._held, (self._most_rows, product.inputs), ELEMENT)
-            self._library.candidates(shape)[0].way(shape)(held, plain, self._results(oracle, product))
+            self._library.candidates(shape)[0].kernel(shape)(held, plain, self._results(oracle, product))
             known = False
             for rows in sorted(rows_of(product), reverse=True):
                 shape = Shape(padded_rows(rows), product.outputs, product.inputs, self._kind, product.format)
@@ -190,7 +192,7 @@ class Trial:
                     yield f"{product}: nothing computes {rows} rows"
                 for candidate in candidates:
                     say(name := f"{product}, {rows} rows, {candidate.name}")
-                    self._run(candidate.way(shape), product, rows, weight, x, y)
+                    self._run(candidate.kernel(shape), product, rows, weight, x, y)
                     self.launched += 1
                     yield from (f"{name}: {fault}" for fault in self._strays(y, rows, product))
                     if not known:
@@ -253,7 +255,7 @@ class Trial:
             self._device.fill(address, 0xFF, size)
 
     def _run(
-        self, way: Way, product: RealProduct, rows: int, weight: Matrix, x: int, y: int
+        self, way: Kernel, product: RealProduct, rows: int, weight: Matrix, x: int, y: int
     ) -> None:  # fmt: skip
         """Compute it, for x with NaN in the rows of padding, and before and behind results."""
         row = product.outputs * self._dtype.itemsize

@@ -19,21 +19,20 @@ from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, FLOAT, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.device.sources import for_element, source_of
 from nightmill.worker.runners.gpu.kv_cache import PAGE, LayerCache
-from nightmill.worker.runners.gpu.products import packed_qkv
-from nightmill.worker.runners.gpu.products.chooser import Products
-from nightmill.worker.runners.gpu.products.packed_few import PackedFew
-from nightmill.worker.runners.gpu.products.packed_qkv import PackedQkv
-from nightmill.worker.runners.gpu.products.packed_tiles import PackedTiles
-from nightmill.worker.runners.gpu.products.shapes import Kind, Shape, padded_rows
+from nightmill.worker.runners.gpu.products.packed import packed_qkv
+from nightmill.worker.runners.gpu.products.packed.packed_few import PackedFew
+from nightmill.worker.runners.gpu.products.packed.packed_gemm import PackedTiles
+from nightmill.worker.runners.gpu.products.packed.packed_qkv import PackedQkv
 from nightmill.worker.runners.gpu.rows import rotation
-from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.rows.rotation import Rotation
+from nightmill.worker.runners.gpu.shapes import Kind, Shape, padded_rows
 from nightmill.worker.runners.gpu.weights.layout import NO_NORM, LayerWeights
 from nightmill.worker.runners.kv_format import KvFormat
 from tests.gpu.comparing_on_gpu import SOURCE, ResultsOnGpu
 from tests.gpu.product_trials import DONE, X_SCALE, say
 from tests.gpu.resident import ResidentWeights
-from tests.real_products import ROWS, RealQkv, real_qkvs
+from tests.support.operands import products_with
+from tests.support.real_products import ROWS, RealQkv, real_qkvs
 
 __all__ = ["group_of", "groups", "main"]
 
@@ -104,7 +103,7 @@ class QkvTrial:
         self._weights = {kept: ResidentWeights(device, kept) for kept in formats}
         gate_up = Buffer(device.allocate(64), (1, 8), ELEMENT)
         pairs = [(Kind.PLAIN, kept) for kept in dict.fromkeys(formats)]
-        self._products = Products(device, Activate(device), gate_up, [Kind.PLAIN], packed=pairs)
+        self._products = products_with(device, gate_up, [Kind.PLAIN], packed=pairs)
         rng = np.random.default_rng(1)
         numbers = rng.integers(-127, 128, MOST_ROWS * most_width, dtype=np.int8)
         self._held = device.upload(numbers.astype(np.float16) * np.float16(X_SCALE), "activations")
@@ -140,7 +139,7 @@ class QkvTrial:
         say(f"{one}, the product")
         x = Buffer(self._held, (MOST_ROWS, width), ELEMENT)
         results = Buffer(product, (MOST_ROWS, attention.qkv), ELEMENT)
-        self._products._candidates(plain)[0].way(plain)(x, matrix, results)
+        self._products._candidates(plain)[0].kernel(plain)(x, matrix, results)
         tiles = [tile for tile in fused.tiles if tile.takes(width)]
         for rows in ROWS:
             self._rotated(one, layer, rotated, product, expected, kept, rows)

@@ -11,7 +11,7 @@ from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import Format, Matrix
 from nightmill.worker.runners.gpu.weights.dequantizer import Dequantizer
 from nightmill.worker.runners.gpu.weights.repacker import Repacker
-from tests.blocks import random_blocks
+from tests.support.blocks import random_blocks
 
 __all__ = ["ResidentWeights"]
 

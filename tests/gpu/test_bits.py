@@ -12,19 +12,20 @@ import numpy.typing as npt
 import pytest
 from gguf import GGMLQuantizationType
 
-from nightmill.jobs.parameters import GenerationParams
+from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import Request
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.element_choice import choose_element
-from nightmill.worker.runners.gpu.numbers import Numbers, WeightNumbers
+from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.runner import CudaRunner
 from nightmill.worker.runners.kv_format import KvFormat
-from tests.engines import NoText
-from tests.ggufs import write_model
 from tests.gpu.conftest import Make
-from tests.gpu.driving import BLOCK, Chunk, Cuda, Pages, generate, logits_of
+from tests.support.driving import BLOCK, Chunk, Cuda, Pages, generate, logits_of
+from tests.support.engines import NoText
+from tests.support.ggufs import write_model
 
 LONGEST = 1100
 CONTEXT = 1536
@@ -47,10 +48,10 @@ HEADS: dict[str, dict[str, Any]] = {
 """Heads of 64 and 128 have fast attention, others the general one. Files in BF16 are computed in it."""
 
 
-CASES = [(heads, WeightNumbers.ELEMENT, KvFormat.ELEMENT) for heads in HEADS]
-CASES += [(heads, WeightNumbers.ELEMENT, KvFormat.FP8) for heads in ("64", "16", "128 in BF16")]
-CASES += [("64", WeightNumbers.FP8, KvFormat.ELEMENT), ("128 in BF16", WeightNumbers.FP8, KvFormat.FP8)]
-Case = tuple[str, WeightNumbers, KvFormat]
+CASES = [(heads, WeightsFormat.ELEMENT, KvFormat.ELEMENT) for heads in HEADS]
+CASES += [(heads, WeightsFormat.ELEMENT, KvFormat.FP8) for heads in ("64", "16", "128 in BF16")]
+CASES += [("64", WeightsFormat.FP8, KvFormat.ELEMENT), ("128 in BF16", WeightsFormat.FP8, KvFormat.FP8)]
+Case = tuple[str, WeightsFormat, KvFormat]
 
 
 @pytest.fixture(
@@ -68,8 +69,8 @@ def file(case: Case, tmp_path_factory: pytest.TempPathFactory) -> GgufFile:
 
 @pytest.fixture(scope="module")
 def defaults(case: Case, file: GgufFile, spec: ModelSpec) -> dict[str, Any]:
-    numbers = Numbers(choose_element(file, spec).element, *case[1:])
-    return {"max_tokens": 2048, "tune": False, "numbers": numbers}
+    precision = Precision(choose_element(file, spec).element, *case[1:])
+    return {"max_tokens": 2048, "tune": False, "precision": precision}
 
 
 def texts(spec: ModelSpec, lengths: list[int], seed: int) -> list[tuple[int, ...]]:
@@ -97,7 +98,7 @@ def test_logits_of_a_prompt_do_not_depend_on_how_it_is_cut(
     rng = np.random.default_rng(11)
     lengths = [1, 2, 15, 16, 17, 33, 1 + 64 * 5, *rng.integers(1, LONGEST + 1, 20).tolist(), LONGEST]
     pages = Pages(2, -(-context // BLOCK))
-    cuda = Cuda(file, spec, slots=2, kv_blocks=2 * -(-context // BLOCK), context=context, **defaults)
+    cuda = Cuda(file, spec, slots=2, kv_pages=2 * -(-context // BLOCK), context=context, **defaults)
     with closing(cuda.runner):
         for text in texts(spec, lengths, 5):
             whole = logits_of(cuda, pages, [Chunk(0, text, 0, len(text))], admit=True)
@@ -117,7 +118,7 @@ def test_logits_after_drawn_tokens_are_the_same_when_these_are_computed_again(
     context = CONTEXT
     per_slot = -(-context // BLOCK)
     pages = Pages(40, per_slot)
-    cuda = Cuda(file, spec, slots=40, kv_blocks=40 * per_slot, context=context, **defaults)
+    cuda = Cuda(file, spec, slots=40, kv_pages=40 * per_slot, context=context, **defaults)
     with closing(cuda.runner):
         for prompt, drawn in ((1, 30), (16, 33), (33, 30), (700, 35)):
             (text,) = texts(spec, [prompt + drawn], prompt)
@@ -143,9 +144,11 @@ def answers(
     waiting = asked
     while waiting:
         engine = Engine(
-            runner, text_stream=NoText, eos_ids=frozenset(), context_length=context,
-            max_sequences=runner.slots, token_budget=budget, prefix_sharing=sharing,
-        )  # fmt: skip
+            runner,
+            Detokenizer(text_stream=NoText, eos_ids=frozenset()),
+            EngineSizes(context_length=context, max_sequences=runner.slots, token_budget=budget),
+            prefix_sharing=sharing,
+        )
         for one in waiting:
             engine.submit(one)
         steps = 0
@@ -189,15 +192,13 @@ def test_answers_are_the_same_in_any_company_and_through_any_interruption(
         for index, prompt in enumerate(prompts)
     ]
     page = -(-context // BLOCK)
-    wide = make(slots=128, kv_blocks=128 * page, context=context)
+    wide = make(slots=128, kv_pages=128 * page, context=context)
     first = generate(wide, asked, context=context, token_budget=2048)
     assert first == answers(wide, asked, context=context, budget=131, sharing=True)
     assert first == answers(wide, asked, context=context, budget=2048, sharing=False)
     assert first == answers(wide, asked, context=context, budget=700, sharing=True, interrupt=5)
-    few = make(slots=3, kv_blocks=3 * page, context=context)
+    few = make(slots=3, kv_pages=3 * page, context=context)
     assert first == answers(few, asked, context=context, budget=64, sharing=True)
-    tight = make(
-        slots=37, kv_blocks=page + 40, context=context, depth=3
-    )  # sequences give way again and again
+    tight = make(slots=37, kv_pages=page + 40, context=context, depth=3)  # sequences give way again and again
     assert first == answers(tight, asked, context=context, budget=300, sharing=True)
     assert first == answers(tight, asked, context=context, budget=300, sharing=True, interrupt=9)

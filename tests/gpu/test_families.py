@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from nightmill.worker.model.families import read_spec
-from tests.ggufs import spec_tensors
-from tests.gpu.comparing import compare_logits
-from tests.gpu.driving import BLOCK, Chunk, Cuda, Pages, Reference, logits_of
-from tests.unit.model.test_family_keys import FILES, file_of
+from tests.support.comparing import compare_logits
+from tests.support.driving import BLOCK, Chunk, Cuda, Pages, Reference, logits_of
+from tests.support.family_cases import GPU_FILES, file_of
+from tests.support.ggufs import spec_tensors
 
 PROMPT, DECODED = 100, 8
 
@@ -19,10 +19,10 @@ CHUNKS = {"whole": [100], "in chunks": [60, 40], "with rows that do not draw": [
 
 
 @pytest.mark.parametrize("prompt", CHUNKS)
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", GPU_FILES)
 def test_logits_agree_with_the_reference_runner(name: str, prompt: str, tmp_path: Path) -> None:
     """A prompt, then a few tokens one by one. Weights are half: what the GPU has of them is all there is."""
-    keys, like = FILES[name]
+    keys, like = GPU_FILES[name]
     halves = {name: array.astype(np.float16).astype(np.float32) for name, array in spec_tensors(like).items()}
     file = file_of(tmp_path, keys, like, **halves)
     spec = read_spec(file)
@@ -33,9 +33,9 @@ def test_logits_agree_with_the_reference_runner(name: str, prompt: str, tmp_path
         start += length
     chunks += [Chunk(0, text, PROMPT + index, 1, drawn=True) for index in range(DECODED)]
     blocks = 128 // BLOCK
-    cuda = Cuda(file, spec, slots=1, kv_blocks=blocks, max_tokens=128, max_draws=128, context=128, tune=False)
+    cuda = Cuda(file, spec, slots=1, kv_pages=blocks, max_tokens=128, max_draws=128, context=128, tune=False)
     with closing(cuda.runner):
-        reference = Reference(file, spec, kv_blocks=blocks, block_size=BLOCK, slots=1)
+        reference = Reference(file, spec, kv_pages=blocks, page_size=BLOCK, slots=1)
         ours, theirs = (
             np.concatenate(
                 [logits_of(subject, pages, [chunk], admit=index == 0) for index, chunk in enumerate(chunks)]

@@ -8,14 +8,15 @@ from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.kv_cache import LayerCache
-from nightmill.worker.runners.gpu.products.few_rows import MAX_ROWS, FewRows
-from nightmill.worker.runners.gpu.products.shapes import Kind
+from nightmill.worker.runners.gpu.products.elements.few_rows import MAX_ROWS, FewRows
 from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.rows.norms import Norms
 from nightmill.worker.runners.gpu.rows.rotation import Rotation
+from nightmill.worker.runners.gpu.shapes import Kind
 from nightmill.worker.runners.gpu.weights.layout import LayerWeights, NormWeight
-from tests.elements import BOTH_ELEMENTS, ELEMENTS_AND_KV
-from tests.gpu.operands import (
+from tests.gpu.oracles import PAGE
+from tests.support.elements import BOTH_ELEMENTS, ELEMENTS_AND_KV
+from tests.support.operands import (
     ByLibrary,
     buffer,
     cache_of,
@@ -26,8 +27,7 @@ from tests.gpu.operands import (
     pages_in,
     poisoned,
 )
-from tests.gpu.oracles import PAGE
-from tests.specs import dense_spec
+from tests.support.specs import dense_spec
 
 CONTEXT = 4096
 MODELS = {

@@ -12,18 +12,18 @@ from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, FP8, Buffer, Format, Matrix
-from nightmill.worker.runners.gpu.numbers import Numbers, WeightNumbers
-from nightmill.worker.runners.gpu.products.hopper_fp8 import FP8_TILES, HopperFp8
-from nightmill.worker.runners.gpu.products.shapes import SUMMED, Kind, Shape
-from nightmill.worker.runners.gpu.weights.loading import load_weights
+from nightmill.worker.runners.gpu.loading import load_weights
+from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
+from nightmill.worker.runners.gpu.products.fp8.hopper_fp8 import FP8_TILES, HopperFp8
+from nightmill.worker.runners.gpu.shapes import SUMMED, Kind, Shape
 from nightmill.worker.runners.reference import ops
 from nightmill.worker.runners.reference.rounding import to_fp8
-from tests.elements import BOTH_ELEMENTS, ROUNDED_ONCE, rounded
-from tests.ggufs import spec_tensors, write_model
-from tests.gpu.comparing import nmse
-from tests.gpu.driving import BLOCK, Chunk, Cuda, HasLogits, Pages, Reference, logits_of
-from tests.gpu.operands import Array, buffer, elements, fetched, fetched_fp8, fp8_room, poisoned
-from tests.unit.model.test_family_keys import FILES, file_of
+from tests.support.comparing import nmse
+from tests.support.driving import BLOCK, Chunk, Cuda, HasLogits, Pages, Reference, logits_of
+from tests.support.elements import BOTH_ELEMENTS, ROUNDED_ONCE, rounded
+from tests.support.family_cases import GPU_FILES, file_of
+from tests.support.ggufs import spec_tensors, write_model
+from tests.support.operands import Array, buffer, elements, fetched, fetched_fp8, fp8_room, poisoned
 
 ROWS = (1, 7, 63, 65, 257)
 SIZES = ((1152, 896), (520, 80), (264, 18_944))  # outputs, inputs
@@ -90,7 +90,7 @@ def test_every_tile_is_exact_and_gives_the_same_bits(device: Device, kind: Kind)
                     held[:rows] = before
                 y = buffer(device, held) if floats else poisoned(device, held.shape, ELEMENT)
                 shape = Shape(rows, outputs, inputs, kind, Format.FP8)
-                products.way(tile, shape)(x.buffer, weight.matrix, y)
+                products.kernel(tile, shape)(x.buffer, weight.matrix, y)
                 result = fetched(device, y)
                 case = f"{tile}, {rows} rows of {inputs}, {outputs} outputs"
                 assert np.isnan(result[rows]).all(), f"{case}: wrote past its rows"
@@ -108,7 +108,7 @@ def test_rows_of_elements_are_rounded_before_they_are_multiplied(device: Device)
     given = HopperFp8(device, [Kind.ADDEND], fp8_room(device, 9, 896))
     quantised = fp8_room(device, 9, 896)
     given._quantise(x.address, quantised.address, quantised.scales, 9, 896)
-    way = given.candidates(Shape(9, 520, 896, Kind.ADDEND, Format.FP8))[0].way(
+    way = given.candidates(Shape(9, 520, 896, Kind.ADDEND, Format.FP8))[0].kernel(
         Shape(9, 520, 896, Kind.ADDEND, Format.FP8)
     )
     results = []
@@ -126,7 +126,7 @@ def test_matrices_of_layers_are_rounded_and_others_stay(device: Device, tmp_path
     path = write_model(tmp_path / "model.gguf", "llama", kind=GGMLQuantizationType[kind], tied=False)
     file = GgufFile.open(path)
     spec = read_spec(file)
-    weights = load_weights(device, file, spec, Numbers(device.element, WeightNumbers.FP8))
+    weights = load_weights(device, file, spec, Precision(device.element, WeightsFormat.FP8))
     assert weights.embedding.format is weights.head.format is device.element.format
     for index, layer in enumerate(weights.layers):
         for held, names in (
@@ -142,20 +142,20 @@ def test_matrices_of_layers_are_rounded_and_others_stay(device: Device, tmp_path
             np.testing.assert_array_equal(scales, expected[1])
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", GPU_FILES)
 def test_every_family_is_computed_as_by_the_reference(name: str, tmp_path: Path) -> None:
     """A prompt, then a few tokens; nearer to the reference that rounds than that is to one that does not.
 
     Not near to the last bit: a number that attention, in half precision, moves over a border between two of
     FP8 moves far.
     """
-    keys, like = FILES[name]
+    keys, like = GPU_FILES[name]
     halves = {name: array.astype(np.float16).astype(np.float32) for name, array in spec_tensors(like).items()}
     file = file_of(tmp_path, keys, like, **halves)
     spec = read_spec(file)
     text = np.random.default_rng(5).integers(0, spec.vocab, 78).tolist()
     chunks = [Chunk(0, text, 0, 70, 70), *(Chunk(0, text, 70 + i, 1, drawn=True) for i in range(8))]
-    options = {"slots": 1, "kv_blocks": 128 // BLOCK}
+    options = {"slots": 1, "kv_pages": 128 // BLOCK}
 
     def logits(subject: HasLogits) -> Array:
         pages = Pages(1, 128 // BLOCK)
@@ -164,7 +164,7 @@ def test_every_family_is_computed_as_by_the_reference(name: str, tmp_path: Path)
 
     rounding, exact = (logits(Reference(file, spec, fp8=fp8, **options)) for fp8 in (True, False))
     sizes = {"max_tokens": 128, "max_draws": 128, "context": 128}
-    cuda = Cuda(file, spec, **options, **sizes, tune=False, numbers=Numbers(weights=WeightNumbers.FP8))
+    cuda = Cuda(file, spec, **options, **sizes, tune=False, precision=Precision(weights=WeightsFormat.FP8))
     with closing(cuda.runner):
         off = nmse(logits(cuda), rounding)
     print(f"{name}: NMSE {off:.3g}, of rounding {nmse(exact, rounding):.3g}")  # noqa: T201
@@ -174,6 +174,8 @@ def test_every_family_is_computed_as_by_the_reference(name: str, tmp_path: Path)
 @pytest.mark.parametrize("element", Element, ids=lambda element: element.value)
 def test_a_runner_says_how_it_rounds(tmp_path: Path, element: Element) -> None:
     file = GgufFile.open(write_model(tmp_path / "model.gguf", context_length=64))
-    cuda = Cuda(file, read_spec(file), slots=1, max_tokens=64, numbers=Numbers(element, WeightNumbers.FP8))
+    cuda = Cuda(
+        file, read_spec(file), slots=1, max_tokens=64, precision=Precision(element, WeightsFormat.FP8)
+    )
     with closing(cuda.runner) as runner:
         assert runner.arithmetic.weights == f"fp8 in {element.value}"

@@ -11,21 +11,26 @@ from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, Buffer, Matrix
 from nightmill.worker.runners.gpu.products.chooser import Products
-from nightmill.worker.runners.gpu.products.hopper_tiles import TILES, HopperTiles, Tile
-from nightmill.worker.runners.gpu.products.shapes import (
+from nightmill.worker.runners.gpu.products.elements.hopper_gemm import TILES, HopperTiles, Tile
+from nightmill.worker.runners.gpu.products.elements.hopper_split import (
+    SPLIT_TILES,
+    SplitTile,
+    SplitTiles,
+    split_tiles,
+)
+from nightmill.worker.runners.gpu.rows.activate import Activate
+from nightmill.worker.runners.gpu.shapes import (
     GATED,
     SUMMED,
+    Kernel,
     Kind,
     Shape,
-    Way,
     first_sum,
     padded_rows,
 )
-from nightmill.worker.runners.gpu.products.split import SPLIT_TILES, SplitTile, SplitTiles, split_tiles
-from nightmill.worker.runners.gpu.rows.activate import Activate
-from tests.elements import BOTH_ELEMENTS, ROUNDED_ONCE, rounded
-from tests.gpu.comparing import nmse
-from tests.gpu.operands import (  # fmt: skip
+from tests.support.comparing import nmse
+from tests.support.elements import BOTH_ELEMENTS, ROUNDED_ONCE, rounded
+from tests.support.operands import (  # fmt: skip
     Array,
     ByLibrary,
     all_products,
@@ -40,7 +45,7 @@ from tests.gpu.operands import (  # fmt: skip
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 63, 65, 257, 1000)
 SIZES = ((1152, 896), (896, 4864), (9728, 896), (515, 72), (4096, 256))  # outputs, inputs
 
-Ways = Callable[[Shape], Way]
+Kernels = Callable[[Shape], Kernel]
 
 
 def operands(element: Element, rows: int, outputs: int, inputs: int) -> tuple[Array, Array]:
@@ -144,7 +149,7 @@ def test_every_hopper_tile_gives_the_librarys_bits(
             padded[:rows] = values
             own, theirs = (poisoned(device, (len(padded) + 1, outputs), ELEMENT) for _ in range(2))
             shape = Shape(rows, outputs, inputs, Kind.PLAIN, device.element.format)
-            hopper.way(tile, shape)(elements(device, values), weight, own)
+            hopper.kernel(tile, shape)(elements(device, values), weight, own)
             library(elements(device, padded), weight, theirs, rows)
             result, expected = fetched(device, own), fetched(device, theirs)
             np.testing.assert_array_equal(result[:rows], expected[:rows], err_msg=f"{rows} {outputs}")
@@ -166,7 +171,7 @@ def test_an_activation_in_a_product_gives_the_bits_of_two_kernels(
             fused, plain = (poisoned(device, (rows + 1, ffn), ELEMENT) for _ in range(2))
             library(x, weight, gate_up, rows)
             activate(gate_up, plain, rows, GATED[kind])
-            hopper.way(tile, Shape(rows, ffn, inputs, kind, device.element.format))(x, weight, fused)
+            hopper.kernel(tile, Shape(rows, ffn, inputs, kind, device.element.format))(x, weight, fused)
             result, expected = fetched(device, fused), fetched(device, plain)
             np.testing.assert_array_equal(result[:rows], expected[:rows], err_msg=f"{rows} {ffn}")
             assert np.isnan(result[rows]).all(), "wrote past its rows"
@@ -186,7 +191,7 @@ def residual_operands(
 
 
 def assert_they_give_the_same_bits(
-    device: Device, kind: Kind, own: Ways, other: Ways, rows: int, outputs: int, inputs: int
+    device: Device, kind: Kind, own: Kernels, other: Kernels, rows: int, outputs: int, inputs: int
 ) -> None:
     """And the right ones; the first, of exactly so many rows, writes nothing else. The other is padded."""
     before, exact, x, weight = residual_operands(device, rows, outputs, inputs)
@@ -215,7 +220,7 @@ def test_every_hopper_tile_adds_the_librarys_bits(
     for outputs, inputs in ADDED:
         for rows in (1, 7, 63, 65, 257, 1000):
             assert_they_give_the_same_bits(
-                device, kind, lambda shape: hopper.way(tile, shape), library.way, rows, outputs, inputs
+                device, kind, lambda shape: hopper.kernel(tile, shape), library.kernel, rows, outputs, inputs
             )
 
 
@@ -231,8 +236,8 @@ def test_blocks_that_share_k_add_the_bits_of_one_that_has_it_all(
     for outputs, inputs in suited:
         for rows in (1, 9, 16, 33, 65, 130, 200, 257):
             assert_they_give_the_same_bits(
-                device, kind, lambda shape: split.way(tile, shape), lambda shape: hopper.way(whole, shape),
-                rows, outputs, inputs,
+                device, kind, lambda shape: split.kernel(tile, shape),
+                lambda shape: hopper.kernel(whole, shape), rows, outputs, inputs,
             )  # fmt: skip
 
 
@@ -256,9 +261,9 @@ def test_many_inputs_are_two_sums_of_which_the_second_is_added_last(
     assert expected != before[0, 0] + sums[1] + sums[0]
     x, weight = elements(device, values), matrix(device, weights)
     shape, split = Shape(1, outputs, inputs, Kind.RESIDUAL, device.element.format), SplitTiles(device, SUMMED)
-    ways = {str(tile): hopper.way(tile, shape) for tile in TILES[Kind.RESIDUAL]}
-    ways |= {str(tile): split.way(tile, shape) for tile in SPLIT_TILES if tile.suits(outputs, inputs)}
-    ways["library"] = library.way(shape)
+    ways = {str(tile): hopper.kernel(tile, shape) for tile in TILES[Kind.RESIDUAL]}
+    ways |= {str(tile): split.kernel(tile, shape) for tile in SPLIT_TILES if tile.suits(outputs, inputs)}
+    ways["library"] = library.kernel(shape)
     for name, way in ways.items():
         y = followed_by_poison(device, before, buffer)
         way(x, weight, y)
@@ -272,7 +277,7 @@ def test_a_launch_that_waits_for_the_one_before_sees_its_sums(device: Device, ho
     split, times = SplitTiles(device, SUMMED), 30
     for tile in split_tiles(rows, outputs, inputs):
         shape = Shape(rows, outputs, inputs, Kind.RESIDUAL, device.element.format)
-        way, y = split.way(tile, shape), buffer(device, before)
+        way, y = split.kernel(tile, shape), buffer(device, before)
         for _ in range(times):
             way(x, weight, y)
         wanted = before + times * (exact - before)

@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
-from nightmill.jobs.parameters import GenerationParams
+from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.worker.runners.adjusting import adjustment_of, ban
 from nightmill.worker.runners.base import DRAW, Admission, make_draws
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.kv_cache import PAGE
-from nightmill.worker.runners.gpu.sampling.sampler import Sampler
+from nightmill.worker.runners.gpu.sampling.sampler import ChunkPages, Sampler
 from nightmill.worker.runners.gpu.sampling.slots import SlotTable
 from nightmill.worker.runners.sampling import PARAMETERS, SamplingRows, parameters_of, penalise
-from tests.gpu.operands import buffer, fetched
+from tests.support.operands import buffer, fetched
 
 POISON = 1 << 30  # a token of pages that nobody has
 
@@ -68,10 +68,10 @@ def test_logits_become_what_the_definition_makes_of_them(
     logits[::7, : vocab // 3] = 3e38
     logits[:, vocab:] = np.nan
     on_device = buffer(device, logits)
+    pages_of_chunks = ChunkPages(device.upload(tables), width, device.upload(starts), len(chunks))
     sampler.adjust(
-        on_device, count + 1, device.upload(draws), table.address, buffer(device, history),
-        device.upload(tables), width, device.upload(starts), len(chunks),
-    )  # fmt: skip
+        on_device, count + 1, device.upload(draws), table.address, buffer(device, history), pages_of_chunks
+    )
     got = fetched(device, on_device)
 
     adjusted = {row: by for row, one in enumerate(admitted) if (by := adjustment_of(one)) is not None}

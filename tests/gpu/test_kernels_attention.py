@@ -9,9 +9,7 @@ from nightmill.worker.runners.gpu.attention.pieces import NO_PIECES, decode_piec
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.graphs import Graph
 from nightmill.worker.runners.gpu.device.operands import ELEMENT
-from tests.elements import BOTH_ELEMENTS
 from tests.gpu.attending import decode_oracle, run_decode, run_split
-from tests.gpu.operands import cache_of, elements, fetched, inputs_of, poisoned, shape_of
 from tests.gpu.oracles import (  # fmt: skip
     ATTENTION,
     LONG,
@@ -26,6 +24,8 @@ from tests.gpu.oracles import (  # fmt: skip
     make_queries,
     poison_before,
 )
+from tests.support.elements import BOTH_ELEMENTS
+from tests.support.operands import cache_of, elements, fetched, inputs_of, poisoned, shape_of
 
 BORDERS = [1, 2, 15, 16, 17, 63, 64, 65, 255, 256, 257, 511, 513, 1000, 1024, 1025]
 
@@ -205,7 +205,7 @@ def test_decode_leaves_empty_sequences_and_prompts_alone(device: Device, shape: 
     out = poisoned(device, (9, attention.heads, attention.head_dim), ELEMENT)
     contexts = np.array(lengths, dtype=np.int32)
     inputs = inputs_of(
-        device, table_width=paged.tables.shape[1], block_tables=paged.tables, context_lengths=contexts
+        device, table_width=paged.tables.shape[1], page_tables=paged.tables, context_lengths=contexts
     )
     cache = cache_of(device, paged.k_cache, paged.v_cache)
     decode(elements(device, qkv), cache, inputs, shape_of(tokens=9, drawn=5), out)
@@ -249,7 +249,7 @@ def test_a_captured_launch_serves_other_contexts(device: Device, count: int) -> 
     pieces = decode.pieces(now, np.arange(count, dtype=np.int32))
     assert (len(pieces) > 0) == (count > 3)
     inputs = inputs_of(
-        device, table_width=paged.tables.shape[1], block_tables=np.zeros_like(paged.tables),
+        device, table_width=paged.tables.shape[1], page_tables=np.zeros_like(paged.tables),
         context_lengths=np.ones(count, dtype=np.int32),
         pieces=np.full((max(len(pieces), 1), 4), -1, dtype=np.int32),
     )  # fmt: skip
@@ -257,7 +257,7 @@ def test_a_captured_launch_serves_other_contexts(device: Device, count: int) -> 
     out = poisoned(device, (count, attention.heads, attention.head_dim), ELEMENT)
     step = shape_of(tokens=count, drawn=count, pieces=len(pieces))
     graph = Graph(device, lambda: decode(queries, cache, inputs, step, out))
-    device.copy_in(inputs.block_tables, paged.tables)
+    device.copy_in(inputs.page_tables, paged.tables)
     device.copy_in(inputs.context_lengths, now)
     if len(pieces):
         device.copy_in(inputs.pieces, pieces)

@@ -3,11 +3,19 @@
 import numpy as np
 import pytest
 
-from nightmill.worker.runners.base import DRAW, FOUND, MOST_LIKELY, NOT_A_NUMBER, NOT_GIVEN, UNMASKED, UNTOLD
+from nightmill.worker.runners.base import (
+    DRAW,
+    FOUND,
+    MOST_LIKELY,
+    NO_LOGPROBS,
+    NOT_A_NUMBER,
+    NOT_GIVEN,
+    UNMASKED,
+)
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.sampling.sampler import Sampler
 from nightmill.worker.runners.sampling import PARAMETERS, SamplingRows, log_probabilities
-from tests.gpu.operands import buffer, fetched
+from tests.support.operands import buffer, fetched
 
 
 def random_rows(rng: np.random.Generator, count: int, vocab: int) -> np.ndarray:
@@ -32,7 +40,7 @@ def test_they_are_the_log_softmax_and_the_likeliest_in_order(device: Device, cou
     rng = np.random.default_rng([vocab, count])
     sampler = Sampler(device, vocab, max_rows=512)
     logits = random_rows(rng, count, vocab)
-    likely = rng.integers(UNTOLD, MOST_LIKELY + 1, count).astype(np.int32)
+    likely = rng.integers(NO_LOGPROBS, MOST_LIKELY + 1, count).astype(np.int32)
     likely[0] = MOST_LIKELY
     tokens = np.array([rng.choice(np.flatnonzero(np.isfinite(row))) for row in logits], dtype=np.int32)
     bad = np.flatnonzero(rng.random(count) < 0.1)[1:]
@@ -40,11 +48,11 @@ def test_they_are_the_log_softmax_and_the_likeliest_in_order(device: Device, cou
     logits[bad[::3]] = -np.inf
     given = rng.random(count) < 0.5
     draws = np.zeros(count + 1, dtype=DRAW)  # the last one pads
-    draws["mask"], draws["given"], draws["likely"] = UNMASKED, NOT_GIVEN, UNTOLD
+    draws["mask"], draws["given"], draws["likely"] = UNMASKED, NOT_GIVEN, NO_LOGPROBS
     draws["slot"][:count] = np.where(given, -1, 0)
     draws["given"][:count] = np.where(given, tokens, NOT_GIVEN)
     draws["likely"][:count] = likely
-    drawn = np.where(given | (likely == UNTOLD), -7, tokens)
+    drawn = np.where(given | (likely == NO_LOGPROBS), -7, tokens)
     drawn[bad] = np.where(given[bad], -7, NOT_A_NUMBER)
     padded = np.full((count, -(-vocab // 8) * 8), np.nan, dtype=np.float32)
     padded[:, :vocab] = logits
@@ -55,7 +63,7 @@ def test_they_are_the_log_softmax_and_the_likeliest_in_order(device: Device, cou
     sampler.log_probabilities(*arguments)
     told = fetched(device, records)
     tokens[bad] = NOT_A_NUMBER
-    asked = likely != UNTOLD
+    asked = likely != NO_LOGPROBS
     expected_out = np.where(given & asked, tokens, drawn)
     np.testing.assert_array_equal(fetched(device, out), np.append(expected_out, -7))
     np.testing.assert_array_equal(told[:count][~asked], poison[:count][~asked])

@@ -7,7 +7,6 @@ from nightmill.worker.model.spec import Attention
 from nightmill.worker.runners.gpu.attention.choice import Prefill, prefill_attention
 from nightmill.worker.runners.gpu.attention.prefill import PortablePrefill
 from nightmill.worker.runners.gpu.device.device import Device
-from tests.elements import BOTH_ELEMENTS, rounded
 from tests.gpu.attending import prefill_oracle, run_prefill
 from tests.gpu.oracles import (  # fmt: skip
     ATTENTION,
@@ -23,6 +22,7 @@ from tests.gpu.oracles import (  # fmt: skip
     make_queries,
     poison_before,
 )
+from tests.support.elements import BOTH_ELEMENTS, rounded
 
 TILE = 64  # keys, whose tiles count from a sequence's first
 

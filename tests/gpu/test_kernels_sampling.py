@@ -13,8 +13,8 @@ from nightmill.worker.runners.base import DRAW, NOT_A_NUMBER, UNMASKED, mask_wor
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.sampling.sampler import SLOT, Sampler
 from nightmill.worker.runners.sampling import PARAMETERS, SamplingRows, penalise, sample
-from tests.gpu.operands import buffer, fetched
 from tests.gpu.oracles import NEAR_TIE, noisy_scores
+from tests.support.operands import buffer, fetched
 
 Change = Callable[[np.random.Generator, SamplingRows], None]
 Masks = dict[int, np.ndarray] | None

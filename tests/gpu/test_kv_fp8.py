@@ -24,15 +24,10 @@ from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import ABSENT
 from nightmill.worker.runners.gpu.device.sources import for_element
 from nightmill.worker.runners.gpu.kv_cache import PAGE
-from nightmill.worker.runners.gpu.numbers import Numbers
+from nightmill.worker.runners.gpu.precision import Precision
 from nightmill.worker.runners.gpu.rows.rotation import KvWrite, Rotation
 from nightmill.worker.runners.kv_format import KvFormat
-from tests.elements import BOTH_ELEMENTS, rounded
-from tests.ggufs import write_model
 from tests.gpu.attending import decode_oracle, prefill_oracle, run_decode, run_prefill, run_split
-from tests.gpu.comparing import compare_logits
-from tests.gpu.driving import Chunk, Cuda, Pages, Reference, logits_of
-from tests.gpu.operands import cache_of, elements, pages_in
 from tests.gpu.oracles import (  # fmt: skip
     ATTENTION,
     LONG,
@@ -44,8 +39,13 @@ from tests.gpu.oracles import (  # fmt: skip
     poison_before,
 )
 from tests.gpu.test_kernels_rows import weights_of
-from tests.kept import kept_by
-from tests.specs import dense_spec
+from tests.support.comparing import compare_logits
+from tests.support.driving import Chunk, Cuda, Pages, Reference, logits_of
+from tests.support.elements import BOTH_ELEMENTS, rounded
+from tests.support.fp8_pages import kept_by
+from tests.support.ggufs import write_model
+from tests.support.operands import cache_of, elements, pages_in
+from tests.support.specs import dense_spec
 
 AWKWARD = [0.0, -0.0, 1e-7, 0.01, 1.0, 449.0, 57_344.0, 60_000.0, np.inf, np.nan]
 """What the largest number of a head may be."""
@@ -154,7 +154,7 @@ def compile_kernels(device: Device, cases: list[Case], launchers: tuple[type[Lau
     sources = set()
     for case in cases:
         spec = dense_spec()
-        layer = replace(spec.layers[0], attention=case.attention)
+        layer = replace(spec.layers[0], mixer=case.attention)
         for launcher in launchers:
             for hopper in {device.hopper, False}:
                 sources.update(launcher.sources(replace(spec, layers=(layer,)), hopper=hopper))
@@ -211,11 +211,11 @@ def test_logits_are_those_of_the_reference_with_the_same_cache(family: str, tmp_
     file = GgufFile.open(write_model(tmp_path / "model.gguf", family, layers=4, seed=5, **heads))
     spec = read_spec(file)
     (text,) = np.random.default_rng(4).integers(0, spec.vocab, (1, 120)).tolist()
-    options = {"slots": 1, "kv_blocks": 8}
+    options = {"slots": 1, "kv_pages": 8}
     found = []
     for make in (
         lambda: Reference(file, spec, kv=KvFormat.FP8, **options),
-        lambda: Cuda(file, spec, numbers=Numbers(kv=KvFormat.FP8), context=128, max_draws=128, **options),
+        lambda: Cuda(file, spec, precision=Precision(kv=KvFormat.FP8), context=128, max_draws=128, **options),
         lambda: Cuda(file, spec, context=128, max_draws=128, **options),
     ):
         subject, pages = make(), Pages(1, 8)

@@ -7,18 +7,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nightmill.jobs.parameters import GenerationParams
+from nightmill.jobs.request.parameters import GenerationParams
+from nightmill.worker.assembly.model import demo_model
 from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.logprobs import Logprobs
+from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import Request
-from nightmill.worker.engine.told import Told
-from nightmill.worker.link.loading import demo_model
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.base import Runner
 from nightmill.worker.runners.reference import ReferenceRunner
-from tests.constraints import EveryNth
-from tests.engines import NoText
 from tests.gpu.conftest import Make
+from tests.support.constraints import EveryNth
+from tests.support.engines import NoText
+from tests.support.one_by_one import OneByOne
 
 CONTEXT = 256
 LIKELY = 5
@@ -31,7 +33,7 @@ def file() -> GgufFile:
 
 @pytest.fixture(scope="module")
 def defaults() -> dict[str, Any]:
-    return {"slots": 8, "kv_blocks": 8 * 16, "max_tokens": 512, "tune": False, "context": CONTEXT}
+    return {"slots": 8, "kv_pages": 8 * 16, "max_tokens": 512, "tune": False, "context": CONTEXT}
 
 
 def made(vocab: int) -> list[Request]:
@@ -51,18 +53,20 @@ def made(vocab: int) -> list[Request]:
                 max_tokens=20, ignore_eos=True, logprobs=index % (LIKELY + 1), **kinds[index % 4]
             ),
             seed=index,
-            told_from=(None, 0, 40, 1)[index // 2 % 4],
+            prompt_logprobs_from=(None, 0, 40, 1)[index // 2 % 4],
             constraint=EveryNth(vocab, 5) if index % 4 == 3 else None,
         )
         for index in range(12)
     ]  # fmt: skip
 
 
-def told(runner: Runner, requests: Sequence[Request]) -> dict[str, Told]:
+def told(runner: Runner, requests: Sequence[Request]) -> dict[str, Logprobs]:
     engine = Engine(
-        runner, text_stream=NoText, eos_ids=frozenset(), context_length=CONTEXT,
-        max_sequences=runner.slots, token_budget=64,
-    )  # fmt: skip
+        runner,
+        Detokenizer(text_stream=NoText, eos_ids=frozenset()),
+        EngineSizes(context_length=CONTEXT, max_sequences=runner.slots, token_budget=64),
+        constraints=OneByOne(),
+    )
     for request in requests:
         engine.submit(request)
     done = []
@@ -70,10 +74,10 @@ def told(runner: Runner, requests: Sequence[Request]) -> dict[str, Told]:
         done += engine.step()
         engine.check_integrity()
     assert [one.error for one in done] == [None] * len(requests)
-    return {one.job_id: one.told for one in done if one.told is not None}
+    return {one.job_id: one.logprobs for one in done if one.logprobs is not None}
 
 
-def words(one: Told) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def words(one: Logprobs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Log-probabilities (T,), the likeliest tokens (T, N) and theirs."""
     records = np.frombuffer(one.records, dtype=np.float32).reshape(len(one.token_ids), 1 + 2 * one.likely)
     return records[:, 0], records[:, 1 : 1 + one.likely].view(np.int32), records[:, 1 + one.likely :]
@@ -86,7 +90,7 @@ def test_they_are_the_references_and_the_same_alone_and_in_a_batch(
     together = told(runner, made(spec.vocab))
     for request in made(spec.vocab)[::3]:
         assert told(runner, [request])[request.job_id] == together[request.job_id]
-    with closing(ReferenceRunner(file, spec, kv_blocks=8 * 16, slots=8)) as reference:
+    with closing(ReferenceRunner(file, spec, kv_pages=8 * 16, slots=8)) as reference:
         expected = told(reference, made(spec.vocab))
     assert together.keys() == expected.keys() == {str(index) for index in range(12)}
     compared = 0

@@ -12,9 +12,9 @@ from gguf import GGMLQuantizationType
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
-from tests.ggufs import byte_vocabulary, write_model
-from tests.gpu.comparing import compare_logits
-from tests.gpu.driving import BLOCK, Chunk, Cuda, Pages, logits_of
+from tests.support.comparing import compare_logits
+from tests.support.driving import BLOCK, Chunk, Cuda, Pages, logits_of
+from tests.support.ggufs import byte_vocabulary, write_model
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2.5-0.5b": (
@@ -101,7 +101,7 @@ def test_logits_agree_with_transformers(shape: str, tmp_path: Path) -> None:
 
     pages = Pages(2, 512 // BLOCK)
     cuda = Cuda(
-        file, spec, slots=2, kv_blocks=2 * 512 // BLOCK, max_tokens=512, max_draws=512, context=512,
+        file, spec, slots=2, kv_pages=2 * 512 // BLOCK, max_tokens=512, max_draws=512, context=512,
         tune=False,
     )  # fmt: skip
     with closing(cuda.runner):

@@ -8,21 +8,19 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
 
-from benchmarks.family_models import Heads, Size
-from benchmarks.quantised_models import Shape as ModelShape
-from benchmarks.quantised_models import write
 from nightmill.worker.engine.request import Request
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, Buffer, Format, Matrix
-from nightmill.worker.runners.gpu.numbers import Numbers, WeightNumbers
+from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.products.chooser import Products
-from nightmill.worker.runners.gpu.products.packed_rows import PackedRows
-from nightmill.worker.runners.gpu.products.shapes import (
+from nightmill.worker.runners.gpu.products.packed.packed_rows import PackedRows
+from nightmill.worker.runners.gpu.products.packed.unpack import Unpacked
+from nightmill.worker.runners.gpu.rows.activate import Activate
+from nightmill.worker.runners.gpu.rows.embedding import Embedding
+from nightmill.worker.runners.gpu.shapes import (
     SUMMED,
     Candidate,
     Kind,
@@ -30,53 +28,21 @@ from nightmill.worker.runners.gpu.products.shapes import (
     first_sum,
     padded_rows,
 )
-from nightmill.worker.runners.gpu.products.unpacked import Unpacked
-from nightmill.worker.runners.gpu.rows.activate import Activate
-from nightmill.worker.runners.gpu.rows.embedding import Embedding
-from nightmill.worker.runners.gpu.runner import CudaRunner
 from nightmill.worker.runners.gpu.weights.layout import weight_bytes
 from nightmill.worker.runners.gpu.weights.repacker import Repacker
 from nightmill.worker.runners.gpu.weights.staging import Staging
-from tests.blocks import random_blocks
-from tests.elements import BOTH_ELEMENTS, as_words, from_words, without_signs_of_zeros
-from tests.gpu.driving import BLOCK, GREEDY, Chunk, Cuda, Pages, generate, logits_of
-from tests.gpu.operands import all_products, buffer, elements, fetched, poisoned
+from tests.support.cuda_runners import cuda_runner
+from tests.support.driving import BLOCK, GREEDY, Chunk, Cuda, Pages, generate, logits_of
+from tests.support.elements import BOTH_ELEMENTS, as_words, from_words, without_signs_of_zeros
+from tests.support.family_models import Heads, Size
+from tests.support.operands import all_products, buffer, elements, fetched, poisoned
+from tests.support.packed_weights import packed, weights_of
+from tests.support.quantised_models import Shape as ModelShape
+from tests.support.quantised_models import write
 
 Array = npt.NDArray[np.float32]
 PACKED = [kept for kept in Format if kept.packed]
 EACH_FORMAT = pytest.mark.parametrize("kept", PACKED, ids=lambda kept: kept.name)
-
-
-def weights_of(kept: Format, rows: int, columns: int) -> tuple[npt.NDArray[np.uint8], Array]:
-    """Random rows as bytes of a file, and the floats that they are."""
-    kind = GGMLQuantizationType[kept.name]
-    block, _ = GGML_QUANT_SIZES[kind]
-    blocks = random_blocks(kind, rows * columns // block)
-    return blocks.reshape(rows, -1), dequantize(blocks, kind).reshape(rows, columns)
-
-
-def packed(
-    device: Device, kept: Format, raw: npt.NDArray[np.uint8], columns: int, parts: Sequence[int] = (),
-    more: int = 0,
-) -> Matrix:  # fmt: skip
-    """The rows in a matrix, in memory full of NaN before; loaded from tensors of so many rows.
-
-    more  rows of the matrix behind them
-    """
-    rows = len(raw) + more
-    matrix = Matrix(device.allocate(kept.bytes(rows, columns)), rows, columns, kept)
-    device.fill(matrix.address, 0xFF, matrix.bytes)
-    staging = Staging(device, raw.shape[1] * 5)  # so small that a tensor takes several turns
-    repacker = Repacker(device, staging)
-    repacker.clear(matrix, len(raw))
-    first = 0
-    for rows in parts or [len(raw)]:
-        repacker.load(raw[first : first + rows].reshape(-1), matrix, first)
-        first += rows
-    assert repacker.fits()
-    staging.close()
-    repacker.close()
-    return matrix
 
 
 def columns_of(kept: Format) -> tuple[int, ...]:
@@ -137,7 +103,7 @@ def results_of(
         if floats:
             device.copy_in(y.address, before)
             device.synchronize()
-        candidate.way(shape)(x, weight, y)
+        candidate.kernel(shape)(x, weight, y)
         words = device.download(
             y.address, (shape.rows + 1, shape.outputs), np.uint32 if floats else np.uint16
         )
@@ -319,16 +285,16 @@ def test_a_model_as_in_the_file_gives_the_bits_of_its_elements(name: str, tmp_pa
     steps += [[Chunk(s, texts[s], 20 + 17 * s + (s == 0), 1, 1, True) for s in range(4)]]
     steps += [[Chunk(s, texts[s], p, 1, 1, True) for s, p in ((0, 22), (1, 38))]]
     found = []
-    for weights in (WeightNumbers.ELEMENT, WeightNumbers.FILE):
+    for weights in (WeightsFormat.ELEMENT, WeightsFormat.FILE):
         cuda = Cuda(
-            file, spec, slots=SLOTS, kv_blocks=SLOTS * CONTEXT // BLOCK, max_tokens=512, max_draws=512,
-            context=CONTEXT, tune=False, numbers=Numbers(weights=weights),
+            file, spec, slots=SLOTS, kv_pages=SLOTS * CONTEXT // BLOCK, max_tokens=512, max_draws=512,
+            context=CONTEXT, tune=False, precision=Precision(weights=weights),
         )  # fmt: skip
         pages = Pages(SLOTS, CONTEXT // BLOCK)
         with closing(cuda.runner):
             found.append([logits_of(cuda, pages, step, admit=at < 2) for at, step in enumerate(steps)])
             sizes = cuda.runner.memory.weights
-    assert sizes == weight_bytes(spec, Numbers(weights=WeightNumbers.FILE))
+    assert sizes == weight_bytes(spec, Precision(weights=WeightsFormat.FILE))
     assert sizes < 1.03 * sum(file.raw(tensor).nbytes for tensor in file.tensors) + 256 * len(file.tensors)
     for step, (plain, kept) in enumerate(zip(*found, strict=True)):
         np.testing.assert_array_equal(kept.view(np.uint32), plain.view(np.uint32), err_msg=f"step {step}")
@@ -341,10 +307,10 @@ def test_tuned_products_and_graphs_give_the_tokens_of_elements(tmp_path: Path) -
     prompts = [tuple(rng.integers(0, spec.vocab, length).tolist()) for length in (1, 2, 17, 40, 100, 5)]
     requests = [Request(str(number), 1, prompt, GREEDY, seed=0) for number, prompt in enumerate(prompts)]
     found = []
-    for weights in (WeightNumbers.ELEMENT, WeightNumbers.FILE):
-        runner = CudaRunner(
-            file, spec, slots=SLOTS, kv_blocks=SLOTS * CONTEXT // BLOCK, max_tokens=512, context=CONTEXT,
-            numbers=Numbers(weights=weights),
+    for weights in (WeightsFormat.ELEMENT, WeightsFormat.FILE):
+        runner = cuda_runner(
+            file, spec, slots=SLOTS, kv_pages=SLOTS * CONTEXT // BLOCK, max_tokens=512, context=CONTEXT,
+            precision=Precision(weights=weights),
         )  # fmt: skip
         with closing(runner):
             found.append(generate(runner, requests, context=CONTEXT, token_budget=256))

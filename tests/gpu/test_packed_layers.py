@@ -6,15 +6,15 @@ import pytest
 from nightmill.worker.model.rope import RopeStyle
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import Format, Matrix
-from nightmill.worker.runners.gpu.products.packed_qkv import PackedQkv
-from nightmill.worker.runners.gpu.products.shapes import padded_rows
+from nightmill.worker.runners.gpu.products.packed.packed_qkv import PackedQkv
+from nightmill.worker.runners.gpu.shapes import padded_rows
 from nightmill.worker.runners.gpu.weights.layout import LayerWeights
-from tests.elements import BOTH_ELEMENTS
-from tests.gpu.operands import elements, fetched, inputs_of
 from tests.gpu.oracles import PAGE
 from tests.gpu.test_few_rows import CONTEXT, MODELS, Bench
-from tests.gpu.test_packed import packed, weights_of
-from tests.specs import dense_spec
+from tests.support.elements import BOTH_ELEMENTS
+from tests.support.operands import elements, fetched, inputs_of
+from tests.support.packed_weights import packed, weights_of
+from tests.support.specs import dense_spec
 
 CASES = [
     ("qwen2.5-0.5b", Format.Q8_0), ("qwen2.5-0.5b", Format.Q5_1), ("llama-3.2-1b", Format.Q4_K),

@@ -12,19 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nightmill.jobs.contract import StopReason
-from nightmill.jobs.parameters import GenerationParams
+from nightmill.jobs.base.contract import StopReason
+from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import Completion, Request
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.runners.base import FROM_SLOT, NOT_A_NUMBER, Admission, mask_words
 from nightmill.worker.runners.gpu.runner import CudaRunner
 from nightmill.worker.runners.gpu.sampling.sampler import SLOT
-from tests.engines import NoText, complete
-from tests.ggufs import write_model
-from tests.gpu.driving import BLOCK, Chunk, Cuda, Pages, logits_of
-from tests.poisoned import EMBEDDING, PARAMS, POISON, VOCAB, forty, note_acquittals
+from tests.support.cuda_runners import cuda_runner
+from tests.support.driving import BLOCK, Chunk, Cuda, Pages, logits_of
+from tests.support.engines import NoText, complete
+from tests.support.ggufs import write_model
+from tests.support.poisoned import EMBEDDING, PARAMS, POISON, VOCAB, forty, note_acquittals
 
 CONTEXT = 256
 SLOTS = 9
@@ -44,8 +46,8 @@ def write(path: Path, sizes: dict[str, Any], tensors: dict[str, Any]) -> GgufFil
 
 
 def make_runner(file: GgufFile, **options: Any) -> CudaRunner:
-    defaults = {"slots": SLOTS, "kv_blocks": SLOTS * CONTEXT // BLOCK, "max_tokens": 2048, "tune": False}
-    return CudaRunner(file, read_spec(file), context=CONTEXT, **(defaults | options))
+    defaults = {"slots": SLOTS, "kv_pages": SLOTS * CONTEXT // BLOCK, "max_tokens": 2048, "tune": False}
+    return cuda_runner(file, read_spec(file), context=CONTEXT, **(defaults | options))
 
 
 def spoil_embedding(runner: CudaRunner) -> None:
@@ -83,9 +85,11 @@ def overflowing(directory: Path, sizes: dict[str, Any]) -> tuple[GgufFile, GgufF
 
 def generate(runner: CudaRunner, requests: list[Request], *, sharing: bool) -> dict[str, Completion]:
     engine = Engine(
-        runner, text_stream=NoText, eos_ids=frozenset(), context_length=CONTEXT, max_sequences=SLOTS,
-        token_budget=1024, prefix_sharing=sharing,
-    )  # fmt: skip
+        runner,
+        Detokenizer(text_stream=NoText, eos_ids=frozenset()),
+        EngineSizes(context_length=CONTEXT, max_sequences=SLOTS, token_budget=1024),
+        prefix_sharing=sharing,
+    )
     done = complete(engine, requests)
     assert engine.stats.preemptions == 0
     return done
@@ -172,7 +176,7 @@ def test_steps_that_run_ahead_of_a_poisoned_row_are_safe(
         runner.launch(replace(pages.batch(chunks, admit=False), admissions=tuple(admissions)))
 
     drawn = []
-    with closing(make_runner(file, slots=2, kv_blocks=8, depth=6, graphs=graphs)) as runner:
+    with closing(make_runner(file, slots=2, kv_pages=8, depth=6, graphs=graphs)) as runner:
         for spoilt in (False, True):
             if spoilt:
                 spoil_embedding(runner)
@@ -219,7 +223,7 @@ def test_what_lies_past_a_context_counts_for_nothing(sizes: str, graphs: bool, t
     texts = np.random.default_rng(6).integers(0, VOCAB, (count, CONTEXT)).tolist()
     pages = Pages(count, CONTEXT // BLOCK)
     cuda = Cuda(
-        file, read_spec(file), slots=count + 5, kv_blocks=count * CONTEXT // BLOCK,
+        file, read_spec(file), slots=count + 5, kv_pages=count * CONTEXT // BLOCK,
         max_tokens=4096, context=CONTEXT, tune=False, graphs=graphs,
     )  # fmt: skip  # more slots than sequences: replayed steps are padded
     everyone = list(zip(range(count), texts, LENGTHS, strict=True))

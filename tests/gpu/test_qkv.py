@@ -8,15 +8,15 @@ import pytest
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import INT, Format
 from nightmill.worker.runners.gpu.products.chooser import Products
-from nightmill.worker.runners.gpu.products.hopper_qkv import QKV_TILES, HopperQkv
-from nightmill.worker.runners.gpu.products.hopper_tiles import Tile
+from nightmill.worker.runners.gpu.products.elements.hopper_gemm import Tile
+from nightmill.worker.runners.gpu.products.elements.hopper_qkv import QKV_TILES, HopperQkv
 from nightmill.worker.runners.gpu.products.qkv import Qkv
-from nightmill.worker.runners.gpu.products.shapes import padded_rows
-from tests.elements import BOTH_ELEMENTS, ELEMENTS_AND_KV
-from tests.gpu.operands import all_products, elements, fetched, inputs_of, room
+from nightmill.worker.runners.gpu.shapes import padded_rows
 from tests.gpu.oracles import PAGE
 from tests.gpu.test_few_rows import CONTEXT, MODELS, Bench
-from tests.specs import dense_spec
+from tests.support.elements import BOTH_ELEMENTS, ELEMENTS_AND_KV
+from tests.support.operands import all_products, elements, fetched, inputs_of, room
+from tests.support.specs import dense_spec
 
 SOME_MODELS = MODELS | {"no-bias": {"bias": False}}
 WHOLE_HEADS = [

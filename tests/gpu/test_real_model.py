@@ -9,13 +9,14 @@ from typing import Literal
 
 import pytest
 
-from nightmill.jobs.parameters import GenerationParams
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.request.parameters import GenerationParams
+from nightmill.worker.assembly.engine import build_engine
+from nightmill.worker.assembly.model import load_model
 from nightmill.worker.engine.request import Request
-from nightmill.worker.link.loading import build_engine, load_model
-from tests.engines import complete
-from tests.real_model import TOKENS, expected_rows, hold_to_llama_cpp, real_model
-from tests.servers import worker_env
+from tests.support.engines import complete
+from tests.support.real_model import TOKENS, expected_rows, hold_to_llama_cpp, real_model
+from tests.support.servers import worker_env
 
 
 @pytest.mark.parametrize("weights", ["file", "16bit"])

@@ -9,9 +9,9 @@ import pytest
 from nightmill.worker.runners.gpu.device.compiler import compile_all
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, Buffer, Format
-from nightmill.worker.runners.gpu.products.shapes import Kind, Shape, padded_rows
+from nightmill.worker.runners.gpu.shapes import Kind, Shape, padded_rows
 from tests.gpu.product_trials import GUARD, Trial, group_of, sources_of
-from tests.real_products import real_products
+from tests.support.real_products import real_products
 
 LAUNCHES = 1_000
 
@@ -45,12 +45,12 @@ def test_relays_give_the_same_bits_a_thousand_times(kept: str, rows: int, device
         relays = [one for one in candidates if one.name.endswith("relay")]
         plain = next(one for one in candidates if one not in relays)
         assert relays
-        trial._run(plain.way(shape), product, rows, weight, x, y)
+        trial._run(plain.kernel(shape), product, rows, weight, x, y)
         trial._compared.copy(reference, y + GUARD, size)
         inputs = Buffer(x, (padded_rows(rows), product.inputs), ELEMENT)
         results = trial._results(y + GUARD, product)
         for relay in relays:
-            way, wrong = relay.way(shape), 0
+            way, wrong = relay.kernel(shape), 0
             for _ in range(LAUNCHES):
                 trial._begin(y + GUARD, size)
                 way(inputs, weight, results)

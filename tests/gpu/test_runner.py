@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from nightmill.jobs.errors import RunnerError
-from nightmill.jobs.parameters import GenerationParams
+from nightmill.jobs.request.parameters import GenerationParams
+from nightmill.worker.assembly.model import demo_model
 from nightmill.worker.engine.request import Request
-from nightmill.worker.link.loading import demo_model
 from nightmill.worker.model.chat import ChatTemplate
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
@@ -23,11 +23,11 @@ from nightmill.worker.model.tokenizer import Tokenizer
 from nightmill.worker.runners.base import mask_words
 from nightmill.worker.runners.gpu.device.device import DeviceMemoryError
 from nightmill.worker.runners.gpu.device.graphs import Graph
-from tests.constraints import EveryNth
-from tests.gpu.comparing import compare_logits, nmse
 from tests.gpu.conftest import Make
-from tests.gpu.driving import BLOCK, Chunk, Cuda, Pages, Reference, generate, logits_of
-from tools.demo_corpus import held_out_pairs
+from tests.support.comparing import compare_logits, nmse
+from tests.support.constraints import EveryNth
+from tests.support.driving import BLOCK, Chunk, Cuda, Pages, Reference, generate, logits_of
+from tools.demo_model.corpus import held_out_pairs
 
 PROMPTS = 200
 CONTEXT = 512
@@ -41,7 +41,7 @@ def file() -> GgufFile:
 
 @pytest.fixture(scope="module")
 def defaults() -> dict[str, Any]:
-    return {"slots": 8, "kv_blocks": 8 * 32, "max_tokens": 2048, "tune": False, "context": CONTEXT}
+    return {"slots": 8, "kv_pages": 8 * 32, "max_tokens": 2048, "tune": False, "context": CONTEXT}
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def requests(prompts: Sequence[tuple[int, ...]], params: GenerationParams) -> li
 def test_logits_agree_with_the_reference_in_every_kind_of_step(file: GgufFile, spec: ModelSpec) -> None:
     """A long prompt, a short one, one of a single token; then mixed steps; then steps of drawn tokens."""
     pages = Pages(4, CONTEXT // BLOCK)
-    options = {"kv_blocks": 4 * CONTEXT // BLOCK, "slots": 4}
+    options = {"kv_pages": 4 * CONTEXT // BLOCK, "slots": 4}
     texts = [random_tokens(spec, 400, seed) for seed in range(4)]
 
     def drawn(slot: int, place: int) -> Chunk:
@@ -102,8 +102,8 @@ def test_greedy_text_is_the_references(
     """200 prompts; where texts part, the best two tokens were a near-tie, which is shown."""
     asked = requests(prompts, GenerationParams(temperature=0.0, max_tokens=48))
     eos = Tokenizer.from_gguf(file).eos_ids
-    ours = generate(make(slots=64, kv_blocks=64 * 8), asked, context=CONTEXT, token_budget=1024, eos_ids=eos)
-    reference = Reference(file, spec, kv_blocks=32 * 8, slots=32)
+    ours = generate(make(slots=64, kv_pages=64 * 8), asked, context=CONTEXT, token_budget=1024, eos_ids=eos)
+    reference = Reference(file, spec, kv_pages=32 * 8, slots=32)
     theirs = generate(reference.runner, asked, context=CONTEXT, token_budget=512, eos_ids=eos)
     assert len(ours) == len(theirs) == PROMPTS
     parted = [request for request in asked if ours[request.job_id] != theirs[request.job_id]]
@@ -124,7 +124,7 @@ def test_a_prompt_in_one_piece_in_chunks_and_token_by_token(file: GgufFile, spec
     text = random_tokens(spec, 300, 7)
     pages = Pages(4, CONTEXT // BLOCK)
     cuda = Cuda(
-        file, spec, slots=4, kv_blocks=4 * 32, tune=False, max_tokens=512, max_draws=512, context=CONTEXT
+        file, spec, slots=4, kv_pages=4 * 32, tune=False, max_tokens=512, max_draws=512, context=CONTEXT
     )
     with closing(cuda.runner):
         whole = logits_of(cuda, pages, [Chunk(0, text, 0, 300, 300)], admit=True)
@@ -145,7 +145,7 @@ def test_rows_that_draw_alone_and_beside_others(file: GgufFile, spec: ModelSpec)
     texts = [random_tokens(spec, 80, seed) for seed in (8, 9, 10)]
     pages = Pages(6, CONTEXT // BLOCK)
     cuda = Cuda(
-        file, spec, slots=6, kv_blocks=6 * 32, tune=False, max_tokens=512, max_draws=512, context=CONTEXT
+        file, spec, slots=6, kv_pages=6 * 32, tune=False, max_tokens=512, max_draws=512, context=CONTEXT
     )
     steps = [  # length of each sequence's chunk, and how many of its rows draw
         ((40, 5, 1), (0, 0, 0)),
@@ -187,7 +187,7 @@ def test_a_job_alone_and_in_a_batch_of_256(
     make: Make, prompts: list[tuple[int, ...]], params: GenerationParams
 ) -> None:
     many = requests([*prompts, *prompts[:56]], params)
-    runner = make(slots=256, kv_blocks=256 * 8, max_tokens=4096, context=128, tune=True)
+    runner = make(slots=256, kv_pages=256 * 8, max_tokens=4096, context=128, tune=True)
     together = generate(runner, many, context=128, token_budget=4096, check=False)
     different = []
     for request in many[:24]:
@@ -202,7 +202,7 @@ def test_running_ahead_changes_no_token(make: Make, prompts: list[tuple[int, ...
     params = GenerationParams(temperature=0.8, repetition_penalty=1.1, max_tokens=40)
     asked = requests(prompts[:40], params)
     results = [
-        generate(make(depth=depth, slots=16, kv_blocks=16 * 8), asked, context=CONTEXT, token_budget=256)
+        generate(make(depth=depth, slots=16, kv_pages=16 * 8), asked, context=CONTEXT, token_budget=256)
         for depth in (1, 2, 3)
     ]
     assert results[0] == results[1] == results[2]
@@ -211,7 +211,7 @@ def test_running_ahead_changes_no_token(make: Make, prompts: list[tuple[int, ...
 def test_graphs_change_no_token(make: Make, prompts: list[tuple[int, ...]]) -> None:
     asked = requests(prompts[:40], GenerationParams(temperature=0.8, max_tokens=40))
     results = [
-        generate(make(graphs=graphs, slots=16, kv_blocks=16 * 8), asked, context=CONTEXT, token_budget=256)
+        generate(make(graphs=graphs, slots=16, kv_pages=16 * 8), asked, context=CONTEXT, token_budget=256)
         for graphs in (True, False)
     ]
     assert results[0] == results[1]
@@ -231,7 +231,7 @@ def test_contexts_that_grow_until_they_are_cut_change_no_token(
     asked = requests(prompts[:64], GenerationParams(temperature=0.8, max_tokens=270, ignore_eos=True))
     results = []
     for graphs in (False, True):
-        runner = make(graphs=graphs, slots=64, kv_blocks=64 * 24)
+        runner = make(graphs=graphs, slots=64, kv_pages=64 * 24)
         monkeypatch.setattr(Graph, "launch", noted)
         results.append(generate(runner, asked, context=CONTEXT, token_budget=2048, check=False))
     contexts = np.full(64, 300, dtype=np.int32), np.arange(64, dtype=np.int32)
@@ -244,8 +244,8 @@ def test_contexts_that_grow_until_they_are_cut_change_no_token(
 def test_preemption_changes_no_token(make: Make, prompts: list[tuple[int, ...]]) -> None:
     params = GenerationParams(temperature=0.8, repetition_penalty=1.1, max_tokens=60, ignore_eos=True)
     asked = requests(prompts[:12], params)
-    roomy = generate(make(slots=12, kv_blocks=12 * 8), asked, context=CONTEXT, token_budget=256)
-    tight = generate(make(slots=12, kv_blocks=30), asked, context=CONTEXT, token_budget=256)
+    roomy = generate(make(slots=12, kv_pages=12 * 8), asked, context=CONTEXT, token_budget=256)
+    tight = generate(make(slots=12, kv_pages=30), asked, context=CONTEXT, token_budget=256)
     assert roomy == tight
 
 
@@ -253,7 +253,7 @@ def test_an_answer_has_what_its_wishes_leave_it(make: Make, prompts: list[tuple[
     """Every second text has wishes; in steps of graphs, of kernels, ahead, and where sequences give way."""
     plain = GenerationParams(temperature=0.8, max_tokens=60, ignore_eos=True)
     free = requests(prompts[:24], plain)
-    clean = generate(make(slots=12, kv_blocks=12 * 8), free, context=CONTEXT, token_budget=256)
+    clean = generate(make(slots=12, kv_pages=12 * 8), free, context=CONTEXT, token_budget=256)
     often = [token for token, _ in Counter(chain(*clean.values())).most_common(2)]
     pairs = [pair for pair, _ in Counter(chain(*map(pairwise, clean.values()))).most_common(40)]
     banned = (*pairs, (often[0],))
@@ -263,9 +263,9 @@ def test_an_answer_has_what_its_wishes_leave_it(make: Make, prompts: list[tuple[
     results = [
         generate(make(**options), asked, context=CONTEXT, token_budget=256)
         for options in (
-            {"slots": 12, "kv_blocks": 12 * 8, "depth": 3},
-            {"slots": 12, "kv_blocks": 30},
-            {"slots": 24, "kv_blocks": 24 * 8, "graphs": False},
+            {"slots": 12, "kv_pages": 12 * 8, "depth": 3},
+            {"slots": 12, "kv_pages": 30},
+            {"slots": 24, "kv_pages": 24 * 8, "graphs": False},
         )
     ]
     assert results[0] == results[1] == results[2]
@@ -286,7 +286,7 @@ def test_masked_draws_are_of_what_is_allowed_and_change_nobody_else(
     """Every third text is constrained, in steps of graphs, of kernels and where sequences give way."""
     params = GenerationParams.parse({"max_tokens": 40, "ignore_eos": True} | change)
     free = requests(prompts[:40], params)
-    options: dict[str, object] = {"slots": 16, "kv_blocks": 16 * 8}
+    options: dict[str, object] = {"slots": 16, "kv_pages": 16 * 8}
 
     def constrained(step: int) -> list[Request]:
         return [
@@ -296,7 +296,7 @@ def test_masked_draws_are_of_what_is_allowed_and_change_nobody_else(
 
     clean = generate(make(**options), free, context=CONTEXT, token_budget=256)
     masked = []
-    for other in ({}, {"graphs": False}, {"depth": 1}, {"depth": 3, "kv_blocks": 40}):
+    for other in ({}, {"graphs": False}, {"depth": 1}, {"depth": 3, "kv_pages": 40}):
         runner = make(**(options | other))
         assert generate(runner, constrained(1), context=CONTEXT, token_budget=256) == clean
         masked.append(generate(runner, constrained(7), context=CONTEXT, token_budget=256))
@@ -320,7 +320,7 @@ def test_masked_draws_are_the_references(file: GgufFile, spec: ModelSpec) -> Non
     batch.draws["mask"][masked] = np.arange(len(masked))
     allowed = rng.random((len(masked), 32 * mask_words(spec.vocab))) < 0.01
     masks = np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
-    options = {"slots": count, "kv_blocks": count * 4}
+    options = {"slots": count, "kv_pages": count * 4}
     drawn = []
     cuda = Cuda(file, spec, tune=False, max_tokens=1024, max_draws=1024, context=64, **options)
     reference = Reference(file, spec, **options)
@@ -343,7 +343,7 @@ def test_a_model_that_cannot_fit_is_refused_with_numbers(make: Make) -> None:
     with pytest.raises(
         DeviceMemoryError, match=r"weights [\d,]+ bytes.*--gpu-memory 0\.0001.*Lower --max-seq"
     ):
-        make(gpu_memory=0.0001, kv_blocks=None)
+        make(gpu_memory=0.0001, kv_pages=None)
 
 
 def test_more_launches_than_depth_are_refused(make: Make, spec: ModelSpec) -> None:
@@ -381,7 +381,7 @@ def test_tokens_that_the_host_does_not_know_come_from_the_slot(make: Make, spec:
 
 
 def test_thousands_of_steps_leak_nothing(make: Make, prompts: list[tuple[int, ...]]) -> None:
-    runner = make(slots=32, kv_blocks=32 * 8)
+    runner = make(slots=32, kv_pages=32 * 8)
     asked = requests(prompts, GenerationParams(temperature=0.7, max_tokens=60, ignore_eos=True))
     generate(runner, asked[:64], context=128, token_budget=256, check=False)
     free, process = runner.device.free_memory(), psutil.Process()

@@ -8,22 +8,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.quantised_models import Shape, write
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState
+from nightmill.jobs.base.contract import JobState
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import NightmillError
-from nightmill.jobs.settings import Settings
+from nightmill.worker.assembly.model import demo_model
 from nightmill.worker.commands.process import running_worker
 from nightmill.worker.engine.request import Request
-from nightmill.worker.link.loading import demo_model
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
-from nightmill.worker.runners.gpu.numbers import Numbers, WeightNumbers
-from nightmill.worker.runners.gpu.runner import CudaRunner
+from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.starting import StartStep
 from tests.gpu import failing_products_worker
-from tests.gpu.driving import GREEDY, generate
 from tests.gpu.test_packed import SMALL
+from tests.support.cuda_runners import cuda_runner
+from tests.support.driving import GREEDY, generate
+from tests.support.quantised_models import Shape, write
 
 PATIENCE = 180.0
 CONTEXT = 256
@@ -31,14 +31,14 @@ CONTEXT = 256
 
 @pytest.mark.parametrize("name", ["Q4_K_M", "Q8_0", "Q4_1"])
 @pytest.mark.parametrize(
-    "weights", [WeightNumbers.FILE, WeightNumbers.FP8], ids=lambda weights: weights.value
+    "weights", [WeightsFormat.FILE, WeightsFormat.FP8], ids=lambda weights: weights.value
 )
-def test_the_products_of_a_model_pass(name: str, weights: WeightNumbers, tmp_path: Path) -> None:
+def test_the_products_of_a_model_pass(name: str, weights: WeightsFormat, tmp_path: Path) -> None:
     file = GgufFile.open(write(tmp_path / "model.gguf", Shape(SMALL), name, pool_bytes=1 << 20))
     told: list[str] = []
-    runner = CudaRunner(
-        file, read_spec(file), slots=64, kv_blocks=256, max_tokens=512, context=CONTEXT, tune=False,
-        numbers=Numbers(weights=weights),
+    runner = cuda_runner(
+        file, read_spec(file), slots=64, kv_pages=256, max_tokens=512, context=CONTEXT, tune=False,
+        precision=Precision(weights=weights),
         progress=lambda step, news: told.append(news) if step is StartStep.SELF_TEST else None,
     )  # fmt: skip
     runner.close()
@@ -50,11 +50,17 @@ def test_plain_products_give_the_tokens_of_the_usual_ones(tmp_path: Path) -> Non
     spec, rng = read_spec(file), np.random.default_rng(2)
     prompts = [tuple(rng.integers(0, spec.vocab, length).tolist()) for length in (1, 2, 17, 40, 100, 5)]
     requests = [Request(str(number), 1, prompt, GREEDY, seed=0) for number, prompt in enumerate(prompts)]
-    usual = Numbers(weights=WeightNumbers.FILE)
+    usual = Precision(weights=WeightsFormat.FILE)
     found = []
-    for numbers in (usual, replace(usual, plain_products=True)):
-        runner = CudaRunner(
-            file, spec, slots=6, kv_blocks=6 * CONTEXT // 16, max_tokens=512, context=CONTEXT, numbers=numbers
+    for precision in (usual, replace(usual, plain_products=True)):
+        runner = cuda_runner(
+            file,
+            spec,
+            slots=6,
+            kv_pages=6 * CONTEXT // 16,
+            max_tokens=512,
+            context=CONTEXT,
+            precision=precision,
         )
         with closing(runner):
             found.append(

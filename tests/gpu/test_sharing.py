@@ -4,16 +4,17 @@ from contextlib import closing
 
 import pytest
 
-from nightmill.jobs.parameters import GenerationParams
+from nightmill.jobs.request.parameters import GenerationParams
+from nightmill.worker.assembly.model import demo_model
 from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import Request
 from nightmill.worker.engine.stats import EngineStats
-from nightmill.worker.link.loading import demo_model
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.tokenizer import Tokenizer
-from nightmill.worker.runners.gpu.runner import CudaRunner
-from tests.engines import NoText
+from tests.support.cuda_runners import cuda_runner
+from tests.support.engines import NoText
 
 CONTEXT = 512
 ROWS = 64
@@ -25,15 +26,17 @@ def generate(
     requests: list[Request], *, sharing: bool, pages: int, depth: int
 ) -> tuple[dict[str, tuple[int, ...]], EngineStats]:
     file = GgufFile.open(demo_model())
-    runner = CudaRunner(
-        file, read_spec(file), slots=32, kv_blocks=pages, max_tokens=1024, context=CONTEXT,
+    runner = cuda_runner(
+        file, read_spec(file), slots=32, kv_pages=pages, max_tokens=1024, context=CONTEXT,
         tune=False, depth=depth,
     )  # fmt: skip
     with closing(runner):
         engine = Engine(
-            runner, text_stream=NoText, eos_ids=frozenset(), context_length=CONTEXT, max_sequences=32,
-            token_budget=1024, prefix_sharing=sharing,
-        )  # fmt: skip
+            runner,
+            Detokenizer(text_stream=NoText, eos_ids=frozenset()),
+            EngineSizes(context_length=CONTEXT, max_sequences=32, token_budget=1024),
+            prefix_sharing=sharing,
+        )
         for request in requests:
             engine.submit(request)
         tokens = {}

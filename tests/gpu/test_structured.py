@@ -9,22 +9,23 @@ import numpy as np
 import pytest
 from jsonschema import Draft202012Validator, FormatChecker
 
-from nightmill.jobs.contract import StopReason
-from nightmill.jobs.parameters import GenerationParams
-from nightmill.jobs.spec import JobSpec
+from nightmill.jobs.base.contract import StopReason
+from nightmill.jobs.request.parameters import GenerationParams
+from nightmill.jobs.request.spec import JobSpec
+from nightmill.worker.assembly.model import demo_model
 from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import Completion, Request
 from nightmill.worker.grammar import Grammars
-from nightmill.worker.link.loading import demo_model
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.model.tokenizer import TextStream
 from nightmill.worker.model.tokenizer.vocabulary import Vocabulary
 from nightmill.worker.runners.base import Runner
-from tests.engines import complete
 from tests.gpu.conftest import Make
-from tests.gpu.driving import Reference
-from tests.schemas import schemas
+from tests.support.driving import Reference
+from tests.support.engines import complete
+from tests.support.schemas import schemas
 
 COUNT = 128
 CONTEXT = 320
@@ -37,7 +38,7 @@ def file() -> GgufFile:
 
 @pytest.fixture(scope="module")
 def defaults() -> dict[str, Any]:
-    return {"slots": 32, "kv_blocks": 32 * 20, "max_tokens": 2048, "tune": False, "context": CONTEXT}
+    return {"slots": 32, "kv_pages": 32 * 20, "max_tokens": 2048, "tune": False, "context": CONTEXT}
 
 
 class Held:
@@ -63,10 +64,15 @@ class Held:
     def run(self, runner: Runner, requests: list[Request]) -> dict[str, Completion]:
         """A request with a schema is compiled first; one without is free."""
         engine = Engine(
-            runner, text_stream=lambda: TextStream(self.vocabulary, strip_space=False),
-            decode=self.vocabulary.decode, eos_ids=self.vocabulary.eos_ids, context_length=CONTEXT,
-            max_sequences=runner.slots, token_budget=512, constraints=self.grammars,
-        )  # fmt: skip
+            runner,
+            Detokenizer(
+                text_stream=lambda: TextStream(self.vocabulary, strip_space=False),
+                eos_ids=self.vocabulary.eos_ids,
+                decode=self.vocabulary.decode,
+            ),
+            EngineSizes(context_length=CONTEXT, max_sequences=runner.slots, token_budget=512),
+            constraints=self.grammars,
+        )
         begun = [
             one
             if one.constrained is None
@@ -95,7 +101,7 @@ def test_every_finished_answer_obeys_its_schema_however_steps_are_computed(
     requests = held.requests([{"json_schema": schema} for _, schema in made], **params)
     found = [
         outcomes(held.run(make(**other), requests))
-        for other in ({}, {"graphs": False}, {"depth": 1}, {"depth": 3, "kv_blocks": 60})
+        for other in ({}, {"graphs": False}, {"depth": 1}, {"depth": 3, "kv_pages": 60})
     ]
     assert all(one == found[0] for one in found)
     finished = 0
@@ -124,7 +130,7 @@ def test_what_the_grammar_decides_alone_is_the_references(
 ) -> None:
     """Where one token at a time can follow, both runners must write the same text."""
     requests = held.requests([{"regex": "(ab){40}"}, {"choice": ["only this"]}], temperature=1.0)
-    theirs = held.run(Reference(file, spec, kv_blocks=40, slots=2).runner, requests)
+    theirs = held.run(Reference(file, spec, kv_pages=40, slots=2).runner, requests)
     ours = held.run(make(), requests)
     for name, one in theirs.items():
         assert (ours[name].text, ours[name].stop_reason) == (one.text, one.stop_reason)

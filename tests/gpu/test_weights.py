@@ -12,14 +12,14 @@ from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer, Matrix
-from nightmill.worker.runners.gpu.numbers import HALF, Numbers
+from nightmill.worker.runners.gpu.loading import load_weights
+from nightmill.worker.runners.gpu.precision import HALF, Precision
 from nightmill.worker.runners.gpu.weights.dequantizer import SUPPORTED, Dequantizer
 from nightmill.worker.runners.gpu.weights.layout import weight_bytes
-from nightmill.worker.runners.gpu.weights.loading import load_weights
 from nightmill.worker.runners.gpu.weights.staging import Staging
-from tests.blocks import random_blocks
-from tests.elements import BOTH_ELEMENTS, as_words
-from tests.ggufs import write_model
+from tests.support.blocks import random_blocks
+from tests.support.elements import BOTH_ELEMENTS, as_words
+from tests.support.ggufs import write_model
 
 Kind = GGMLQuantizationType
 NAN_WORD = np.uint16(0x7FFF)
@@ -55,7 +55,7 @@ def test_a_file_arrives_whole_and_stacked(
 ) -> None:
     file = GgufFile.open(write_model(tmp_path / "model.gguf", architecture, kind=kind, tied=False))
     spec = read_spec(file)
-    weights = load_weights(device, file, spec, Numbers(device.element))
+    weights = load_weights(device, file, spec, Precision(device.element))
 
     def check(held: Matrix | Buffer, *names: str) -> None:
         expected = np.concatenate([file.array(name) for name in names])

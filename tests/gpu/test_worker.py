@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState, StopReason
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.base.contract import JobState, StopReason
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
+from nightmill.worker.assembly.model import demo_model
 from nightmill.worker.commands.process import running_worker
-from nightmill.worker.link.loading import demo_model
 from tests.gpu import faulty_worker
-from tests.servers import wait_until
+from tests.support.servers import wait_until
 
 PATIENCE = 180.0
 

@@ -20,18 +20,20 @@ from nightmill.worker.runners.gpu.attention.choice import decode_attention, pref
 from nightmill.worker.runners.gpu.device import compiler
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, Buffer, Format, Matrix
-from nightmill.worker.runners.gpu.products import hopper_fp8, hopper_tiles, packed_tiles, split
-from nightmill.worker.runners.gpu.products.packed_few import PackedFew
-from nightmill.worker.runners.gpu.products.packed_tiles import PackedTile, PackedTiles
-from nightmill.worker.runners.gpu.products.shapes import Candidate, Kind, Shape
+from nightmill.worker.runners.gpu.products.elements import hopper_gemm, hopper_split
+from nightmill.worker.runners.gpu.products.fp8 import hopper_fp8
+from nightmill.worker.runners.gpu.products.packed import packed_gemm
+from nightmill.worker.runners.gpu.products.packed.packed_few import PackedFew
+from nightmill.worker.runners.gpu.products.packed.packed_gemm import PackedTile, PackedTiles
+from nightmill.worker.runners.gpu.shapes import Candidate, Kind, Shape
 from tests.gpu.attending import run_prefill, run_split
-from tests.gpu.operands import elements, fetched, fp8_room, matrix, poisoned
 from tests.gpu.oracles import attention_of, make_paged, make_queries
 from tests.gpu.test_fp8 import Rows
-from tests.gpu.test_packed import packed, weights_of
+from tests.support.operands import elements, fetched, fp8_room, matrix, poisoned
+from tests.support.packed_weights import packed, weights_of
 
-RELAYS = tuple(tile for tile in packed_tiles.PACKED_TILES[Kind.FLOAT] if tile.relay)
-TILES = tuple(tile for tile in packed_tiles.PACKED_TILES[Kind.FLOAT] if not tile.relay)
+RELAYS = tuple(tile for tile in packed_gemm.PACKED_TILES[Kind.FLOAT] if tile.relay)
+TILES = tuple(tile for tile in packed_gemm.PACKED_TILES[Kind.FLOAT] if not tile.relay)
 SEED = 7
 
 Results = Iterable[bytes]
@@ -40,11 +42,11 @@ Results = Iterable[bytes]
 def head(device: Device, outputs: int, inputs: int, rows: int, tiles: Sequence[PackedTile]) -> Results:
     """What tiles give for so many rows of logits; with the kernels of these tiles alone."""
     tiles = [tile for tile in tiles if rows <= tile.rows < max(9, 4 * rows) and tile.takes(inputs)]
-    packed_tiles.PACKED_TILES[Kind.FLOAT] = tuple(tiles)
+    packed_gemm.PACKED_TILES[Kind.FLOAT] = tuple(tiles)
     launcher = PackedTiles(device, [(Kind.FLOAT, Format.Q8_0)])
     x, weight = operands(device, outputs, inputs, rows)
     shape = Shape(rows, outputs, inputs, Kind.FLOAT, Format.Q8_0)
-    return [result(device, launcher.way(tile, shape), shape, x, weight) for tile in tiles]
+    return [result(device, launcher.kernel(tile, shape), shape, x, weight) for tile in tiles]
 
 
 def operands(device: Device, outputs: int, inputs: int, rows: int) -> tuple[Buffer, Matrix]:
@@ -72,16 +74,16 @@ def by_all(
     device: Device, candidates: Sequence[Candidate], shape: Shape, x: Buffer, weight: Matrix
 ) -> list[bytes]:
     assert candidates
-    return [result(device, one.way(shape), shape, x, weight) for one in candidates]
+    return [result(device, one.kernel(shape), shape, x, weight) for one in candidates]
 
 
 def gemm(device: Device) -> Results:
     shape = Shape(200, 1152, 2048, Kind.PLAIN)
-    hopper_tiles.TILES[Kind.PLAIN] = hopper_tiles.TILES[Kind.PLAIN][::3]
+    hopper_gemm.TILES[Kind.PLAIN] = hopper_gemm.TILES[Kind.PLAIN][::3]
     rng = np.random.default_rng(SEED)
     x = elements(device, rng.standard_normal((shape.rows, shape.inputs)) / 64)
     weight = matrix(device, rng.standard_normal((shape.outputs, shape.inputs)))
-    return by_all(device, hopper_tiles.HopperTiles(device, [Kind.PLAIN]).candidates(shape), shape, x, weight)
+    return by_all(device, hopper_gemm.HopperTiles(device, [Kind.PLAIN]).candidates(shape), shape, x, weight)
 
 
 def halves(device: Device) -> Results:
@@ -91,9 +93,9 @@ def halves(device: Device) -> Results:
     x = elements(device, rng.standard_normal((shape.rows, shape.inputs)) / 64)
     weight = matrix(device, rng.standard_normal((shape.outputs, shape.inputs)))
     found = []
-    for candidate in split.SplitTiles(device, [Kind.ADDEND]).candidates(shape):
+    for candidate in hopper_split.SplitTiles(device, [Kind.ADDEND]).candidates(shape):
         y = poisoned(device, (shape.rows, shape.outputs), FLOAT)
-        candidate.way(shape)(x, weight, y)
+        candidate.kernel(shape)(x, weight, y)
         found.append(fetched(device, y).tobytes())
     return found
 
@@ -106,7 +108,7 @@ def fp8(device: Device) -> Results:
     x, weight = Rows(device, rows, inputs, rng), Rows(device, outputs, inputs, rng)
     products = hopper_fp8.HopperFp8(device, [Kind.PLAIN], fp8_room(device, 0, 0))
     shape = Shape(rows, outputs, inputs, Kind.PLAIN, Format.FP8)
-    return [result(device, products.way(tile, shape), shape, x.buffer, weight.matrix) for tile in tiles]
+    return [result(device, products.kernel(tile, shape), shape, x.buffer, weight.matrix) for tile in tiles]
 
 
 def prompts(device: Device) -> Results:

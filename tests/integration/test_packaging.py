@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from nightmill.jobs.settings import Settings
-from tests.servers import clean_environment, worker_env
+from nightmill.jobs.base.extras import pip_install
+from nightmill.jobs.base.settings import Settings
+from tests.support.servers import clean_environment, worker_env
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -113,7 +114,7 @@ def test_make_refuses_an_old_python_at_once(tmp_path: Path, target: str, made: b
 
 
 def test_check_works_where_only_the_client_is_installed(directory: Path) -> None:
-    """As after `pip install nightmill[embedded]`: what a worker needs cannot be imported."""
+    """As with the extra `embedded` alone: what a worker needs cannot be imported."""
     program = (
         "import json, sys\n"
         "for name in ('numpy', 'gguf', 'tokenizers', 'jinja2', 'threadpoolctl', 'pycuda', 'cuda'):\n"
@@ -125,7 +126,7 @@ def test_check_works_where_only_the_client_is_installed(directory: Path) -> None
         "    print(json.dumps([result.exit_code, repr(result.exception), result.output]))\n"
     )
     expected = (
-        (["check"], "this installation is the client only; to generate, pip install 'nightmill[worker]'"),
+        (["check"], f"this installation is the client only; to generate, {pip_install('worker')}"),
         (["check", "--model", "x.gguf"], "`nightmill check --model` needs numpy, gguf,"),
         (["worker", "--model", "x.gguf"], "`nightmill worker` needs numpy, gguf,"),
         (["plan", "x.jsonl", "--model", "x.gguf"], "`nightmill plan` needs numpy, gguf,"),

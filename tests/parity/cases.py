@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tests.ggufs import byte_vocabulary
+from tests.support.ggufs import byte_vocabulary
 
 Array = npt.NDArray[np.float32]
 VOCAB = len(byte_vocabulary().tokens)
@@ -196,6 +196,75 @@ CASES = {
         },
         tied=False, local_theta=10_000.0, scaling=YARN | {"attention_factor": 1.25},
     ),
+    "qwen35": Case(
+        "qwen35",
+        {
+            "num_hidden_layers": 5, "head_dim": 32, "num_attention_heads": 3, "num_key_value_heads": 1,
+            "linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_num_key_heads": 2,
+            "linear_num_value_heads": 6, "partial_rotary_factor": 0.25,
+            "layer_types": [*["linear_attention"] * 3, "full_attention", "linear_attention"],
+        },
+        {
+            "ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.group_count": 2, "ssm.time_step_rank": 6,
+            "ssm.inner_size": 144, "full_attention_interval": 4, "rope.dimension_count": 8,
+            "rope.dimension_sections": [2, 1, 1, 0],
+        },
+        theta=1e7,
+    ),
+    "qwen35-odd": Case(
+        "qwen35",
+        {
+            "num_hidden_layers": 3, "head_dim": 32, "num_attention_heads": 5, "num_key_value_heads": 1,
+            "linear_key_head_dim": 40, "linear_value_head_dim": 8, "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3, "linear_conv_kernel_dim": 3, "partial_rotary_factor": 0.25,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+        {
+            "ssm.conv_kernel": 3, "ssm.state_size": 40, "ssm.group_count": 3, "ssm.time_step_rank": 3,
+            "ssm.inner_size": 24, "attention.recurrent_layers": [True, False, True],
+            "rope.dimension_count": 8, "rope.dimension_sections": [2, 1, 1, 0],
+        },
+        theta=1e7, tied=False,
+    ),
+    "lfm2": Case(
+        "lfm2",
+        {
+            "num_hidden_layers": 5, "norm_eps": 1e-6, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False,
+            "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
+        },
+        {"attention.head_count_kv": [0, 0, 2, 0, 2], "shortconv.l_cache": 4}, theta=1e6,
+    ),
+    "granitehybrid": Case(
+        "granitehybrid",
+        {
+            "num_hidden_layers": 4, "shared_intermediate_size": 208, "num_local_experts": 0,
+            "num_experts_per_tok": 0, "mamba_n_heads": 6, "mamba_n_groups": 1, "mamba_d_state": 24,
+            "embedding_multiplier": 12.0, "residual_multiplier": 0.6, "attention_multiplier": 0.1,
+            "logits_scaling": 4.0,
+            "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
+        },
+        {
+            "ssm.conv_kernel": 4, "ssm.state_size": 24, "ssm.group_count": 1, "ssm.time_step_rank": 6,
+            "ssm.inner_size": 192, "attention.head_count_kv": [0, 0, 2, 0], "rope.scaling.finetuned": False,
+            "embedding_scale": 12.0, "residual_scale": 0.6, "attention.scale": 0.1, "logit_scale": 4.0,
+        },
+    ),
+    "nemotron_h": Case(
+        "nemotron_h",
+        {
+            "head_dim": 16, "mamba_num_heads": 6, "mamba_head_dim": 20, "n_groups": 2, "ssm_state_size": 24,
+            "layer_norm_epsilon": 1e-6, "num_hidden_layers": None,
+            "layers_block_type": [
+                "linear_attention", "mlp", "linear_attention", "full_attention", "mlp", "linear_attention",
+            ],
+        },
+        {
+            "ssm.conv_kernel": 4, "ssm.state_size": 24, "ssm.group_count": 2, "ssm.time_step_rank": 6,
+            "ssm.inner_size": 120, "attention.head_count_kv": [0, 0, 0, 2, 0, 0],
+            "feed_forward_length": [0, 208, 0, 0, 208, 0], "attention.layer_norm_epsilon": 1e-6,
+        },
+        tied=False,
+    ),
 }  # fmt: skip
 CLASSES = {  # of transformers: configuration and model
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
@@ -219,7 +288,11 @@ CLASSES = {  # of transformers: configuration and model
     "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM"),
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
     "olmo3": ("Olmo3Config", "Olmo3ForCausalLM"),
+    "qwen35": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
+    "lfm2": ("Lfm2Config", "Lfm2ForCausalLM"),
+    "granitehybrid": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM"),
+    "nemotron_h": ("NemotronHConfig", "NemotronHForCausalLM"),
 }
 ARCHITECTURES = {"olmo3": "olmo2", "mistral": "llama"}  # of files, where their names differ
 # Queries and keys of these are, so that pairs to rotate are neighbours.
-PERMUTED = {"llama", "mistral", "smollm3", "granite", "mistral3"}
+PERMUTED = {"llama", "mistral", "smollm3", "granite", "granitehybrid", "mistral3"}

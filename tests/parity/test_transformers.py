@@ -13,14 +13,13 @@ import gguf
 import numpy as np
 import pytest
 
-from nightmill.jobs.parameters import GenerationParams
+from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import Request
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.runners.reference import ReferenceRunner
-from tests.engines import NoText
-from tests.ggufs import write_file
 from tests.parity.cases import (
     ARCHITECTURES,
     CASES,
@@ -33,6 +32,10 @@ from tests.parity.cases import (
     Case,
 )
 from tests.parity.conftest import WORST
+from tests.parity.hybrids import FAMILIES as HYBRIDS
+from tests.parity.hybrids import converted
+from tests.support.engines import NoText
+from tests.support.ggufs import write_file
 
 pytestmark = pytest.mark.parity
 
@@ -45,6 +48,7 @@ def make_model(case: Case) -> Any:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     options = SIZES | {"tie_word_embeddings": case.tied, "pad_token_id": None} | case.options
+    options = {name: value for name, value in options.items() if value is not None or name not in SIZES}
     config_class, model_class = (getattr(transformers, name) for name in CLASSES[case.family])
     rope: dict[str, Any] = {"rope_type": "default"} | (case.scaling or {}) | {"rope_theta": case.theta}
     if "partial_rotary_factor" in options:
@@ -56,15 +60,21 @@ def make_model(case: Case) -> Any:
     config = config_class(**options)
     config._attn_implementation = "eager"
     model = model_class(config).to(torch.float32).eval()
-    around = 0.0 if case.family.startswith("gemma") else 1.0  # these add 1 themselves
+    around = 0.0 if case.family.startswith(("gemma", "qwen35")) else 1.0  # these add 1 themselves
     # A tied head would echo its input if the embedding outweighed what the layers add.
     scale = math.sqrt(config.hidden_size) if case.family.startswith("gemma") else 1.0
     scale *= getattr(config, "embedding_multiplier", 1.0)
-    gains = {"embed_tokens": 2.0 / scale if case.tied else 8.0, "lm_head": 2.0}
+    gains = dict.fromkeys(("embed_tokens", "embeddings"), 2.0 / scale if case.tied else 8.0) | {
+        "lm_head": 2.0
+    }
     with torch.no_grad():
         for key, weight in model.named_parameters():
             if weight.ndim == 2:
                 weight.normal_(0, gains.get(key.split(".")[-2], 1.3) * weight.shape[1] ** -0.5)
+            elif weight.ndim == 3:  # of a convolution
+                weight.normal_(0, 0.5)
+            elif key.endswith("linear_attn.norm.weight"):
+                weight.normal_(1, 0.3)
             else:
                 weight.normal_(*((around, 0.3) if key.endswith("norm.weight") else (0.0, 0.1)))
     return model
@@ -105,7 +115,11 @@ def converted_tensors(model: Any, case: Case) -> dict[str, Array]:
     for key, weight in model.state_dict().items():
         if key == "lm_head.weight" and case.tied:
             continue
-        name, array = names.get_name(key, try_suffixes=(".weight", ".bias")), weight.numpy()
+        looked_up = key.replace("model.", "backbone.") if case.family == "nemotron_h" else key
+        name, array = names.get_name(looked_up, try_suffixes=(".weight", ".bias")), weight.numpy()
+        if case.family in HYBRIDS:
+            tensors |= converted(config, case.family, key, array, name)
+            continue
         assert name is not None, key
         if case.family in PERMUTED and ("attn_q." in name or "attn_k." in name):
             heads = config.num_attention_heads if "attn_q." in name else config.num_key_value_heads
@@ -131,8 +145,8 @@ def converted_keys(config: Any, case: Case) -> dict[str, Any]:
         "attention.head_count_kv": config.num_key_value_heads,
         "rope.freq_base": case.theta,
     }
-    if hasattr(config, "rms_norm_eps"):
-        keys["attention.layer_norm_rms_epsilon"] = config.rms_norm_eps
+    if (eps := getattr(config, "norm_eps", getattr(config, "rms_norm_eps", None))) is not None:
+        keys["attention.layer_norm_rms_epsilon"] = eps
     if "head_dim" in case.options:
         keys |= {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}
     if case.scaling and case.scaling not in (LLAMA3, LONGROPE):
@@ -189,12 +203,15 @@ def test_every_layer_and_the_logits_agree(
     torch = pytest.importorskip("torch")
     name, model, file = case
     config = read_spec(file)
+    if config.state_bytes:
+        budget = max(budget, 70)  # which ends pieces at 64 and at 128
     recorder = Recorder()
-    runner = ReferenceRunner(file, config, kv_blocks=32, slots=2, trace=recorder)
+    runner = ReferenceRunner(file, config, kv_pages=32, slots=2, trace=recorder)
     engine = Engine(
-        runner, text_stream=NoText, eos_ids=frozenset(), context_length=config.context_length,
-        max_sequences=1, token_budget=budget,
-    )  # fmt: skip
+        runner,
+        Detokenizer(text_stream=NoText, eos_ids=frozenset()),
+        EngineSizes(context_length=config.context_length, max_sequences=1, token_budget=budget),
+    )
     prompt = np.random.default_rng(1).integers(0, config.vocab, 150).tolist()
     engine.submit(Request("j", 1, tuple(prompt), GenerationParams(max_tokens=20, temperature=0.0), seed=0))
     done = []
@@ -218,7 +235,9 @@ def test_every_layer_and_the_logits_agree(
         captured["embedding"] = value.detach().numpy().reshape(-1, value.shape[-1])
 
     inner.layers[0].register_forward_pre_hook(capture_input, with_kwargs=True)
-    modules = {"norm": inner.norm}
+    modules = {
+        "norm": next(getattr(inner, n) for n in ("norm", "norm_f", "embedding_norm") if hasattr(inner, n))
+    }
     modules |= {f"layer.{index}": layer for index, layer in enumerate(inner.layers)}
     for stage, module in modules.items():
         module.register_forward_hook(capture(stage))

@@ -32,8 +32,8 @@ def test_a_parameter_of_sampling_is_named_in_five_files() -> None:
         if path.suffix in {".py", ".cu", ".cuh"}
     )
     assert {str(path.relative_to(ROOT)) for path in files if "top_p" in path.read_text()} == {
-        "jobs/fields.py",
-        "jobs/parameters.py",
+        "jobs/request/fields.py",
+        "jobs/request/parameters.py",
         "worker/runners/sampling.py",
         "cuda/sampling/sampling.cuh",
         "cuda/sampling/sample_filtered.cu",

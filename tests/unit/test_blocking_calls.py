@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from nightmill import package_directory
-from tests.blocking import blocking_calls
+from tests.support.blocking import blocking_calls
 
 ROOT = package_directory()
 TABLE: dict[str, dict[str, str]] = tomllib.loads(

@@ -12,9 +12,9 @@ import pytest
 import yaml
 from jsonschema.validators import validator_for
 
+from nightmill.jobs.base.settings import PREFIX, Settings
 from nightmill.jobs.commands.serve import serve
 from nightmill.jobs.server.guards import OPEN_PATHS, is_loopback
-from nightmill.jobs.settings import PREFIX, Settings
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")

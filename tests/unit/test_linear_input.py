@@ -7,16 +7,16 @@ from collections.abc import Callable
 
 import pytest
 
-from nightmill.jobs import prompts
-from nightmill.jobs.calls import Calls
-from nightmill.jobs.contract import CallFormat, Tools
+from nightmill.jobs.base.contract import CallFormat, Tools
 from nightmill.jobs.errors import InvalidRequestError
-from nightmill.jobs.fields import unknown_field
 from nightmill.jobs.formats import csvfile, jsonlines
 from nightmill.jobs.formats.csvfile import column_fault, read_csv
 from nightmill.jobs.formats.jsonlines import parse_object
 from nightmill.jobs.formats.rows import RowError
-from nightmill.jobs.schemas import check_schema
+from nightmill.jobs.reply.tool_calls import Calls
+from nightmill.jobs.request import prompts
+from nightmill.jobs.request.fields import unknown_field
+from nightmill.jobs.request.schemas import check_schema
 
 pytestmark = pytest.mark.heavy
 

@@ -10,7 +10,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     path
-    for folder in (ROOT, *(ROOT / name for name in ("docs", "benchmarks", "cuda", "models")))
+    for folder in (
+        ROOT,
+        *(
+            ROOT / name
+            for name in ("docs", "docs/recipes", "benchmarks", "benchmarks/history", "cuda", "models")
+        ),
+    )
     for path in folder.glob("*.md")
 )
 _LINK = re.compile(r"\]\(([^)\s]+)\)")

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 
-from benchmarks.family_models import Heads, Size
-from benchmarks.quantised_models import SHAPES, TYPES, Shape, kinds_of, write
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import Role
+from tests.support.family_models import Heads, Size
+from tests.support.quantised_models import SHAPES, TYPES, Shape, kinds_of, write
 
 Kind = GGMLQuantizationType
 SMALL = Shape(Size(layers=16, vocab=512, context=128, heads=Heads(4, 2, 64), width=256, ffn=512))

@@ -8,9 +8,9 @@ import pytest
 
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
-from tests.llama_quantiser import FILE_TYPES, FileType, Release, types_of
-from tests.real_model import real_model
-from tests.real_models import REAL_MODELS, RealModel
+from tests.support.llama_quantiser import FILE_TYPES, FileType, Release, types_of
+from tests.support.real_model import real_model
+from tests.support.real_models import REAL_MODELS, RealModel
 
 MODELS = {model.name: model for model in REAL_MODELS}
 

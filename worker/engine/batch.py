@@ -8,7 +8,8 @@ from nightmill.worker.engine.plan import Chunk, StepPlan
 from nightmill.worker.engine.request import Sequence
 from nightmill.worker.runners.base import (
     FROM_SLOT,
-    UNTOLD,
+    NO_LOGPROBS,
+    NO_SNAPSHOT,
     Admission,
     DrawArray,
     IntArray,
@@ -18,16 +19,16 @@ from nightmill.worker.runners.base import (
 
 
 class BatchBuilder:
-    """Keeps what all slots have as arrays, so that a step takes rows of them: block tables, who is masked.
+    """Keeps what all slots have as arrays, so that a step takes rows of them: page tables, who is masked.
 
-    slots: sequences at once; pages: the most pages a sequence may have; block_size: tokens in a page.
+    slots: sequences at once; pages: the most pages a sequence may have; page_size: tokens in a page.
     """
 
-    def __init__(self, *, slots: int, pages: int, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self, *, slots: int, pages: int, page_size: int) -> None:
+        self._page_size = page_size
         self._tables = np.full((slots, pages), -1, dtype=np.int32)
         self._masked_until = np.zeros(slots, dtype=np.int32)
-        self._likely = np.full(slots, UNTOLD, dtype=np.int32)
+        self._likely = np.full(slots, NO_LOGPROBS, dtype=np.int32)
 
     def build(self, plan: StepPlan) -> tuple[StepBatch, list[Sequence], list[Sequence]]:
         """Return the arrays of `plan`, and whom its draws are for, in their order.
@@ -71,7 +72,7 @@ class BatchBuilder:
         positions = np.arange(len(tokens), dtype=np.int32)
         positions += np.repeat(starts - sequence_starts[:-1], lengths)
         contexts = starts + lengths
-        widest = -(-int(contexts.max()) // self._block_size)
+        widest = -(-int(contexts.max()) // self._page_size)
         drawn_rows = self._draws(ends[draws] - 1, slots[draws], contexts[draws])
         given_rows, asking = _given(prompts, sequence_starts[drawn:])
         return (
@@ -81,11 +82,12 @@ class BatchBuilder:
                 cache_rows=self._cache_rows(token_slots, positions),
                 sequence_starts=sequence_starts,
                 context_lengths=contexts,
-                block_tables=self._tables[slots, :widest],
+                page_tables=self._tables[slots, :widest],
                 slots=slots,
                 draws=np.concatenate([drawn_rows, given_rows]) if asking else drawn_rows,
                 drawn=drawn,
                 admissions=tuple(_admission(sequence) for sequence in plan.admitted),
+                snapshots=_snapshots(prompts),
             ),
             drawing,
             asking,
@@ -94,13 +96,13 @@ class BatchBuilder:
     def _enter(self, plan: StepPlan) -> None:
         tables = self._tables
         for sequence in plan.admitted:
-            pages = sequence.block_table
+            pages = sequence.page_table
             tables[sequence.slot] = -1
             tables[sequence.slot, : len(pages)] = pages
             self._masked_until[sequence.slot] = sequence.masked_until
             self._likely[sequence.slot] = sequence.likely
         for sequence in plan.grown:
-            pages = sequence.block_table
+            pages = sequence.page_table
             tables[sequence.slot, len(pages) - 1] = pages[-1]
 
     def _draws(self, rows: IntArray, slots: IntArray, positions: IntArray) -> DrawArray:
@@ -112,8 +114,14 @@ class BatchBuilder:
         return draws
 
     def _cache_rows(self, slots: IntArray, positions: IntArray) -> IntArray:
-        rows: IntArray = self._tables[slots, positions // self._block_size] * self._block_size
-        return rows + positions % self._block_size
+        rows: IntArray = self._tables[slots, positions // self._page_size] * self._page_size
+        return rows + positions % self._page_size
+
+
+def _snapshots(prompts: list[Chunk]) -> tuple[tuple[int, int], ...]:
+    """Slots whose states are copied, with the place of the copy."""
+    saving = [chunk for chunk in prompts if chunk.snapshot != NO_SNAPSHOT]
+    return tuple((chunk.sequence.slot, chunk.snapshot) for chunk in saving if chunk.sequence.slot is not None)
 
 
 def _drawn_places(chunk: Chunk) -> range:
@@ -156,5 +164,6 @@ def _admission(sequence: Sequence) -> Admission:
         request.params,
         request.seed,
         answered=sequence.generated,
-        banned=request.banned,
+        banned=request.banned if request.thinking is None else (),  # `Sequence.banned_here`
+        snapshot=sequence.snapshot,
     )

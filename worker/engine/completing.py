@@ -1,8 +1,8 @@
-"""What a request has to show: its completion at the end, or what it has so far."""
+"""Builds completions of requests that ended, and partials of those that have not."""
 
 from collections.abc import Callable
 
-from nightmill.jobs.contract import StopReason
+from nightmill.jobs.base.contract import StopReason
 from nightmill.worker.engine.request import Completion, Partial, Request, Sequence
 
 __all__ = ["completion", "not_computed", "snapshot"]
@@ -12,11 +12,16 @@ Decode = Callable[[list[int]], str]
 
 
 def completion(sequence: Sequence, decode: Decode, reason: StopReason, error: str | None) -> Completion:
-    """Of a sequence that ends for `reason`; of a stop sequence if its last bytes complete one."""
+    """Build the completion of a sequence that ends for `reason`.
+
+    The reason becomes a stop sequence if the bytes that were still held back complete one.
+    """
     request, watch = sequence.request, sequence.watch
     drawn = sequence.tokens[sequence.prompt_length :]
     if watch is None:
         ended = reason in (StopReason.EOS, StopReason.STOP_SEQUENCE)  # by a token, which is no text
+        if reason is StopReason.STOP_SEQUENCE and request.params.include_stop_str_in_output:
+            ended = False
         text = decode(drawn[:-1] if ended else drawn)
     else:
         cut = watch.finish()
@@ -32,18 +37,19 @@ def completion(sequence: Sequence, decode: Decode, reason: StopReason, error: st
         prompt_tokens=sequence.prompt_length,
         completion_tokens=len(drawn),
         error=error,
+        cached_tokens=sequence.cached or 0,
         echoed=len(request.echo),
-        told=sequence.told,
+        logprobs=sequence.logprobs,
     )
 
 
 def not_computed(request: Request, reason: StopReason, error: str | None) -> Completion:
-    """Of a request that never became a sequence."""
+    """Build the completion of a request that never became a sequence."""
     return Completion(request.job_id, request.attempt, (), "", reason, len(request.prompt_ids), 0, error)
 
 
 def snapshot(sequence: Sequence, decode: Decode) -> Partial:
-    """What a sequence has so far; a text that may yet be cut is told up to there."""
+    """Return a sequence's tokens and text so far, without an end of the text that may yet be cut."""
     request = sequence.request
     drawn = sequence.tokens[sequence.prompt_length :]
     text = decode(drawn) if sequence.watch is None else sequence.watch.decided

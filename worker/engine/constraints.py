@@ -1,4 +1,4 @@
-"""What a sequence may draw, where that is not everything: the seam for grammars, schemas and choices.
+"""The seam for grammars, schemas and choices, which restrict the tokens that a sequence may draw.
 
 A constraint knows the tokens that were drawn and says which may be next. Its mask hangs on the last of them,
 so a sequence that has one draws no further token until the host has seen that one; what it computes before
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from nightmill.jobs.contract import Constrained
+from nightmill.jobs.base.contract import Constrained
 from nightmill.jobs.errors import ConstraintError
 from nightmill.worker.runners.base import IntArray
 
@@ -19,37 +19,32 @@ log = logging.getLogger(__name__)
 STUCK = "no token of this model can follow: what the answer has to obey allows none here"
 
 
-class Constraint(Protocol):
-    """Follows one text. What it raises ends that text alone, with an error: a ConstraintError says which."""
+def nothing_left(*fields: str) -> str:
+    """The fault of a text to which these fields of its row leave no token that its constraint allows."""
+    return (
+        f"no token is left to go on with: {' and '.join(fields)} of the row rule out all that its answer may "
+        "have here (choice, a schema, a grammar or calls of tools say what that is). Loosen one of them"
+    )
 
-    def mask(self, row: IntArray, /) -> None:
-        """Set the bits of the tokens that may be next in a row of zeros, laid out as for `Runner.draw`.
 
-        The tokens that end a text are among them where it may be over. None at all: the text is stuck.
-        """
-        ...
-
-    def accept(self, token_id: int, /) -> None:
-        """Go on by a token that was drawn; an earlier attempt's tokens come first, in their order."""
-        ...
-
+_NONE_HERE = "this engine compiles none"
 
 Faults = dict[int, str]
 """Which of some constraints failed, by their places, and why."""
 
 
-Begin = Callable[[], Any]
+MatcherFactory = Callable[[], Any]
 """Makes the constraint of one text, at its beginning."""
 
 
-class Constraints(Protocol):
+class GrammarBackend(Protocol):
     """Makes constraints, and asks those of a step all at once. Never raises for what one of them does."""
 
-    def compile(self, asked: Constrained, /) -> Future[Begin]:
-        """What texts of which this is asked begin with, made elsewhere than on this thread.
+    def compile(self, asked: Constrained, /) -> Future[MatcherFactory]:
+        """Compile the constraint on another thread; the future gives a factory for matchers.
 
-        It raises ConstraintError for what cannot be compiled, and RunnerError where that could not be found
-        out, which is no text's fault.
+        The future raises ConstraintError if the constraint cannot be compiled, and RunnerError if that could
+        not be found out, which is no text's fault.
         """
         ...
 
@@ -69,47 +64,29 @@ class Constraints(Protocol):
         ...
 
 
-class OneByOne:
-    """For constraints of any kind, which others make."""
+class NoGrammars:
+    """The constraints of an engine that has no grammars: each is refused."""
 
-    def compile(self, asked: Constrained, /) -> Future[Begin]:
-        """See Constraints."""
-        refused: Future[Begin] = Future()
-        refused.set_exception(ConstraintError(f"{asked.kind}: this engine compiles none"))
+    def compile(self, asked: Constrained, /) -> Future[MatcherFactory]:
+        """See GrammarBackend."""
+        refused: Future[MatcherFactory] = Future()
+        refused.set_exception(ConstraintError(f"{asked.kind}: {_NONE_HERE}"))
         return refused
 
     def close(self) -> None:
-        """See Constraints."""
+        """See GrammarBackend."""
 
     def masks(self, constraints: Mapping[int, Any], masks: IntArray, /) -> Faults:
-        """See Constraints."""
-        faults: Faults = {}
-        for place, constraint in constraints.items():
-            row = masks[place]
-            row[:] = 0
-            try:
-                constraint.mask(row)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it ends that text alone
-                row[:] = 0
-                faults[place] = reason_of(error)
-            else:
-                if not row.any():
-                    faults[place] = STUCK
-        return faults
+        """See GrammarBackend."""
+        return dict.fromkeys(constraints, _NONE_HERE)
 
     def accept(self, constraints: Sequence[Any], token_ids: Sequence[int], /) -> Faults:
-        """See Constraints."""
-        faults: Faults = {}
-        for place, (constraint, token_id) in enumerate(zip(constraints, token_ids, strict=True)):
-            try:
-                constraint.accept(token_id)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it ends that text alone
-                faults[place] = reason_of(error)
-        return faults
+        """See GrammarBackend."""
+        return dict.fromkeys(range(len(constraints)), _NONE_HERE)
 
 
 def reason_of(error: Exception) -> str:
-    """What the job whose constraint raised this is told; what nobody expected is logged, too."""
+    """Return the message for the job whose constraint raised `error`; log it, too, if nobody expected it."""
     if isinstance(error, ConstraintError):
         return str(error)
     log.error("a constraint failed", exc_info=error)

@@ -10,21 +10,24 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from nightmill.jobs.arithmetic import Arithmetic
-from nightmill.jobs.contract import StopReason
+from nightmill.jobs.base.arithmetic import Arithmetic
+from nightmill.jobs.base.contract import StopReason
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.engine.batch import BatchBuilder
 from nightmill.worker.engine.completing import completion, not_computed, snapshot
-from nightmill.worker.engine.constraints import Constraints, OneByOne
-from nightmill.worker.engine.kv_cache import BlockPool, CacheIntegrityError
-from nightmill.worker.engine.limits import Limits
-from nightmill.worker.engine.masking import Failed, Masking
+from nightmill.worker.engine.constraints import GrammarBackend, NoGrammars, nothing_left
+from nightmill.worker.engine.deltas import FollowedTexts
+from nightmill.worker.engine.kv_cache import CacheIntegrityError, PagePool
+from nightmill.worker.engine.limits import RequestLimits
+from nightmill.worker.engine.logprobs import Records
+from nightmill.worker.engine.masking import FailedSequences, TokenMasks
+from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.plan import StepPlan
 from nightmill.worker.engine.request import (
     Completion,
-    Growth,
+    Delta,
+    DrawnTokens,
     Partial,
-    Progress,
     Request,
     Sequence,
     SequenceState,
@@ -32,19 +35,13 @@ from nightmill.worker.engine.request import (
 from nightmill.worker.engine.scheduler import Scheduler
 from nightmill.worker.engine.sharing import PrefixGroups
 from nightmill.worker.engine.stats import EngineStats
-from nightmill.worker.engine.stops import NewTextStream, TextWatch, reason_to_stop, streamed
-from nightmill.worker.engine.telling import Tellings
-from nightmill.worker.engine.told import Records
-from nightmill.worker.runners.base import NOT_A_NUMBER, UNTOLD, Drawn, Runner, masked_draws
+from nightmill.worker.engine.stops import TextWatch, reason_to_stop, streamed
+from nightmill.worker.runners.base import NO_LOGPROBS, NOT_A_NUMBER, Drawn, Runner, masked_draws
 
 _NO_NUMBERS = (
     "the model's output for this prompt is not a number: what it computes is too large for F16, or its file "
     "is damaged. A worker that is started with --dtype bf16 has room for larger numbers; or try a shorter or "
     "different prompt. If every prompt fails like this, the file is damaged: download it again"
-)
-_NOTHING_LEFT = (
-    "no token is left to go on with: what the answer must be allows none here that bad_words or logit_bias "
-    "do not rule out. Loosen one of them. (Or the model's output is not a number, as that of a damaged file)"
 )
 _NOT_COMPILED = "what the answer must be was not compiled: a fault of the worker, retry the job"
 
@@ -68,56 +65,57 @@ class _Launch:
 class Engine:
     """Generates for many requests at once on one runner.
 
-    text_stream      makes a fresh decoder of tokens to text
-    decode           the text of all tokens at once, as a stream gives it; by default a stream does it
-    eos_ids          tokens that end a text
-    context_length   most tokens a sequence may have, prompt included; the KV cache may allow fewer
-    max_sequences    most sequences computed at once; at most `runner.slots`
-    token_budget     most tokens computed in one step; at least `max_sequences`
-    interactive_slots  of `max_sequences`, those that only interactive requests may have
-    model_context    most tokens that the model was made for, where known; what errors may advise
-    prefix_sharing   compute equal beginnings of requests once, and keep such requests together
-    constraints      makes constraints, and asks those of a step together
+    text            how drawn tokens become text
+    sizes           how much is computed at once
+    prefix_sharing  compute equal beginnings of requests once, and keep such requests together;
+                    not where a runner has states and no snapshots of them
+    constraints     makes constraints, and asks those of a step together
 
-    Raises ValueError for limits that contradict each other.
+    Raises ValueError for sizes that contradict each other.
     """
 
     def __init__(
-        self, runner: Runner, *, text_stream: NewTextStream, eos_ids: frozenset[int],
-        context_length: int, max_sequences: int, token_budget: int, prefix_sharing: bool = True,
-        interactive_slots: int = 0,
-        model_context: int | None = None, decode: Callable[[list[int]], str] | None = None,
-        constraints: Constraints | None = None, clock: Callable[[], float] = time.time,
-    ) -> None:  # fmt: skip
+        self,
+        runner: Runner,
+        text: Detokenizer,
+        sizes: EngineSizes,
+        *,
+        prefix_sharing: bool = True,
+        constraints: GrammarBackend | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        max_sequences, context_length = sizes.max_sequences, sizes.context_length
         if max_sequences > runner.slots:
             raise ValueError(f"max_sequences is {max_sequences}, but the runner has {runner.slots} slots")
         if context_length < 2:
             raise ValueError(f"a context of {context_length} has no room for a prompt and an answer")
+        prefix_sharing = prefix_sharing and (runner.prompt_grid == 1 or runner.snapshots > 0)
         self._runner = runner
-        self._text_stream = text_stream
-        self._decode = decode or (lambda token_ids: streamed(text_stream(), token_ids))
-        self._eos_ids = eos_ids
-        self.constraints: Constraints = constraints or OneByOne()
-        self._limits = Limits(
-            runner.vocab, context_length, runner.block_size, runner.kv_blocks, model_context
+        self._text_stream = text_stream = text.text_stream
+        self._decode = text.decode or (lambda token_ids: streamed(text_stream(), token_ids))
+        self._eos_ids = text.eos_ids
+        self.constraints: GrammarBackend = constraints or NoGrammars()
+        self._limits = RequestLimits(
+            runner.vocab, context_length, runner.page_size, runner.kv_pages, sizes.model_context
         )
-        self._masking = Masking(self.constraints, runner.vocab)
+        self._token_masks = TokenMasks(self.constraints, runner.vocab)
         self._clock = clock
-        self._pool = BlockPool(runner.kv_blocks, runner.block_size)
+        self._pool = PagePool(runner.kv_pages, runner.page_size)
         self._scheduler = Scheduler(
-            self._pool, max_sequences=max_sequences, token_budget=token_budget,
-            prefix_sharing=prefix_sharing, interactive_slots=interactive_slots,
-            max_given=max(1, runner.max_draws - max_sequences),
+            self._pool, max_sequences=max_sequences, token_budget=sizes.token_budget,
+            prefix_sharing=prefix_sharing, interactive_slots=sizes.interactive_slots,
+            max_given=max(1, runner.max_draws - max_sequences), prompt_grid=runner.prompt_grid,
+            snapshots=runner.snapshots,
         )  # fmt: skip
         self._groups = PrefixGroups() if prefix_sharing else None
         pages = self._pool.pages_for(self._limits.cache_context)
-        self._builder = BatchBuilder(slots=runner.slots, pages=pages, block_size=runner.block_size)
+        self._builder = BatchBuilder(slots=runner.slots, pages=pages, page_size=runner.page_size)
         self._sequences: dict[str, Sequence] = {}  # by job id; unfinished
         self._cancelled: list[Sequence] = []
         self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap; may hold finished sequences
         self._outstanding: deque[_Launch] = deque()
         self._done: list[Completion] = []
-        self._tellings = Tellings(text_stream)
+        self._followed_texts = FollowedTexts(text_stream)
         self._failed = False
         self._submitted = self._steps = self._step_sequences = 0
         self._prompt_tokens = self._generated = self._resumed = 0
@@ -136,7 +134,8 @@ class Engine:
                 return
             self._finish(known, StopReason.CANCELLED, error="a newer attempt of this job was started")
         params = request.params
-        fault = self._limits.fault(request.prompt_ids, params, request.generated_ids)
+        draws = not request.scores
+        fault = self._limits.fault(request.prompt_ids, params, request.generated_ids, draws=draws)
         if fault is None and request.constrained is not None and request.constraint is None:
             fault = _NOT_COMPILED
         if fault is not None:
@@ -144,12 +143,19 @@ class Engine:
             return
         self._submitted += 1
         prompt = list(request.prompt_ids)
-        limit = min(len(prompt) + params.max_tokens, self._limits.cache_context)
+        # What is drawn behind a text to score is told to nobody, and takes no place in the cache.
+        limit = min(len(prompt) + params.max_tokens, self._limits.cache_context + (not draws))
         group = None if self._groups is None else self._groups.place(request.prompt_ids, self._submitted)
         ends = frozenset(params.stop_token_ids).union(() if params.ignore_eos else self._eos_ids)
         sequence = Sequence(request, self._submitted, prompt, limit, group, ends=ends)
-        if params.stop:
-            sequence.watch = TextWatch(self._text_stream(), params.stop, params.min_tokens)
+        if params.stop or request.thinking is not None:
+            sequence.watch = TextWatch(
+                self._text_stream(),
+                params.stop,
+                params.min_tokens,
+                request.thinking,
+                included=params.include_stop_str_in_output,
+            )
         self._sequences[request.job_id] = sequence
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, sequence.order, sequence))
@@ -220,15 +226,16 @@ class Engine:
             running=self._scheduler.running,
             waiting=self._scheduler.waiting,
             free_pages=self._pool.free,
-            pages=self._pool.blocks,
+            pages=self._pool.pages,
+            context=self._limits.cache_context,
         )
 
     def partial(self, job_id: str) -> Partial | None:
-        """What a job has so far; None where the engine does not have it (any more)."""
+        """Return a job's tokens and text so far; None if the engine does not have the job (any more)."""
         sequence = self._sequences.get(job_id)
         return None if sequence is None else snapshot(sequence, self._decode)
 
-    def progress(self, job_ids: Iterable[str], at_least: int) -> list[Progress]:
+    def progress(self, job_ids: Iterable[str], at_least: int) -> list[DrawnTokens]:
         """The drawn tokens of those of these jobs that have `at_least` so many more than when last asked."""
         reports = []
         for job_id in job_ids:
@@ -236,24 +243,24 @@ class Engine:
             if sequence is not None and sequence.generated - sequence.reported >= at_least:
                 sequence.reported = sequence.generated
                 request, drawn = sequence.request, sequence.tokens[sequence.prompt_length :]
-                reports.append(Progress(request.job_id, request.attempt, tuple(drawn)))
+                reports.append(DrawnTokens(request.job_id, request.attempt, tuple(drawn)))
         return reports
 
     def follow(self, job_ids: Iterable[str]) -> None:
-        """From now on `growths` tells the texts of these jobs, and of no others, each from its beginning."""
-        self._tellings.follow(job_ids)
+        """From now on `deltas` tells the texts of these jobs, and of no others, each from its beginning."""
+        self._followed_texts.follow(job_ids)
 
     @property
     def followed(self) -> bool:
-        """Whether anybody follows a job."""
-        return bool(self._tellings)
+        """True if anybody follows a job."""
+        return bool(self._followed_texts)
 
-    def growths(self) -> list[Growth]:
-        """What the texts of followed jobs have grown by since the last call.
+    def deltas(self) -> list[Delta]:
+        """Return what was added to the texts of followed jobs since the last call.
 
-        A text begins again at character 0 with another attempt. What a job ends with is in its completion.
+        A text begins again at character 0 with another attempt. The end of a job's text is in its completion.
         """
-        return self._tellings.growths(self._sequences)
+        return self._followed_texts.deltas(self._sequences)
 
     def abandon(self) -> list[Partial]:
         """Drop all work and free its pages; returns what each unfinished request had.
@@ -306,7 +313,7 @@ class Engine:
 
         One that asks for log-probabilities begins afresh: those of an earlier attempt are known to nobody.
         """
-        if sequence.likely != UNTOLD:
+        if sequence.likely != NO_LOGPROBS:
             return
         for token in sequence.request.generated_ids:
             self._resumed += 1
@@ -314,7 +321,7 @@ class Engine:
             sequence.tokens.append(token)
             self._finish_if_over(sequence)
             if sequence.state is not SequenceState.FINISHED and sequence.masked_until:
-                self._fail(self._masking.accept([sequence]))
+                self._fail(self._token_masks.accept([sequence]))
             if sequence.state is SequenceState.FINISHED:
                 return
 
@@ -357,13 +364,13 @@ class Engine:
         wanted = [(number, launch.wanting(place)) for number, place in places]
         masked = [(number, sequence) for number, sequence in wanted if sequence is not None]
         masks = self._runner.mask_room(len(launch.masked))
-        failed = self._masking.write(masks, masked)
+        failed = self._token_masks.write(masks, masked)
         self._failed = True  # unless the runner returns
         self._runner.draw(masks)
         self._failed = False
         self._fail(failed)
 
-    def _fail(self, failed: Failed) -> None:
+    def _fail(self, failed: FailedSequences) -> None:
         for sequence, fault in failed:
             self._finish(sequence, StopReason.ERROR, error=fault)
 
@@ -389,19 +396,19 @@ class Engine:
             if sequence is None or sequence.state is finished:
                 continue
             if token == not_a_number:
-                self._blame(sequence)
+                self._handle_nan(sequence)
                 continue
             self._generated += 1
             tokens = sequence.tokens
             tokens.append(token)
-            if records is not None and sequence.likely != UNTOLD:
+            if records is not None and sequence.likely != NO_LOGPROBS:
                 sequence.records += records.of(place, sequence.likely)
             if sequence.watch is not None or len(tokens) >= sequence.length_limit or token in sequence.ends:
                 self._finish_if_over(sequence)  # in other cases there is no reason to stop
         if launch.masked:
             drew = [launch.wanting(place) for place in launch.masked if ids[place] != not_a_number]
             if obeying := [sequence for sequence in drew if sequence is not None]:
-                self._fail(self._masking.accept(obeying))
+                self._fail(self._token_masks.accept(obeying))
 
     def _tell(self, launch: _Launch, ids: list[int], records: Records | None) -> None:
         """Give sequences the log-probabilities of tokens of their prompts."""
@@ -412,16 +419,18 @@ class Engine:
             if ids[place] != NOT_A_NUMBER:
                 sequence.records += records.of(place, sequence.likely)
                 continue
-            self._blame(sequence)
+            self._handle_nan(sequence)
             for others in (launch.drawing, launch.asking):
                 others[:] = [None if other is sequence else other for other in others]
 
-    def _blame(self, sequence: Sequence) -> None:
+    def _handle_nan(self, sequence: Sequence) -> None:
         """A sequence's logits are not numbers: it fails, or is computed again without pages of others."""
-        if not self._scheduler.acquit(sequence):
+        if not self._scheduler.retry_unshared_after_nan(sequence):
             request = sequence.request
-            ruled_out = request.constraint is not None and (request.banned or request.params.logit_bias)
-            self._finish(sequence, StopReason.ERROR, error=_NOTHING_LEFT if ruled_out else _NO_NUMBERS)
+            ruling = {"bad_words": request.banned, "logit_bias": request.params.logit_bias}
+            fields = [name for name, given in ruling.items() if given and request.constraint is not None]
+            error = nothing_left(*fields) if fields else _NO_NUMBERS
+            self._finish(sequence, StopReason.ERROR, error=error)
             return
         for launch in self._outstanding:
             launch.drawing = [None if drawing is sequence else drawing for drawing in launch.drawing]

@@ -1,6 +1,6 @@
 """Hands out the pages of the KV cache and can prove that none is lost or owned by mistake.
 
-A page holds the keys and values of `block_size` consecutive tokens of a sequence. Pages are counted by
+A page holds the keys and values of `page_size` consecutive tokens of a sequence. Pages are counted by
 reference: `share` lets a further sequence use a page that is already filled, and a page is free again when
 its last owner has released it.
 
@@ -17,22 +17,22 @@ class CacheIntegrityError(AssertionError):
     """The page accounting contradicts itself: a bug in the engine, never a property of the input."""
 
 
-class BlockPool:
-    """`blocks` pages of `block_size` tokens, numbered from 0. All methods cost O(pages named).
+class PagePool:
+    """`pages` pages of `page_size` tokens, numbered from 0. All methods cost O(pages named).
 
     on_evict: told of an idle page that is given away, before it is.
     """
 
-    def __init__(self, blocks: int, block_size: int) -> None:
-        if blocks < 1 or block_size < 1:
-            raise ValueError(f"a pool needs pages and a page tokens (got {blocks} pages of {block_size})")
-        self.blocks = blocks
-        self.block_size = block_size
+    def __init__(self, pages: int, page_size: int) -> None:
+        if pages < 1 or page_size < 1:
+            raise ValueError(f"a pool needs pages and a page tokens (got {pages} pages of {page_size})")
+        self.pages = pages
+        self.page_size = page_size
         self.on_evict: Callable[[int], None] | None = None
-        self._empty = list(range(blocks - 1, -1, -1))  # a stack: the page freed last is warm, and used first
+        self._empty = list(range(pages - 1, -1, -1))  # a stack: the page freed last is warm, and used first
         self._idle: OrderedDict[int, None] = OrderedDict()  # the least recently owned first
-        self._owners = [0] * blocks
-        self._kept = [False] * blocks
+        self._owners = [0] * pages
+        self._kept = [False] * pages
 
     @property
     def free(self) -> int:
@@ -42,15 +42,15 @@ class BlockPool:
     @property
     def used(self) -> int:
         """Pages with at least one owner."""
-        return self.blocks - self.free
+        return self.pages - self.free
 
     def owners(self, page: int) -> int:
-        """How often a page is owned."""
+        """Return the number of times that a page is owned."""
         return self._owners[page]
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold `tokens` tokens."""
-        return -(-tokens // self.block_size)
+        return -(-tokens // self.page_size)
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` free pages, each with one owner; raises ValueError where there are not that many."""
@@ -111,15 +111,15 @@ class BlockPool:
             self.on_evict(page)
         return page
 
-    def check_integrity(self, block_tables: Iterable[Iterable[int]]) -> None:
-        """Audit every page against the block tables of all sequences that hold any.
+    def check_integrity(self, page_tables: Iterable[Iterable[int]]) -> None:
+        """Audit every page against the page tables of all sequences that hold any.
 
         Raises CacheIntegrityError unless every page is exactly once free or owned, and owned as often as the
         tables name it.
         """
-        named = Counter(page for table in block_tables for page in table)
+        named = Counter(page for table in page_tables for page in table)
         free = Counter([*self._empty, *self._idle])
-        for page in range(self.blocks):
+        for page in range(self.pages):
             if free[page] > 1:
                 raise CacheIntegrityError(f"page {page} is {free[page]} times in the free list")
             if free[page] != (self._owners[page] == 0):
@@ -129,9 +129,9 @@ class BlockPool:
                 )
             if named[page] != self._owners[page]:
                 raise CacheIntegrityError(
-                    f"page {page} has {self._owners[page]} owners and is in {named[page]} block tables"
+                    f"page {page} has {self._owners[page]} owners and is in {named[page]} page tables"
                 )
             if free[page] and self._kept[page] != (page in self._idle):
                 raise CacheIntegrityError(f"page {page} is free, and idle without being kept or the reverse")
-        if strangers := sorted((named.keys() | free.keys()) - set(range(self.blocks))):
+        if strangers := sorted((named.keys() | free.keys()) - set(range(self.pages))):
             raise CacheIntegrityError(f"pages that do not exist are in use: {strangers}")

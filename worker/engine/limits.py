@@ -1,19 +1,20 @@
-"""What a request must fit into to be run at all, in the words that its user reads."""
+"""Limits that a request must fit into to be run at all, and their faults in the words that its user reads."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nightmill.jobs.parameters import GenerationParams
+from nightmill.jobs.base.contract import PAST_CONTEXT
+from nightmill.jobs.request.parameters import GenerationParams
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Of an engine, or (without `pages`) of one that is not built yet."""
+class RequestLimits:
+    """Limits of an engine on requests, or (without `pages`) of an engine that is not built yet."""
 
     vocab: int
     context: int
     """Most tokens a sequence may have, prompt included."""
-    block_size: int
+    page_size: int
     pages: int | None = None
     """Pages of the KV cache."""
     model_context: int | None = None
@@ -22,7 +23,7 @@ class Limits:
     @property
     def cache_context(self) -> int:
         """Most tokens a sequence can have: fewer than `context` where the KV cache is smaller."""
-        return self.context if self.pages is None else min(self.context, self.pages * self.block_size)
+        return self.context if self.pages is None else min(self.context, self.pages * self.page_size)
 
     def unknown_id(self, prompt: Sequence[int], params: GenerationParams) -> tuple[str, str] | None:
         """Which field holds a token id that the model lacks, and the fault in words; None where none does."""
@@ -45,10 +46,18 @@ class Limits:
             )
         return None
 
-    def fault(self, prompt: Sequence[int], params: GenerationParams, begun: Sequence[int] = ()) -> str | None:
+    def fault(
+        self,
+        prompt: Sequence[int],
+        params: GenerationParams,
+        begun: Sequence[int] = (),
+        *,
+        draws: bool = True,
+    ) -> str | None:
         """Why a prompt of these token ids can never run, with the remedy; None where it can.
 
         begun: the tokens that an earlier attempt has drawn
+        draws: an answer follows; without, as behind a text to score, the prompt may fill the context
         """
         if not prompt:
             return "the prompt has no tokens: give it some text"
@@ -58,24 +67,24 @@ class Limits:
             return (
                 "the answer that an earlier attempt began has token ids that this model lacks: retry the job"
             )
-        if len(prompt) < self.cache_context:
+        if len(prompt) + draws <= self.cache_context:
             return None
-        if len(prompt) >= self.context:
-            advice = self._longer(len(prompt), params.max_tokens)
-            return (
-                f"the prompt has {len(prompt)} tokens; this worker's context holds {self.context}, of which "
-                f"at least one must be left for the answer: shorten it{advice}"
-            )
+        what, left = "the prompt has", ", of which at least one must be left for the answer"
+        if not draws:
+            what, left = "the prompt, with what is scored behind it, has", ""
+        said = f"{what} {len(prompt)} tokens, which {PAST_CONTEXT}: this worker's"
+        if len(prompt) + draws > self.context:
+            advice = self._longer(len(prompt), params.max_tokens if draws else 0)
+            return f"{said} context holds {self.context}{left}: shorten it{advice}"
         return (
-            f"the prompt has {len(prompt)} tokens; this worker's KV cache holds {self.cache_context} "
-            f"({self.pages} pages of {self.block_size}), of which at least one must be left for "
-            "the answer: shorten it or give the worker more memory for its KV cache"
+            f"{said} KV cache holds {self.cache_context} ({self.pages} pages of {self.page_size}){left}: "
+            "shorten it or give the worker more memory for its KV cache"
         )
 
     def _longer(self, prompt: int, max_tokens: int) -> str:
         """Advice for more context, where the model has it."""
         if self.model_context is None:
             return f" or start the worker with --context {prompt + max_tokens}, if the model allows it"
-        if prompt >= self.model_context:
+        if prompt + bool(max_tokens) > self.model_context:
             return f", the model itself was made for {self.model_context}"
         return f" or start the worker with --context {min(prompt + max_tokens, self.model_context)}"

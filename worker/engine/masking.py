@@ -4,25 +4,25 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from nightmill.worker.engine.constraints import Constraints, Faults
+from nightmill.worker.engine.constraints import Faults, GrammarBackend, nothing_left
 from nightmill.worker.engine.request import Sequence
 from nightmill.worker.runners.base import IntArray, mask_words
 
-Masked = list[tuple[int, Sequence]]
+MaskedDraws = list[tuple[int, Sequence]]
 """Sequences that draw under a mask, and which of the step's masks it is."""
 
-Failed = list[tuple[Sequence, str]]
+FailedSequences = list[tuple[Sequence, str]]
 """Sequences that cannot go on under their constraints, and why."""
 
 
-class Masking:
+class TokenMasks:
     """Makes the masks of steps, and has constraints follow what was drawn. `vocab` is the runner's."""
 
-    def __init__(self, constraints: Constraints, vocab: int) -> None:
+    def __init__(self, constraints: GrammarBackend, vocab: int) -> None:
         self._constraints = constraints
         self._everything = everything(vocab)
 
-    def write(self, masks: IntArray, masked: Masked) -> Failed:
+    def write(self, masks: IntArray, masked: MaskedDraws) -> FailedSequences:
         """Write what `Runner.draw` takes, with the masks of these sequences at their places.
 
         Returns those that nothing can follow. What nobody wants may draw anything.
@@ -34,9 +34,13 @@ class Masking:
         for place, sequence in masked:
             if sequence.must_go_on:
                 spare(masks[place], sequence.ends)
+            if (banned := completing(sequence)) and place not in faults:
+                take_out(masks[place], banned)
+                if not masks[place].any():
+                    faults[place] = nothing_left("bad_words")
         return [(sequence, faults[place]) for place, sequence in masked if place in faults]
 
-    def accept(self, sequences: list[Sequence]) -> Failed:
+    def accept(self, sequences: list[Sequence]) -> FailedSequences:
         """Move these past the tokens that were added last, so that they draw again; returns which cannot."""
         for sequence in sequences:
             sequence.let_run()
@@ -60,8 +64,21 @@ def spare(mask: IntArray, token_ids: Iterable[int]) -> None:
 
     So a text whose constraint lets it only end does end, however few tokens it has.
     """
-    left = mask.view(np.uint32).copy()
-    for token in token_ids:
-        left[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
+    left = mask.copy()
+    take_out(left, token_ids)
     if left.any():
-        mask[:] = left.view(np.int32)
+        mask[:] = left
+
+
+def take_out(mask: IntArray, token_ids: Iterable[int]) -> None:
+    """Take these tokens out of a mask (words,)."""
+    words = mask.view(np.uint32)
+    for token in token_ids:
+        words[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
+
+
+def completing(sequence: Sequence) -> list[int]:
+    """The tokens with which an answer behind thoughts would hold a banned run."""
+    runs = sequence.banned_here
+    answer = (sequence.answer or []) if runs else []
+    return [last for *before, last in runs if not before or answer[-len(before) :] == before]

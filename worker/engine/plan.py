@@ -3,19 +3,24 @@
 from dataclasses import dataclass
 
 from nightmill.worker.engine.request import Sequence
+from nightmill.worker.runners.base import NO_SNAPSHOT
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Compute `length` known tokens of `sequence` from position `start`: of its prompt, then drawn ones."""
+    """Compute `length` known tokens of `sequence` from position `start`: of its prompt, then drawn ones.
+
+    snapshot  the place that its states are copied to afterwards, if they are
+    """
 
     sequence: Sequence
     start: int
     length: int
+    snapshot: int = NO_SNAPSHOT
 
     @property
     def of_prompt(self) -> int:
-        """How many of them are of the prompt."""
+        """The number of the chunk's tokens that belong to the prompt."""
         return min(max(0, self.sequence.prompt_length - self.start), self.length)
 
     @property
@@ -25,7 +30,7 @@ class Chunk:
 
     @property
     def draws(self) -> bool:
-        """Whether its last token is the last one known, so that the next is drawn."""
+        """True if the chunk ends with the last known token of its sequence, so that the next is drawn."""
         return self.start + self.length == len(self.sequence.tokens)
 
 
@@ -45,5 +50,33 @@ class StepPlan:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to do until a launch is collected."""
+        """True if there is nothing to do until a launch is collected."""
         return not self.decodes and not self.chunks
+
+
+def next_chunk(sequence: Sequence, budget: int, spare: int, given: int, grid: int) -> Chunk:
+    """Return the next chunk of a sequence that does not decode, within `budget` tokens; it may be empty.
+
+    A step has room for a token or a piece of a prompt of each sequence that can run at once. A drawn token
+    that is computed again takes as much: one where all run, more where `spare` are idle. A piece of the
+    prompt is asked about no more than `given` tokens, and ends with the prompt or at a multiple of `grid`. It
+    does not go beyond the next of the sequence's marks.
+    """
+    start = sequence.computed
+    length = _on_grid(sequence, min(max(0, sequence.prompt_length - start), budget), grid)
+    mark = min((mark for mark in sequence.marks if start < mark <= start + length), default=None)
+    if mark is not None:
+        length = mark - start
+    elif start + length >= sequence.prompt_length:
+        room = spare if length else spare + 1
+        length += min(len(sequence.tokens) - start - length, budget - length, room)
+    chunk = Chunk(sequence, start, length)
+    if (surplus := len(chunk.given) - given) > 0:
+        return Chunk(sequence, start, _on_grid(sequence, chunk.given.stop - 1 - surplus - start, grid))
+    return chunk
+
+
+def _on_grid(sequence: Sequence, length: int, grid: int) -> int:
+    """The length of a piece of the prompt, less what it goes beyond a multiple of `grid`."""
+    end = sequence.computed + length
+    return length if end >= sequence.prompt_length else max(0, length - end % grid)

@@ -9,37 +9,42 @@ releases its last page first, the pool evicts leaves first: what is in the tree 
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from nightmill.worker.engine.kv_cache import BlockPool, CacheIntegrityError
+from nightmill.worker.engine.kv_cache import CacheIntegrityError, PagePool
+from nightmill.worker.runners.base import NO_SNAPSHOT
 
 _TOKEN_BYTES = array("i").itemsize
 
 
-def page_keys(tokens: Sequence[int], count: int, block_size: int, prompt_length: int) -> list[bytes]:
+def page_keys(tokens: Sequence[int], count: int, page_size: int, prompt_length: int) -> list[bytes]:
     """The keys of the first `count` pages of `tokens`: each is the tokens of one page, as bytes.
 
     Keys and values of drawn tokens may differ in their last bits from those of the same tokens in a prompt,
     since other kernels computed them. So the key of a page that reaches behind the prompt begins with the
     prompt's length, and only an equal prompt with an equal answer finds it.
     """
-    packed = array("i", tokens[: count * block_size]).tobytes()
-    size = _TOKEN_BYTES * block_size
+    packed = array("i", tokens[: count * page_size]).tobytes()
+    size = _TOKEN_BYTES * page_size
     keys = [packed[start : start + size] for start in range(0, count * size, size)]
     mark = array("i", [prompt_length]).tobytes()
-    whole = min(count, prompt_length // block_size)
+    whole = min(count, prompt_length // page_size)
     return keys[:whole] + [mark + key for key in keys[whole:]]
 
 
 class PrefixNode:
-    """A page of the tree. `key`: its tokens; `page`: where their keys and values are (-1: the root)."""
+    """A page of the tree. `key`: its tokens; `page`: where their keys and values are (-1: the root).
 
-    __slots__ = ("children", "key", "page", "parent")
+    `snapshot`: the place of the states after its last token, if there is one.
+    """
+
+    __slots__ = ("children", "key", "page", "parent", "snapshot")
 
     def __init__(self, page: int, key: bytes, parent: "PrefixNode | None") -> None:
         self.page = page
         self.key = key
         self.parent = parent
+        self.snapshot = NO_SNAPSHOT
         self.children: dict[bytes, PrefixNode] = {}
 
     def path(self) -> list["PrefixNode"]:
@@ -53,13 +58,22 @@ class PrefixNode:
 
 
 class PrefixTree:
-    """The findable pages of one pool, owned and idle."""
+    """The findable pages of one pool, owned and idle.
 
-    def __init__(self, pool: BlockPool) -> None:
+    on_forget: told of a node that leaves the tree
+    """
+
+    def __init__(self, pool: PagePool) -> None:
         self.root = PrefixNode(-1, b"", None)
         self._pool = pool
         self._nodes: dict[int, PrefixNode] = {}
+        self.on_forget: Callable[[PrefixNode], None] | None = None
         pool.on_evict = self._forget
+
+    @property
+    def nodes(self) -> Iterable[PrefixNode]:
+        """All but the root."""
+        return self._nodes.values()
 
     def walk(self, keys: Sequence[bytes], most: int) -> list[PrefixNode]:
         """The nodes of the longest known prefix of at most `most` pages."""
@@ -93,6 +107,8 @@ class PrefixTree:
             dropped.add(node)
             del self._nodes[node.page]
             self._pool.forget(node.page)
+            if self.on_forget is not None:
+                self.on_forget(node)
         return dropped
 
     def _forget(self, page: int) -> None:
@@ -100,13 +116,15 @@ class PrefixTree:
         if node.children or node.parent is None:
             raise CacheIntegrityError(f"page {page} is evicted before the pages that follow it")
         del node.parent.children[node.key]
+        if self.on_forget is not None:
+            self.on_forget(node)
 
     def check_integrity(self) -> None:
         """Audit the tree against the pool; raises CacheIntegrityError."""
         if self._nodes.keys() != self._pool.kept():
             raise CacheIntegrityError("the pages that are kept are not those that can be found")
         evicted_at = {page: place for place, page in enumerate(self._pool.idle())}
-        owned = self._pool.blocks  # after all that are evicted
+        owned = self._pool.pages  # after all that are evicted
         reached = 0
         stack = [self.root]
         while stack:

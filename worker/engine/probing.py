@@ -4,9 +4,9 @@ A row whose output is not a number fails its own job (`NOT_A_NUMBER`). Of a dama
 and a night would end as failed in minutes.
 """
 
-from nightmill.jobs.contract import StopReason
+from nightmill.jobs.base.contract import StopReason
 from nightmill.jobs.errors import ModelFileError
-from nightmill.jobs.parameters import GenerationParams
+from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Request
 

@@ -1,15 +1,15 @@
-"""What goes into the engine, what comes out of it, and what the engine knows of a request in between."""
+"""Requests to the engine, its completions and partials, and its state of a request in between."""
 
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from nightmill.jobs.contract import Constrained, StopReason
-from nightmill.jobs.parameters import GenerationParams
+from nightmill.jobs.base.contract import Constrained, Markup, StopReason
+from nightmill.jobs.request.parameters import GenerationParams
+from nightmill.worker.engine.logprobs import Logprobs, likely_of, of_nothing, record_bytes
 from nightmill.worker.engine.prefix_tree import PrefixNode
 from nightmill.worker.engine.stops import TextWatch
-from nightmill.worker.engine.told import Told, likely_of, of_nothing, record_bytes
-from nightmill.worker.runners.base import UNTOLD
+from nightmill.worker.runners.base import NO_LOGPROBS, NO_SNAPSHOT
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +24,11 @@ class Request:
     before the first of `generated_ids`. It is this request's alone, and of the kind that the engine's
     constraints take. `banned`: runs of tokens that the answer must not hold. `interactive`: somebody waits
     for it, so it may have slots that are kept for such requests, and steps are short while it is there.
-    `told_from`: the prompt's tokens from that place on are told their log-probabilities, too; the first of
-    all has none.
+    `prompt_logprobs_from`: the prompt's tokens from that place on get log-probabilities, too; the first
+    of all has none.
     `echo`: what its text begins with, before what is drawn. `scores`: its prompt ends with a text to score,
-    so only what is told of that matters; what is drawn after it is no text.
+    so only what is told of that matters; what is drawn after it is no text. `markup`: the marks of thoughts,
+    which are not part of the answer.
     """
 
     job_id: str
@@ -43,9 +44,19 @@ class Request:
     behind: int = 0
     banned: tuple[tuple[int, ...], ...] = ()
     interactive: bool = False
-    told_from: int | None = None
+    prompt_logprobs_from: int | None = None
     echo: str = ""
     scores: bool = False
+    markup: Markup | None = None
+
+    @property
+    def thinking(self) -> tuple[str, str, bool] | None:
+        """The marks of thoughts and whether they are opened, if what is asked of the answer needs to know."""
+        if self.markup is None or self.markup.thinking is None:
+            return None
+        if not (self.params.stop or self.params.min_tokens or self.banned):
+            return None
+        return (*self.markup.thinking, self.markup.opened)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +76,13 @@ class Completion:
     completion_tokens: int
     error: str | None = None
     echoed: int = 0  # characters of the text that are its `Request.echo`
-    told: Told | None = None  # log-probabilities, if it asked for them
+    logprobs: Logprobs | None = None  # log-probabilities, if it asked for them
+    cached_tokens: int = field(default=0, compare=False)
+    """Tokens of the prompt that were not computed, since their pages were there; the text is the same."""
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class DrawnTokens:
     """The tokens that were drawn so far for an unfinished request."""
 
     job_id: str
@@ -79,7 +92,10 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """What an unfinished request has so far. Its text may still lose an end that begins a stop string."""
+    """An unfinished request's tokens and text so far.
+
+    The text may still lose an end that begins a stop string.
+    """
 
     job_id: str
     attempt: int
@@ -88,22 +104,24 @@ class Partial:
     prompt_tokens: int
 
 
-class Growth(NamedTuple):
-    """What a followed request's text has grown by: `text` goes at character `start` of it.
+class Delta(NamedTuple):
+    """A piece that a followed request's text has grown by: `text` goes at character `start` of it.
 
-    told  if log-probabilities were asked for, those of all tokens since the last growth, some of which may
-          belong to text that is not told yet
+    logprobs  if they were asked for, those of all tokens since the last delta, some of which may belong to
+              text that is not sent yet
+    counts    tokens of the prompt, and those that were drawn so far
     """
 
     job_id: str
     attempt: int
     start: int
     text: str
-    told: Told | None = None
+    logprobs: Logprobs | None = None
+    counts: tuple[int, int] | None = None
 
 
 class SequenceState(Enum):
-    """Where a sequence stands in the engine."""
+    """The state of a sequence in the engine."""
 
     WAITING = "waiting"  # for a slot and pages; also after preemption
     RUNNING = "running"  # has a slot and pages
@@ -128,25 +146,30 @@ class Sequence:
     state: SequenceState = SequenceState.WAITING
     computed: int = 0  # tokens whose keys and values are in the cache once the launches are done
     decoding: bool = False  # each launch from here on computes one token and draws the next
-    block_table: list[int] = field(default_factory=list)
+    page_table: list[int] = field(default_factory=list)
     room: int = 0  # tokens that its pages hold
     slot: int | None = None
     last_launch: int = 0  # the number of the newest launch that touches this sequence
     reported: int = 0  # drawn tokens that were last reported as progress
-    watch: TextWatch | None = None  # only where there are stop strings
+    watch: TextWatch | None = None  # only where there are stop strings, or thoughts to tell from the answer
     ends: frozenset[int] = frozenset()  # tokens that end the text; not drawn before `min_tokens` others
 
     # What `PrefixSharing` knows of it.
-    borrowed: bool = False  # it has pages that others computed, or it did itself before it was preempted
-    alone: bool = False  # it shares no pages any more: what it had of others may not have been numbers
+    cached: int | None = None  # tokens of its prompt that were there when it was first admitted
+    has_shared_pages: bool = False  # computed by others, or by itself before it was preempted
+    unshared: bool = False  # it shares no pages any more: what it had of others may not have been numbers
     node: PrefixNode | None = None  # its last page that others can find; None: none, or nothing is shared
     findable: int = 0  # its pages up to there
     page_keys: list[bytes] | None = None  # while it waits or computes pages that others may want
     promise: tuple[PrefixNode, bytes] | None = None  # where in the tree the page is that it computes next
     follows: "tuple[Sequence, int] | None" = None  # waits until that one has computed so many pages
 
-    records: bytearray = field(default_factory=bytearray)  # of `Told`, as far as they are known
-    told_until: int = 0  # the tokens of its prompt before this place are asked about by a launch, or never
+    snapshot: int = NO_SNAPSHOT  # the place of the states that it goes on from, if it has_shared_pages any
+    marks: set[int] = field(default_factory=set)  # tokens of its prompt after which its states are copied
+
+    records: bytearray = field(default_factory=bytearray)  # of `Logprobs`, as far as they are known
+    prompt_logprobs_until: int = 0
+    """The tokens of its prompt before this place are asked about by a launch, or never."""
 
     likely: int = field(init=False)
     """`DRAW.likely` of its draws."""
@@ -161,14 +184,15 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.constraint = self.request.constraint
-        self.likely = likely_of(self.request.params.logprobs, self.request.told_from)
-        if self.request.told_from == 0:
+        self.likely = likely_of(self.request.params.logprobs, self.request.prompt_logprobs_from)
+        if self.request.prompt_logprobs_from == 0:
             self.records += of_nothing(self.likely)
         self.prompt_length = len(self.request.prompt_ids)
         self.ask_again()
         fewest = self.request.params.min_tokens if self.ends else 0
         self.masked_until = self.prompt_length + fewest if fewest else 0
-        if self.constraint is not None:
+        thinks = self.request.thinking is not None
+        if self.constraint is not None or (thinks and (fewest or self.request.banned)):
             self.masked_until = self.length_limit
         self.let_run()
         group = self.order if self.group is None else self.group
@@ -180,36 +204,56 @@ class Sequence:
         self.reach = min(length + 1, last) if length < self.masked_until else last
 
     def ask_again(self) -> None:
-        """What launches may have been asked about its prompt counts for nothing, unless it is known."""
-        first = self.request.told_from
-        self.told_until = self.prompt_length
+        """Ask once more about the tokens of the prompt whose log-probabilities are not known.
+
+        What launches may have been asked about them counts for nothing.
+        """
+        first = self.request.prompt_logprobs_from
+        self.prompt_logprobs_until = self.prompt_length
         if first is not None:
             known = len(self.records) // record_bytes(self.likely)
-            self.told_until = min(first + known, self.prompt_length)
+            self.prompt_logprobs_until = min(first + known, self.prompt_length)
 
     def given(self, start: int, length: int) -> range:
         """The places of tokens that are asked about where these places of its prompt are computed."""
-        return range(max(start + 1, self.told_until), min(start + length + 1, self.prompt_length))
+        return range(max(start + 1, self.prompt_logprobs_until), min(start + length + 1, self.prompt_length))
 
     @property
-    def told(self) -> Told | None:
-        """What it has been told so far; None if it did not ask."""
-        return self.told_after(0)
+    def logprobs(self) -> Logprobs | None:
+        """Its log-probabilities so far; None if it did not ask."""
+        return self.logprobs_after(0)
 
-    def told_after(self, known: int) -> Told | None:
-        """What it has been told so far, but for the first `known` tokens; None if it did not ask."""
-        if self.likely == UNTOLD:
+    def logprobs_after(self, known: int) -> Logprobs | None:
+        """Its log-probabilities so far, without the first `known` tokens; None if it did not ask."""
+        if self.likely == NO_LOGPROBS:
             return None
         size = record_bytes(self.likely)
-        first = self.prompt_length if self.request.told_from is None else self.request.told_from
+        first = self.request.prompt_logprobs_from
+        if first is None:
+            first = self.prompt_length
         begin, end = first + known, first + len(self.records) // size
         given = max(0, min(end, self.prompt_length) - begin)
-        return Told(tuple(self.tokens[begin:end]), given, self.likely, bytes(self.records[known * size :]))
+        return Logprobs(
+            tuple(self.tokens[begin:end]), given, self.likely, bytes(self.records[known * size :])
+        )
 
     @property
     def must_go_on(self) -> bool:
         """True while no token may end it."""
-        return self.generated < self.request.params.min_tokens
+        fewest = self.request.params.min_tokens
+        before = 0 if self.watch is None else self.watch.answer_from
+        return fewest > 0 and (before is None or self.generated - before < fewest)
+
+    @property
+    def answer(self) -> list[int] | None:
+        """The tokens of the answer so far; None while its thoughts are not over."""
+        before = 0 if self.watch is None else self.watch.answer_from
+        return None if before is None else self.tokens[self.prompt_length + before :]
+
+    @property
+    def banned_here(self) -> tuple[tuple[int, ...], ...]:
+        """Runs of tokens that masks keep from the answer: runners would keep them from thoughts, too."""
+        return self.request.banned if self.request.thinking is not None and self.answer is not None else ()
 
     @property
     def generated(self) -> int:

@@ -24,8 +24,8 @@ from bisect import bisect_left, insort
 from collections import deque
 from itertools import takewhile
 
-from nightmill.worker.engine.kv_cache import BlockPool, CacheIntegrityError
-from nightmill.worker.engine.plan import Chunk, StepPlan
+from nightmill.worker.engine.kv_cache import CacheIntegrityError, PagePool
+from nightmill.worker.engine.plan import Chunk, StepPlan, next_chunk
 from nightmill.worker.engine.prefix_tree import PrefixNode
 from nightmill.worker.engine.request import Sequence, SequenceState
 from nightmill.worker.engine.sharing import PrefixSharing
@@ -33,8 +33,10 @@ from nightmill.worker.engine.sharing import PrefixSharing
 Rank = tuple[int, int, int]
 
 INTERACTIVE_TOKENS = 2048
-"""Of prompts in a step, while there are interactive sequences: 45 ms of a 7B on an H200, where 16,384 take
-350 ms and two such steps may be queued before the next is planned."""
+"""Most prompt tokens of a step while there are interactive sequences: they take 45 ms (a 7B on an H200).
+
+16,384 take 350 ms, and two such steps may be queued before the next is planned.
+"""
 LINGER_STEPS = 256  # after the last interactive sequence: the next is likely to come soon
 
 
@@ -42,13 +44,15 @@ class Scheduler:
     """Owns the waiting and running sequences, their slots and their pages.
 
     `token_budget` bounds the tokens of a step and must cover one token of each of `max_sequences`.
-    `max_given`: tokens of prompts that a step may be asked about if all sequences draw.
-    `collected` is the number of the newest launch that is over; launches are numbered from 1.
+    `max_given`: tokens of prompts that a step may be asked about if all sequences draw. `prompt_grid`: pieces
+    of a prompt end at multiples of so many positions, or with it. `snapshots`: of states that the runner
+    keeps. `collected` is the number of the newest launch that is over; launches are numbered from 1.
     """
 
     def __init__(
-        self, pool: BlockPool, *, max_sequences: int, token_budget: int, prefix_sharing: bool = True,
-        interactive_slots: int = 0, max_given: int = 1,
+        self, pool: PagePool, *, max_sequences: int, token_budget: int, prefix_sharing: bool = True,
+        interactive_slots: int = 0, max_given: int = 1, prompt_grid: int = 1,
+        snapshots: int = 0,
     ) -> None:  # fmt: skip
         if max_sequences < 1:
             raise ValueError(f"max_sequences must be at least 1 (got {max_sequences})")
@@ -56,16 +60,18 @@ class Scheduler:
             raise ValueError(
                 f"interactive_slots must leave some of {max_sequences} to others (got {interactive_slots})"
             )
-        if token_budget < max_sequences:
+        if token_budget < max_sequences - 1 + prompt_grid or max_given < prompt_grid:
             raise ValueError(
-                f"the token budget of {token_budget} is less than max_sequences ({max_sequences}): "
-                "every running sequence needs one token a step"
+                f"the token budget of {token_budget} is too small for max_sequences ({max_sequences}), or "
+                f"the {max_given} tokens of prompts that may be asked about are too few: every sequence "
+                f"that runs needs one token a step, and one of them {prompt_grid} of its prompt"
             )
         self._pool = pool
-        self._sharing = PrefixSharing(pool) if prefix_sharing else None
+        self._sharing = PrefixSharing(pool, grid=prompt_grid, snapshots=snapshots) if prefix_sharing else None
         self._token_budget = token_budget
         self._max_sequences = max_sequences
         self._max_given = max_given
+        self._grid = prompt_grid
         self._waiting: list[tuple[Rank, Sequence]] = []  # a heap; may hold finished sequences
         self._waiting_count = 0
         self._running: list[Sequence] = []  # by rank
@@ -109,7 +115,7 @@ class Scheduler:
             self._leave(sequence)
         sequence.state = SequenceState.FINISHED
 
-    def acquit(self, sequence: Sequence) -> bool:
+    def retry_unshared_after_nan(self, sequence: Sequence) -> bool:
         """A launch found that a sequence's logits are not numbers: whether that may be another's fault.
 
         It may where it had pages that it did not compute: then it waits to be computed again, alone. In any
@@ -117,11 +123,12 @@ class Scheduler:
         """
         if self._sharing is None:
             return False
-        if len(sequence.tokens) >= self._pool.block_size:
+        if len(sequence.tokens) >= self._pool.page_size:
             self._sharing.drop(sequence, [*self._running, *self._leaving])
-        if sequence.alone or not sequence.borrowed:
+        if sequence.unshared or not sequence.has_shared_pages:
             return False
-        sequence.alone = True
+        sequence.unshared = True
+        sequence.cached = 0
         if sequence.state is SequenceState.RUNNING:
             self._wait_again(sequence)
         sequence.decoding = False  # what launches that ran ahead draw for it counts no more
@@ -139,10 +146,10 @@ class Scheduler:
                 continue
             if self._sharing is not None:
                 self._sharing.leave(sequence)
-            self._pool.release(sequence.block_table)
+            self._pool.release(sequence.page_table)
             assert sequence.slot is not None
             self._free_slots.append(sequence.slot)
-            sequence.block_table = []
+            sequence.page_table = []
             sequence.slot = None
             sequence.computed = sequence.room = 0
             sequence.decoding = False
@@ -169,11 +176,11 @@ class Scheduler:
         for sequence in [sequence for sequence in self._running if not sequence.decoding]:
             if budget < 1:
                 break
-            chunk = _next_chunk(sequence, budget, spare)
-            if (surplus := len(chunk.given) - given) > 0:
-                chunk = Chunk(sequence, chunk.start, chunk.given.stop - 1 - surplus - chunk.start)
+            chunk = next_chunk(sequence, budget, spare, given, self._grid)
             if not chunk.length:
                 continue
+            if self._sharing is not None:
+                chunk = self._sharing.with_snapshot(chunk)
             given -= len(chunk.given)
             chunks.append(chunk)
             budget -= chunk.length
@@ -187,15 +194,18 @@ class Scheduler:
             sequence.last_launch = number
         for chunk in plan.chunks:
             sequence = chunk.sequence
-            sequence.told_until = max(sequence.told_until, chunk.given.stop)
+            sequence.prompt_logprobs_until = max(sequence.prompt_logprobs_until, chunk.given.stop)
             sequence.decoding = chunk.draws
             sequence.computed = chunk.start + chunk.length
             sequence.last_launch = number
             if self._sharing is not None:
-                self._sharing.advance(sequence)
+                self._sharing.advance(chunk)
 
     def _prompt_budget(self, tokens: int) -> int:
-        """Of `tokens` that a step has room for, how many are computed of prompts."""
+        """Return how many prompt tokens to compute in a step that has room for `tokens`.
+
+        They are limited while there are interactive sequences, and for some steps afterwards.
+        """
         if self._interactive:
             self._linger = LINGER_STEPS
         elif self._linger:
@@ -215,9 +225,9 @@ class Scheduler:
         needed = self._pool.pages_for(len(sequence.tokens))
         if needed <= self._pool.free:
             return False
-        coming = self._pool.free + sum(len(leaving.block_table) for leaving in self._leaving)
+        coming = self._pool.free + sum(len(leaving.page_table) for leaving in self._leaving)
         while needed > coming and self._running and not self._running[-1].request.interactive:
-            coming += len(self._running[-1].block_table)
+            coming += len(self._running[-1].page_table)
             self._preempt(preempted)
         self.release()
         return any(leaving.last_launch > self.collected for leaving in self._leaving)
@@ -242,8 +252,8 @@ class Scheduler:
                     continue
                 if not self._pool.free and not self._make_room(sequence, preempted):
                     continue
-                sequence.block_table += self._pool.allocate(1)
-                sequence.room += self._pool.block_size
+                sequence.page_table += self._pool.allocate(1)
+                sequence.room += self._pool.page_size
                 grown.append(sequence)
             decodes.append(sequence)
 
@@ -335,7 +345,7 @@ class Scheduler:
         return max(0, self._interactive_slots - sum(1 for _ in interactive))
 
     def _owned(self, nodes: list[PrefixNode]) -> int:
-        """How many of a path's pages have owners: they come first, for who owns a page owns those before."""
+        """Count a path's pages that have owners: they come first, for who owns a page owns those before."""
         owned = len(nodes)
         while owned and not self._pool.owners(nodes[owned - 1].page):
             owned -= 1
@@ -346,23 +356,25 @@ class Scheduler:
         sequence.state = SequenceState.RUNNING
         sequence.slot = self._free_slots.pop()
         if self._sharing is not None:
-            sequence.block_table = self._sharing.adopt(sequence, nodes)
-        sequence.block_table += self._pool.allocate(pages - len(nodes))
-        sequence.room = pages * self._pool.block_size
-        sequence.computed = len(nodes) * self._pool.block_size
+            sequence.page_table = self._sharing.adopt(sequence, nodes)
+        sequence.page_table += self._pool.allocate(pages - len(nodes))
+        sequence.room = pages * self._pool.page_size
+        sequence.computed = len(nodes) * self._pool.page_size
+        if sequence.cached is None:
+            sequence.cached = min(sequence.computed, sequence.prompt_length)
         insort(self._running, sequence, key=_rank)
 
     def check_integrity(self) -> None:
         """Audit pages, slots and states; raises CacheIntegrityError."""
         holders = self._running + self._leaving
-        self._pool.check_integrity(sequence.block_table for sequence in holders)
+        self._pool.check_integrity(sequence.page_table for sequence in holders)
         if self._sharing is not None:
             self._sharing.check_integrity(holders)
         slots = sorted(self._free_slots + [s.slot for s in holders if s.slot is not None])
         if slots != list(range(self._max_sequences)):
             raise CacheIntegrityError(f"slots are lost or given twice: {slots}")
         for sequence in holders:
-            if sequence.room != len(sequence.block_table) * self._pool.block_size:
+            if sequence.room != len(sequence.page_table) * self._pool.page_size:
                 raise CacheIntegrityError(f"{sequence.request.job_id} miscounts its pages")
             if sequence.computed > sequence.room:
                 raise CacheIntegrityError(
@@ -386,20 +398,6 @@ class Scheduler:
 
 def _rank(sequence: Sequence) -> Rank:
     return sequence.rank
-
-
-def _next_chunk(sequence: Sequence, budget: int, spare: int) -> Chunk:
-    """What is computed of a sequence that does not decode.
-
-    A step has room for a token or a piece of a prompt of each sequence that can run at once. A drawn token
-    that is computed again takes as much: one where all run, more where `spare` are idle.
-    """
-    start = sequence.computed
-    length = min(max(0, sequence.prompt_length - start), budget)
-    if start + length >= sequence.prompt_length:
-        room = spare if length else spare + 1
-        length += min(len(sequence.tokens) - start - length, budget - length, room)
-    return Chunk(sequence, start, length)
 
 
 def _uncomputed(sequence: Sequence) -> int:

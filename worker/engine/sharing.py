@@ -11,14 +11,23 @@ get on with every step, and nobody waits for longer than the other's prefill, wh
 What a page holds may turn out to be not numbers (`worker.runners.base`). Then all prefixes with that
 beginning are dropped, and who had pages of others is computed again *alone*: it neither takes pages nor gives
 any. So the one to blame is found out, and nobody else fails.
+
+Where a runner has states, pages are not enough: a sequence goes on from the last page that has a snapshot of
+them (`Snapshots`), and computes what follows. Who waits for another's pages asks that one for a snapshot
+after the last chunk that they have in common; who finds pages and no snapshot computes them anew, and leaves
+one where it parts from them, so that the next one with that prefix finds it. Others leave none.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import replace
 
-from nightmill.worker.engine.kv_cache import BlockPool, CacheIntegrityError
+from nightmill.worker.engine.kv_cache import CacheIntegrityError, PagePool
+from nightmill.worker.engine.plan import Chunk
 from nightmill.worker.engine.prefix_tree import PrefixNode, PrefixTree, page_keys
 from nightmill.worker.engine.request import Sequence, SequenceState
+from nightmill.worker.engine.snapshots import Snapshots
+from nightmill.worker.runners.base import NO_SNAPSHOT
 
 GROUP_TOKENS = 64
 """Prompts that begin with the same so many tokens are a group."""
@@ -27,18 +36,29 @@ GROUP_WINDOW = 256
 
 
 class PrefixSharing:
-    """What is shared on one pool. `shared_tokens` counts prompt tokens found computed, at each admission."""
+    """Shares the pages of equal prefixes between the sequences of one pool.
 
-    def __init__(self, pool: BlockPool) -> None:
+    `shared_tokens` counts prompt tokens found computed, at each admission.
+
+    grid       states may be copied after a multiple of so many tokens of a prompt; 1: there are no states
+    snapshots  places for copies of states
+    """
+
+    def __init__(self, pool: PagePool, *, grid: int = 1, snapshots: int = 0) -> None:
         self.shared_tokens = 0
         self._pool = pool
-        self._block_size = pool.block_size
+        self._page_size = pool.page_size
         self._tree = PrefixTree(pool)
+        self._grid = grid
+        self._snapshots = Snapshots(snapshots)
+        self._tree.on_forget = self._snapshots.forget
         self._computing: dict[tuple[PrefixNode, bytes], Sequence] = {}  # who computes the page at a place
 
     def find(self, sequence: Sequence) -> list[PrefixNode] | None:
         """The pages that a waiting sequence can use; None where it should wait for one that is running."""
-        if sequence.alone:
+        sequence.marks.clear()
+        sequence.snapshot = NO_SNAPSHOT
+        if sequence.unshared:
             return []
         if sequence.follows is not None:
             leader, pages = sequence.follows
@@ -48,40 +68,93 @@ class PrefixSharing:
         tokens = sequence.tokens
         if sequence.page_keys is None:
             sequence.page_keys = page_keys(
-                tokens, len(tokens) // self._block_size, self._block_size, sequence.prompt_length
+                tokens, len(tokens) // self._page_size, self._page_size, sequence.prompt_length
             )
         keys = sequence.page_keys
-        usable = (len(tokens) - 1) // self._block_size
-        if sequence.told_until < sequence.prompt_length:  # of what is found computed nobody tells anything
-            usable = min(usable, (sequence.told_until - 1) // self._block_size)
+        usable = (len(tokens) - 1) // self._page_size
+        if sequence.prompt_logprobs_until < sequence.prompt_length:  # shared pages have no log-probabilities
+            usable = min(usable, (sequence.prompt_logprobs_until - 1) // self._page_size)
         nodes = self._tree.walk(keys, usable)
+        found = self._usable(sequence, nodes)
         if len(nodes) < usable:
             place = (nodes[-1] if nodes else self._tree.root, keys[len(nodes)])
             leader_now = self._computing.get(place)
             if leader_now is not None and leader_now.rank < sequence.rank:
-                sequence.follows = (leader_now, self._common(leader_now, keys, usable))
-                return None
-        return nodes
+                pages = self._awaited(leader_now, sequence, self._common(leader_now, keys, usable))
+                if pages > len(found):
+                    sequence.follows = (leader_now, pages)
+                    return None
+        return found
+
+    def _usable(self, sequence: Sequence, nodes: list[PrefixNode]) -> list[PrefixNode]:
+        """Return those of the found pages that a sequence can go on from; mark where it leaves a snapshot."""
+        if self._grid == 1:
+            return nodes
+        count = len(nodes)
+        while count and nodes[count - 1].snapshot == NO_SNAPSHOT:
+            count -= 1
+        parting = self._whole_chunks(sequence, len(nodes))
+        if parting > count * self._page_size:
+            sequence.marks.add(parting)
+        return nodes[:count]
+
+    def _awaited(self, leader: Sequence, sequence: Sequence, pages: int) -> int:
+        """Count the pages to wait for, of `pages` that a leader and a sequence have in common.
+
+        Marks where the leader leaves a snapshot, if it is to leave one.
+        """
+        if self._grid == 1:
+            return pages
+        parting = self._whole_chunks(sequence, pages)
+        if parting <= leader.computed or leader.unshared:
+            return 0
+        leader.marks.add(parting)
+        return parting // self._page_size
+
+    def _whole_chunks(self, sequence: Sequence, pages: int) -> int:
+        """The tokens of so many pages, less those that are no whole chunk of the prompt."""
+        tokens = min(pages * self._page_size, sequence.prompt_length)
+        return tokens - tokens % self._grid
+
+    def with_snapshot(self, chunk: Chunk) -> Chunk:
+        """The chunk, which leaves a snapshot if it ends at a mark."""
+        if chunk.start + chunk.length not in chunk.sequence.marks:
+            return chunk
+        return replace(chunk, snapshot=self._snapshots.take())
+
+    def _leave_snapshot(self, sequence: Sequence, place: int) -> None:
+        """The launch that copies a sequence's states after `computed` tokens to a place is queued."""
+        pages = sequence.computed // self._page_size
+        keys = page_keys(sequence.tokens, pages, self._page_size, sequence.prompt_length)
+        nodes = self._tree.walk(keys, pages)
+        self._snapshots.keep(place, nodes[-1] if len(nodes) == pages else None)
 
     def adopt(self, sequence: Sequence, nodes: list[PrefixNode]) -> list[int]:
         """Give the pages that were found to a sequence that is admitted; returns them."""
-        if sequence.alone:
+        if sequence.unshared:
             return []
         pages = [node.page for node in nodes]
         self._pool.share(pages)
-        sequence.borrowed = bool(nodes)
+        if nodes and self._grid > 1:
+            sequence.snapshot = self._snapshots.use(nodes[-1])
+        sequence.has_shared_pages = bool(nodes)
         sequence.node = nodes[-1] if nodes else self._tree.root
         sequence.findable = len(nodes)
-        self.shared_tokens += min(len(nodes) * self._block_size, sequence.prompt_length)
+        self.shared_tokens += min(len(nodes) * self._page_size, sequence.prompt_length)
         self._promise(sequence)
         return pages
 
-    def advance(self, sequence: Sequence) -> None:
-        """The launch that computes a sequence up to `computed` is queued: let others find its full pages."""
+    def advance(self, chunk: Chunk) -> None:
+        """The launch that computes a chunk is queued: let others find what it fills."""
+        self._let_be_found(chunk.sequence)
+        if chunk.snapshot != NO_SNAPSHOT:
+            self._leave_snapshot(chunk.sequence, chunk.snapshot)
+
+    def _let_be_found(self, sequence: Sequence) -> None:
         keys = sequence.page_keys
         if keys is None:
             return
-        full = min(sequence.computed // self._block_size, len(keys))
+        full = min(sequence.computed // self._page_size, len(keys))
         if full > sequence.findable:
             self._withdraw(sequence)
             self._add(sequence, keys[:full])
@@ -93,12 +166,13 @@ class PrefixSharing:
         """A sequence stops running: nobody need wait for it any more."""
         self._withdraw(sequence)
         sequence.page_keys = None
+        sequence.marks.clear()
 
     def leave(self, sequence: Sequence) -> None:
         """A sequence is about to release its pages. One that will come back wants to find all of them."""
         if sequence.state is SequenceState.WAITING and sequence.node is not None:
-            full = sequence.computed // self._block_size
-            self._add(sequence, page_keys(sequence.tokens, full, self._block_size, sequence.prompt_length))
+            full = sequence.computed // self._page_size
+            self._add(sequence, page_keys(sequence.tokens, full, self._page_size, sequence.prompt_length))
         sequence.node = None
         sequence.findable = 0
 
@@ -107,17 +181,18 @@ class PrefixSharing:
 
         holders: all sequences that have pages. Those that have such pages keep them, and give none of theirs.
         """
-        dropped = self._tree.drop(page_keys(sequence.tokens, 1, self._block_size, sequence.prompt_length)[0])
+        dropped = self._tree.drop(page_keys(sequence.tokens, 1, self._page_size, sequence.prompt_length)[0])
         for holder in holders:
             if holder is sequence or holder.node in dropped:
                 self._withdraw(holder)
                 holder.node = holder.page_keys = None
+                holder.marks.clear()
 
     def _add(self, sequence: Sequence, keys: list[bytes]) -> None:
         """Enter the pages of `keys`; where another's page holds the same, this one's need not be found."""
         for index in range(sequence.findable, len(keys)):
             assert sequence.node is not None
-            sequence.node = self._tree.add(sequence.node, keys[index], sequence.block_table[index])
+            sequence.node = self._tree.add(sequence.node, keys[index], sequence.page_table[index])
             if sequence.node is None:
                 return
             sequence.findable += 1
@@ -142,7 +217,7 @@ class PrefixSharing:
 
     @staticmethod
     def _common(leader: Sequence, keys: list[bytes], usable: int) -> int:
-        """How many pages of `keys` the leader will have computed."""
+        """Count the pages at the beginning of `keys` that the leader will have computed, up to `usable`."""
         theirs = leader.page_keys or []
         most = min(usable, len(theirs))
         return next((index for index in range(most) if theirs[index] != keys[index]), most)
@@ -150,15 +225,16 @@ class PrefixSharing:
     def check_integrity(self, holders: list[Sequence]) -> None:
         """Audit tree and promises against the sequences that hold pages; raises CacheIntegrityError."""
         self._tree.check_integrity()
+        self._snapshots.check_integrity(self._tree.nodes)
         for sequence in holders:
             if sequence.node is None:
                 continue
             path = sequence.node.path()
             pages = [node.page for node in path]
-            keys = page_keys(sequence.tokens, len(path), self._block_size, sequence.prompt_length)
-            if pages != sequence.block_table[: sequence.findable] or keys != [node.key for node in path]:
+            keys = page_keys(sequence.tokens, len(path), self._page_size, sequence.prompt_length)
+            if pages != sequence.page_table[: sequence.findable] or keys != [node.key for node in path]:
                 raise CacheIntegrityError(f"{sequence.request.job_id} has other pages than the tree says")
-            if sequence.findable * self._block_size > sequence.computed:
+            if sequence.findable * self._page_size > sequence.computed:
                 raise CacheIntegrityError(f"{sequence.request.job_id} lets pages be found too early")
         for place, sequence in self._computing.items():
             if not self._computes(sequence) or sequence.promise != place or sequence not in holders:

@@ -1,11 +1,11 @@
-"""What an engine says of itself."""
+"""Statistics of an engine."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What the engine has done since it was made, and how full it is."""
+    """Counters of an engine's work since it was made, and how full it is."""
 
     steps: int  # launches
     step_sequences: int  # computed, summed over launches
@@ -18,3 +18,4 @@ class EngineStats:
     waiting: int
     free_pages: int
     pages: int
+    context: int  # tokens that a sequence may have

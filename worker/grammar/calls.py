@@ -1,21 +1,26 @@
 """Calls of tools as grammars: in the model's own way, with arguments by the schemas of their functions.
 
 Where a call must be made there is nothing else. Where functions are strict the model may write what it likes,
-until it begins a call.
+until it begins a call. Where an answer without calls must have a form, it is calls or of this form.
 """
 
 import json
+import re
 from collections.abc import Callable
 from typing import Final
 
-from nightmill.jobs.contract import CallFormat, Constrained, ConstraintKind, JsonObject, Tools
+from nightmill.jobs.base.contract import CallFormat, Constrained, ConstraintKind, JsonObject, Tools
+from nightmill.jobs.request.closing import closed
 
 MOST_CALLS: Final = 16
-"""Of one answer: a weak model could go on to its limit."""
+"""Most calls in one answer: a weak model could go on to its limit."""
 
 
-def calls_asked(tools: Tools, written: CallFormat) -> Constrained:
-    """What is asked of an answer, for `Request.constrained`."""
+def calls_asked(tools: Tools, written: CallFormat, form: Constrained | None = None) -> Constrained:
+    """Build the constraint of an answer that calls tools, for `Request.constrained`.
+
+    `form`: the constraint that the answer may meet in place of calls.
+    """
     functions = [
         [tool["function"]["name"], _parameters(tool["function"], tools)]
         for tool in tools.functions
@@ -23,33 +28,39 @@ def calls_asked(tools: Tools, written: CallFormat) -> Constrained:
     ]
     several = tools.parallel and tools.function is None
     said = {
-        "written": str(written), "free": not tools.required, "several": several, "functions": functions
-    }  # fmt: skip
+        "written": str(written), "free": not tools.required and form is None, "several": several,
+        "functions": functions,
+    } | ({} if form is None else {"form": form.values()})  # fmt: skip
     return Constrained(ConstraintKind.CALLS, json.dumps(said, ensure_ascii=False, separators=(",", ":")))
 
 
 def _parameters(function: JsonObject, tools: Tools) -> JsonObject:
     enforced = tools.required or function.get("strict")
     parameters: JsonObject = function.get("parameters", {}) if enforced else {}
-    return {"type": "object"} | parameters
+    return closed({"type": "object"} | parameters)
 
 
-def calls_lark(text: str, enforced: Callable[[JsonObject], JsonObject]) -> str:
+def calls_lark(
+    text: str, enforced: Callable[[JsonObject], JsonObject], lark_of: Callable[[Constrained], str]
+) -> str:
     """The grammar of `calls_asked`'s text. Raises ValueError, TypeError and KeyError for what is none.
 
     enforced  makes a schema what the parser is to read
+    lark_of   the grammar of a form
     """
     said = json.loads(text)
     written, free, functions = CallFormat(said["written"]), said["free"], said["functions"]
     mark = _MARKS.get(written, "") if free else ""  # which the rule `head` has eaten
     before, after = _AROUND_ARGUMENTS[written]
     begin, between, end = _AROUND_CALLS[written]
+    form, bare = said.get("form"), before.startswith("{")
     rules = []
     for number, (name, parameters) in enumerate(functions):
         quoted = name if written is CallFormat.MISTRAL_NAMED else json.dumps(name)
         opening = before.replace("NAME", quoted).removeprefix(mark)
         rules += [
-            f"call{number}: {json.dumps(opening)} arguments{number} {_literal(after)}",
+            f"call{number}: {_opening(opening, apart=bare and form is not None)} arguments{number} "
+            f"{_literal(after)}",
             f"arguments{number}: %json {json.dumps(enforced(parameters))}",
         ]
     rules.append("call: " + " | ".join(f"call{number}" for number in range(len(functions))))
@@ -57,6 +68,10 @@ def calls_lark(text: str, enforced: Callable[[JsonObject], JsonObject]) -> str:
     calls = f"{_literal(begin.removeprefix(mark))} call {several} {_literal(end)}"
     if written is CallFormat.JSON and several:  # a list only of several
         calls = f'call | "[" call {several} "]"'
+    if form is not None:
+        inside = lark_of(Constrained(ConstraintKind(form["kind"]), form["text"]))
+        calls += " | form"
+        rules.append(f"form: %lark {{\n{inside}\n}}")
     if not free:
         return "\n".join([f"start: {calls}", *rules])
     if not mark:
@@ -68,17 +83,28 @@ def calls_lark(text: str, enforced: Callable[[JsonObject], JsonObject]) -> str:
     return "\n".join([f"start: (head {again}){{0,{most}}} TEXT", head, text_rule, *rules])
 
 
+def _opening(text: str, *, apart: bool) -> str:
+    """Write the beginning of a call as Lark's literals.
+
+    `apart`: one literal for each part that JSON has, since a form may begin like a call.
+
+    The lexer takes the longest lexeme that may be there, and does not come back to a shorter one.
+    """
+    return " ".join(map(json.dumps, _JSON_PARTS.findall(text))) if apart else json.dumps(text)
+
+
 def _literal(text: str) -> str:
     return json.dumps(text) if text else ""
 
 
+_JSON_PARTS: Final = re.compile(r'"(?:[^"\\]|\\.)*"|.')
 _TEXT: Final = "TEXT: /(?s:.*)/ & ~/{}(?s:.*)/"
 _MARKS: Final = {
     CallFormat.HERMES: "<tool_call>",
     CallFormat.MISTRAL: "[TOOL_CALLS]",
     CallFormat.MISTRAL_NAMED: "[TOOL_CALLS]",
 }
-"""How calls begin that may stand behind text."""
+"""Marks that begin calls which may stand behind text, by format."""
 _AROUND_ARGUMENTS: Final = {
     CallFormat.HERMES: ('<tool_call>\n{"name": NAME, "arguments": ', "}\n</tool_call>"),
     CallFormat.LLAMA: ('{"name": NAME, "parameters": ', "}"),

@@ -11,10 +11,12 @@ from typing import Any, Final
 import llguidance
 from llguidance import LLParserLimits
 
-from nightmill.jobs.contract import Constrained, ConstraintKind
+from nightmill.jobs.base.contract import Constrained, ConstraintKind
 from nightmill.jobs.errors import ConstraintError, RunnerError
 from nightmill.worker.confined import TRIES, ConfinedProcess, LostError, Words
+from nightmill.worker.grammar.gbnf import GbnfError
 from nightmill.worker.grammar.source import complete, lark_of, lark_of_schema
+from nightmill.worker.grammar.thoughts import lark_behind, of_answer
 
 PROGRAM: Final = Path(__file__).with_name("checker_process.py")
 _LONGEST: Final = 500  # characters of what the parser says
@@ -23,7 +25,7 @@ _LONGEST_ANSWER: Final = 8 << 20  # bytes; a converted grammar is a little longe
 
 @dataclass(frozen=True, kw_only=True)
 class ParserLimits:
-    """Of llguidance, for compiling a grammar and for each mask; its own defaults where nothing is said.
+    """Limits of llguidance for compiling a grammar and for each mask; its own defaults if none is set here.
 
     A mask that needs more fails its row. Fuel for a step is some 15 ms, and so are its items: so much a row
     may delay a step. With the default of 50,000 items one of 600 grammars that nobody means well took 100 ms.
@@ -40,13 +42,13 @@ class ParserLimits:
     verbose_errors: bool = False
 
     def build(self) -> LLParserLimits:
-        """As llguidance takes them."""
+        """Build the limits as llguidance takes them."""
         return LLParserLimits(**asdict(self))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What compiling a grammar may use. A usual schema takes a millisecond; the process itself has 60 MB."""
+class CheckerLimits:
+    """Limits on compiling a grammar. A usual schema takes a millisecond; the process itself has 60 MB."""
 
     memory: int = 1 << 30  # bytes of address space
     seconds: float = 10.0  # of processor time
@@ -61,7 +63,7 @@ class UncheckedError(ConstraintError):
 class Checker:
     """A process of its own, started when it is first asked; one thread asks at a time."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: CheckerLimits) -> None:
         self._limits = limits
         self._child: _Child | None = None
         self._closed = False
@@ -73,8 +75,14 @@ class Checker:
         Raises ConstraintError, which says why it cannot, UncheckedError if that is not known, and RunnerError
         if the process cannot be started.
         """
+        alone, end = of_answer(asked)
+        return lark_behind(self.check(alone), end) if end else self._check(asked)
+
+    def _check(self, asked: Constrained) -> str:
         try:
             lark = lark_of(asked, lambda schema: self._can_open(asked, schema))
+        except GbnfError as error:
+            raise ConstraintError(f"{_named(asked)}: {error}") from error
         except (
             ValueError,
             TypeError,
@@ -82,13 +90,11 @@ class Checker:
             RecursionError,
         ) as error:  # a row that no client of ours has written
             raise ConstraintError(f"{_named(asked)}: cannot be read: {error}") from error
-        said = self._answer(
-            asked,
-            {"lark": lark, "may_be_gbnf": asked.kind is ConstraintKind.GRAMMAR, "options": complete("")},
-        )
+        said = self._answer(asked, {"lark": lark, "options": complete("")})
         if "lark" in said:
             return said["lark"]
-        raise ConstraintError(f"{_named(asked)}: {_plain(said.get('refused', ''), asked.kind)}")
+        own = asked.kind is ConstraintKind.GRAMMAR and lark == asked.text
+        raise ConstraintError(f"{_named(asked)}: {_plain(said.get('refused', ''), asked.kind, own)}")
 
     def close(self) -> None:
         """End the process, whatever it does; it is not started again. It also ends when this one does."""
@@ -104,7 +110,7 @@ class Checker:
         )
 
     def _answer(self, asked: Constrained, question: dict[str, Any]) -> dict[str, str]:
-        """What the process says; raises ConstraintError and UncheckedError."""
+        """Ask the process, again if it is lost. Raises ConstraintError and UncheckedError."""
         frame = json.dumps(question).encode()
         for last in (*[False] * (TRIES - 1), True):
             try:
@@ -140,7 +146,7 @@ class Checker:
 class _Child:
     """The process and our end of its pipe."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: CheckerLimits) -> None:
         """Start it; raises RunnerError if that fails."""
         words = Words(
             process="the process that checks grammars",
@@ -193,7 +199,7 @@ class _Child:
 
 
 def _named(asked: Constrained) -> str:
-    """What a row calls it."""
+    """Return the row's name for its constraint: `tools` for calls, else the constraint's kind."""
     return "tools" if asked.kind is ConstraintKind.CALLS else str(asked.kind)
 
 
@@ -202,10 +208,10 @@ _COERCE = "Enable 'coerce_one_of' option to approximate oneOf with anyOf"  # whi
 _EXCERPT = re.compile(r"\n\s*\d+ \| .*|<backtrace>.*|<non-verbose/>.*", re.DOTALL)
 
 
-def _plain(error: str, kind: ConstraintKind) -> str:
-    """What the parser says, on one line. Places are those of the user's own grammar, or are left out."""
+def _plain(error: str, kind: ConstraintKind, own: bool) -> str:
+    """Put the parser's error on one line; only of a grammar that is the row's `own` it keeps the places."""
     said = _EXCERPT.sub("", error)
-    if kind is not ConstraintKind.GRAMMAR:
+    if not own:
         said = _PLACE.sub("", said)
     if kind is ConstraintKind.REGEX and "\nerror: " in said:
         said = said.rpartition("\nerror: ")[2]

@@ -6,7 +6,7 @@ memory, can be compiled where the GPU is driven. `worker.grammar.checker` starts
 the other end of the connection; the package is not imported here, for that would take a second.
 
 The parent sends JSON, first what bounds this process, then a grammar at a time; each is answered by JSON:
-the grammar as it is to be compiled, or why it cannot be. Nothing that comes from here is ever unpickled.
+the grammar again, or why it cannot be compiled. Nothing that comes from here is ever unpickled.
 """
 
 import json
@@ -20,7 +20,6 @@ from typing import Any
 sys.path += sys.argv[2:]  # where llguidance is: site-packages are not searched, which saves time
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
 
 STACK = 1 << 20  # bytes; where grammars are compiled for good, and masks computed, threads have twice that
 
@@ -43,12 +42,6 @@ def answer(asked: dict[str, Any], tokenizer: LLTokenizer, limits: LLParserLimits
     If there is an `after`, it must leave `next`, a character, behind that text.
     """
     lark = asked["lark"]
-    if asked.get("may_be_gbnf"):
-        try:
-            lark = any_to_lark(lark)
-        except Exception as error:  # noqa: BLE001 - its errors are of any type, and whatever it is, it is the answer
-            nested = isinstance(error, RecursionError)
-            return {"refused": f"is neither Lark nor GBNF: {'it is nested too deeply' if nested else error}"}
     matcher = LLMatcher(tokenizer, lark + asked["options"], log_level=0, limits=limits)
     if "after" in asked:
         matcher.try_consume_tokens(list(asked["after"].encode()))

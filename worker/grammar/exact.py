@@ -11,11 +11,20 @@ from collections.abc import Callable, MutableMapping
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any, Final, TypeGuard, cast
 
-from nightmill.jobs.schemas import MOST_DECIMALS, MOST_DIGITS, WHOLE_NUMBERS, Place, reachable
+from nightmill.jobs.request.schemas import (
+    MOST_DECIMALS,
+    MOST_DIGITS,
+    REFUSED,
+    WHOLE_NUMBERS,
+    SchemaPath,
+    closes,
+    reachable,
+    says_nothing,
+)
 from nightmill.worker.grammar.patterns import for_strings
 
 _INSIDE: Final = Decimal("1e-12")
-"""How far inside an exclusive bound the inclusive one lies, at least."""
+"""The least distance of an inclusive bound from the exclusive one that it stands for."""
 _EXACT: Final = 2**53
 """Up to here a double holds each whole number, and up to 2^63 each multiple of the next."""
 _COARSE: Final = Decimal("1e10")
@@ -43,8 +52,10 @@ programs can read."""
 MOST_PROBES: Final = 64
 """Patterns of keys that are tried, of one schema."""
 
+_COUNTS: Final = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
+
 CanOpen = Callable[[dict[str, Any]], bool]
-"""Whether an object of this schema can have a key."""
+"""Returns True if an object of this schema can have a key."""
 
 
 def make_exact(schema: dict[str, Any], can_open: CanOpen | None = None) -> None:
@@ -56,17 +67,38 @@ def make_exact(schema: dict[str, Any], can_open: CanOpen | None = None) -> None:
     probes = 0
     for place, part in list(reachable(schema)):
         mutable = cast(MutableMapping[str, Any], part)  # a schema that was read from JSON
+        _leave_out(mutable)
         _rewrite_bounds(place, mutable)
         _rewrite_patterns(place, mutable)
         patterns, names = part.get("patternProperties"), part.get("properties")
         if can_open is not None and isinstance(patterns, dict) and isinstance(names, dict):
-            for pattern in list(patterns)[: MOST_PROBES - probes]:
+            for pattern in list(patterns):
                 probes += 1
+                if probes > MOST_PROBES:
+                    raise ValueError(
+                        f"patternProperties at {place} is one of more than {MOST_PROBES} patterns beside "
+                        "properties, which are not looked through for keys that they leave: join patterns"
+                    )
                 if not can_open(_alone(pattern, names)):
                     del patterns[pattern]
         if isinstance(format := part.get("format"), str) and format in FORMATS:
             del mutable["format"]
             mutable["allOf"] = [*part.get("allOf", ()), {"pattern": f"^{FORMATS[format]}$"}]
+
+
+def _leave_out(part: MutableMapping[str, Any]) -> None:
+    """Keywords that say nothing where they stand, or the same as one that the parser knows."""
+    idle = [name for name in part if name in REFUSED and says_nothing(part, name)]
+    closing = [name for name in part if name in REFUSED and name not in idle and closes(part, name)]
+    for name in (*idle, *closing):
+        del part[name]
+    if "unevaluatedProperties" in closing:
+        part["additionalProperties"] = False
+    if "unevaluatedItems" in closing:
+        part["additionalItems" if "items" in part else "items"] = False
+    for name in _COUNTS:
+        if isinstance(value := part.get(name), float) and value.is_integer():
+            part[name] = int(value)
 
 
 def _alone(pattern: str, names: dict[str, Any]) -> dict[str, Any]:
@@ -77,7 +109,7 @@ def _alone(pattern: str, names: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _rewrite_patterns(place: Place, part: MutableMapping[str, Any]) -> None:
+def _rewrite_patterns(place: SchemaPath, part: MutableMapping[str, Any]) -> None:
     try:
         if isinstance(pattern := part.get("pattern"), str):
             part["pattern"] = for_strings(pattern)
@@ -87,7 +119,7 @@ def _rewrite_patterns(place: Place, part: MutableMapping[str, Any]) -> None:
         raise ValueError(f"the pattern at {place}: {error}") from None
 
 
-def _rewrite_bounds(place: Place, part: MutableMapping[str, Any]) -> None:
+def _rewrite_bounds(place: SchemaPath, part: MutableMapping[str, Any]) -> None:
     types = part.get("type")
     whole = types == "integer" or (isinstance(types, list) and "integer" in types and "number" not in types)
     low, high = _bound(part, "minimum", 1, whole), _bound(part, "maximum", -1, whole)

@@ -8,11 +8,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import LifoQueue
 
-from nightmill.jobs.contract import Constrained, ConstraintKind
+from nightmill.jobs.base.contract import Constrained, ConstraintKind
 from nightmill.jobs.errors import ConstraintError
-from nightmill.worker.engine.constraints import Begin
-from nightmill.worker.grammar.checker import Checker, Limits, UncheckedError
-from nightmill.worker.grammar.matching import Grammar, Matchings
+from nightmill.worker.engine.constraints import MatcherFactory
+from nightmill.worker.grammar.checker import Checker, CheckerLimits, UncheckedError
+from nightmill.worker.grammar.matcher import Grammar, Matchers
+from nightmill.worker.grammar.thoughts import of_answer
 from nightmill.worker.grammar.tokens import GrammarTokens, grammar_tokens
 from nightmill.worker.model.tokenizer.vocabulary import Vocabulary
 
@@ -26,12 +27,12 @@ _KEPT_BYTES = 32 << 20  # of their sources: what is compiled takes some 400 time
 class _Known:
     """A grammar that rows have asked for, and its lexers: of texts that share one, one is asked at a time."""
 
-    begins: list[Future[Begin]] = field(default_factory=list)
+    begins: list[Future[MatcherFactory]] = field(default_factory=list)
     grammar: Grammar | None = None  # the first, once it is compiled
     rows: int = 0
 
 
-class Grammars(Matchings):
+class Grammars(Matchers):
     """The grammars of one model's texts, and what asks the texts that obey them.
 
     `vocab`: token ids are below this. What matchers know of the vocabulary is made while the caller goes on.
@@ -39,10 +40,15 @@ class Grammars(Matchings):
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, vocab: int, *, limits: Limits | None = None, threads: int | None = None
+        self,
+        vocabulary: Vocabulary,
+        vocab: int,
+        *,
+        limits: CheckerLimits | None = None,
+        threads: int | None = None,
     ) -> None:
         super().__init__(threads)
-        self._limits = limits or Limits()
+        self._limits = limits or CheckerLimits()
         self._known: OrderedDict[Constrained, _Known] = OrderedDict()
         self._pool = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammars")
         # The one that was used last is asked first: most nights need one process.
@@ -52,11 +58,11 @@ class Grammars(Matchings):
             self._checkers.put(checker)
         self._tokens = self._pool.submit(grammar_tokens, vocabulary, vocab)
         self._vocabulary, self._vocab = vocabulary, vocab
-        self._marked: GrammarTokens | None = None
+        self._marked: dict[frozenset[int], GrammarTokens] = {}
         self._marking = threading.Lock()
         self.compiled = 0
 
-    def compile(self, asked: Constrained) -> Future[Begin]:
+    def compile(self, asked: Constrained) -> Future[MatcherFactory]:
         """See `nightmill.worker.engine.constraints`. Called on the engine's thread alone."""
         known = self._known.get(asked)
         if known is None or _unchecked(known.begins[0]):
@@ -78,29 +84,29 @@ class Grammars(Matchings):
             checker.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _compile(self, asked: Constrained, known: _Known) -> Begin:
+    def _compile(self, asked: Constrained, known: _Known) -> MatcherFactory:
         checker = self._checkers.get()
         try:
             lark = checker.check(asked)
         finally:
             self._checkers.put(checker)
-        tokens = self._tokens_of_calls() if asked.kind is ConstraintKind.CALLS else self._tokens.result()
+        tokens = self._tokens_with(self._marks(asked))
         began = time.monotonic()
         grammar = Grammar(asked, lark, tokens, self._limits.parser)
         grammar.seconds = time.monotonic() - began
         if grammar.fault:
-            raise ConstraintError(f"{asked.kind}: {grammar.fault[:500]}")
+            raise ConstraintError(f"{of_answer(asked)[0].kind}: {grammar.fault[:500]}")
         known.grammar = grammar
         return grammar.begin
 
-    def _another(self, known: _Known) -> Future[Begin]:
+    def _another(self, known: _Known) -> Future[MatcherFactory]:
         """Another lexer of a grammar, once it is compiled; the first again where that takes long."""
-        another: Future[Begin] = Future()
+        another: Future[MatcherFactory] = Future()
 
         def make(grammar: Grammar) -> None:
             another.set_result(grammar.another().begin)
 
-        def go_on(first: Future[Begin]) -> None:
+        def go_on(first: Future[MatcherFactory]) -> None:
             if first.cancelled():
                 another.cancel()
             elif (error := first.exception()) is not None:
@@ -114,12 +120,23 @@ class Grammars(Matchings):
         known.begins[0].add_done_callback(go_on)
         return another
 
-    def _tokens_of_calls(self) -> GrammarTokens:
-        """Made when a call must first be made: most nights have none."""
+    def _marks(self, asked: Constrained) -> frozenset[int]:
+        """The tokens of marks with which such texts may be spelt."""
+        alone, end = of_answer(asked)
+        marks = self._vocabulary.marks
+        if alone.kind is ConstraintKind.CALLS:
+            return marks
+        return frozenset(mark for mark in marks if end and self._vocabulary.text_of(mark) in end)
+
+    def _tokens_with(self, marks: frozenset[int]) -> GrammarTokens:
+        """Made when they are first needed: most nights have neither calls nor thoughts."""
+        if not marks:
+            return self._tokens.result()
         with self._marking:
-            if self._marked is None:
-                self._marked = grammar_tokens(self._vocabulary, self._vocab, marked=True)
-            return self._marked
+            known = self._marked.get(marks)
+            if known is None:
+                known = self._marked[marks] = grammar_tokens(self._vocabulary, self._vocab, marks=marks)
+            return known
 
     def _forget(self) -> None:
         """Let go of those that were asked for longest ago; rows that have begun keep theirs."""
@@ -132,5 +149,5 @@ def _size(asked: Constrained, known: _Known) -> int:
     return len(asked.text) * len(known.begins)
 
 
-def _unchecked(compiled: Future[Begin]) -> bool:
+def _unchecked(compiled: Future[MatcherFactory]) -> bool:
     return compiled.done() and isinstance(compiled.exception(), UncheckedError)

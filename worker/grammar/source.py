@@ -1,4 +1,4 @@
-"""What a row asks for as a grammar in Lark's syntax, as llguidance reads it."""
+"""Writes the constraint of a row as a grammar in Lark's syntax, as llguidance reads it."""
 
 import json
 from functools import partial
@@ -6,13 +6,14 @@ from typing import Any, Final
 
 from llguidance import regex_to_lark
 
-from nightmill.jobs.contract import Constrained, ConstraintKind
-from nightmill.jobs.schemas import check_schema
+from nightmill.jobs.base.contract import Constrained, ConstraintKind
+from nightmill.jobs.request.schemas import check_schema
 from nightmill.worker.grammar.calls import calls_lark
 from nightmill.worker.grammar.exact import CanOpen, make_exact
+from nightmill.worker.grammar.gbnf import GbnfError, is_gbnf, to_lark
 
 WHITESPACE: Final = r" |\n {0,12}"
-"""What may stand between two marks of JSON: nothing, a blank, or a line's end and an indentation.
+"""Whitespace between two marks of JSON: nothing, a blank, or a line's end and an indentation.
 
 A weak model that likes blanks comes to its next mark all the same.
 """
@@ -34,7 +35,7 @@ _OPTIONS: Final = '\n%llguidance {"no_forcing": true}\n'
 
 
 def lark_of(asked: Constrained, can_open: CanOpen | None = None) -> str:
-    """The grammar; one that the row itself brings may still be GBNF. `can_open`: see `make_exact`.
+    """The grammar. `can_open`: see `make_exact`.
 
     Raises ValueError, TypeError or KeyError for what cannot be enforced.
     """
@@ -47,10 +48,20 @@ def lark_of(asked: Constrained, can_open: CanOpen | None = None) -> str:
             # A terminal: the lexer tells thousands apart at no cost, the parser would follow each.
             return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, json.loads(asked.text)))
         case ConstraintKind.GRAMMAR:
-            return asked.text
+            return _lark_of_grammar(asked.text)
         case ConstraintKind.CALLS:
-            return calls_lark(asked.text, partial(_enforced, can_open=can_open))
+            of_form = partial(lark_of, can_open=can_open)
+            return calls_lark(asked.text, partial(_enforced, can_open=can_open), of_form)
     raise ValueError(f"{asked.kind} is not known")
+
+
+def _lark_of_grammar(text: str) -> str:
+    gbnf = is_gbnf(text)
+    if gbnf is None:
+        raise GbnfError(
+            "is neither Lark nor GBNF: give it a rule 'root ::= ...' for GBNF, or 'start: ...' for Lark"
+        )
+    return to_lark(text) if gbnf else text
 
 
 def lark_of_schema(schema: dict[str, Any]) -> str:

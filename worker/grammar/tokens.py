@@ -20,7 +20,7 @@ fewer characters left, as those come to have that a schema bounds. No mask hangs
 
 
 class _Spelling:
-    """What llguidance asks of a tokenizer. It is never asked to tokenise, since nothing is forced."""
+    """A tokenizer as llguidance expects one. It is never asked to tokenise, since nothing is forced."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -42,13 +42,19 @@ class GrammarTokens:
     ordinary: IntArray
     ends: IntArray
 
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """The text that tokens spell, as far as grammars know it."""
+        return self.tokenizer.decode_bytes(list(token_ids)).decode(errors="replace")
 
-def grammar_tokens(vocabulary: Vocabulary, vocab: int, *, marked: bool = False) -> GrammarTokens:
+
+def grammar_tokens(
+    vocabulary: Vocabulary, vocab: int, *, marks: frozenset[int] = frozenset()
+) -> GrammarTokens:
     """The tokens of a model whose ids are below `vocab`: 0.7 s for 128,000 of them.
 
     A token that structures prompts (control tokens, `<tool_call>`) has no bytes here: whatever a grammar
-    says, no answer is spelt with one. `marked`: but for those that calls of tools are marked up with. Raises
-    ConstraintError for a model without a token that ends a text.
+    says, no answer is spelt with one. `marks`: but for these, which mark up calls of tools or thoughts.
+    Raises ConstraintError for a model without a token that ends a text.
     """
     ends = sorted(vocabulary.eos_ids)
     if not ends:
@@ -56,7 +62,6 @@ def grammar_tokens(vocabulary: Vocabulary, vocab: int, *, marked: bool = False) 
             "this model's file names no token that ends a text, so no answer can be held to it"
         )
     markers = vocabulary.markers().keys()
-    marks = vocabulary.marks if marked else frozenset()
     spelt = [
         b"" if text in markers and token_id not in marks else vocabulary.bytes_of(token_id)
         for token_id, text in enumerate(vocabulary.tokens[:vocab])

@@ -17,27 +17,27 @@ from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
-from nightmill.jobs.arithmetic import Arithmetic
+from nightmill.jobs.base.arithmetic import Arithmetic
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.base.silence import Silence
 from nightmill.jobs.errors import RunnerError
-from nightmill.jobs.settings import Settings
-from nightmill.jobs.silence import Silence
-from nightmill.worker.engine.request import Completion, Growth, Progress, Request
+from nightmill.worker.engine.request import Completion, Delta, DrawnTokens, Request
 from nightmill.worker.engine.stats import EngineStats
 from nightmill.worker.link.messages import (
     Abandon,
     Answer,
+    Answered,
     Ask,
     Begin,
     Cancel,
     Command,
     Completed,
+    Deltas,
     Failed,
     Follow,
-    Grown,
     Ready,
     Stop,
     Submit,
-    Told,
 )
 from nightmill.worker.link.startup import first_answer
 from nightmill.worker.watched import watched_thread
@@ -57,10 +57,10 @@ _PING = 0  # the number of a question that nobody waits for
 
 
 class Host(Protocol):
-    """What runs the other end: a process, or in tests a thread."""
+    """The process that runs the other end of a link, or in tests a thread."""
 
     def is_alive(self) -> bool:
-        """Whether it still runs."""
+        """True while the host runs."""
         ...
 
     def join(self, timeout: float | None = None) -> None:
@@ -76,7 +76,7 @@ def _ignore(news: str | None) -> None:
     """For those whom it does not concern how far an engine is loaded."""
 
 
-def _ignore_growths(growths: list[Growth]) -> None:
+def _ignore_deltas(deltas: list[Delta]) -> None:
     """For those who follow no job."""
 
 
@@ -102,7 +102,7 @@ class EngineLink:
         self._sending = threading.Lock()
         self._asking = threading.Lock()
         self._question = 0  # the number of the last one
-        self._answers: SimpleQueue[Told] = SimpleQueue()
+        self._answers: SimpleQueue[Answered] = SimpleQueue()
         self._over = False  # it failed or was stopped
         self._ending = threading.Lock()
         self._ended = threading.Event()
@@ -120,7 +120,7 @@ class EngineLink:
         on_completion: Callable[[Completion], None],
         on_failure: Callable[[RunnerError], None],
         while_loading: Callable[[str | None], None] = _ignore,
-        on_growths: Callable[[list[Growth]], None] = _ignore_growths,
+        on_deltas: Callable[[list[Delta]], None] = _ignore_deltas,
     ) -> None:
         """Wait until the engine is built. Raises RunnerError with the reason where it cannot be.
 
@@ -129,7 +129,7 @@ class EngineLink:
         be quick; after `on_failure` nothing more is completed.
         """
         self._on_completion, self._on_failure = on_completion, on_failure
-        self._on_growths = on_growths
+        self._on_deltas = on_deltas
         answer = first_answer(self._connection, while_loading, self._about)
         if isinstance(answer, Failed) and answer.by_products and self._start_again(answer.reason):
             first, answer = answer, first_answer(self._connection, while_loading, self._about)
@@ -151,7 +151,7 @@ class EngineLink:
 
     @property
     def arithmetic(self) -> Arithmetic:
-        """Of the engine's runner."""
+        """The arithmetic of the engine's runner."""
         assert self._arithmetic is not None, "the link was not started"
         return self._arithmetic
 
@@ -162,7 +162,7 @@ class EngineLink:
 
     @property
     def note(self) -> str:
-        """What people should know of how it runs; "" if it runs as usual."""
+        """A note for people on how the engine runs; "" if it runs as usual."""
         return self._note
 
     @property
@@ -181,7 +181,7 @@ class EngineLink:
         """Stop a request at the next step; it completes with what it has. False where it was not told."""
         return self._send(Cancel(job_id), patience=self._patience)
 
-    def abandon(self, patience: float | None = None) -> list[Progress] | None:
+    def abandon(self, patience: float | None = None) -> list[DrawnTokens] | None:
         """Drop all work, without completions; returns the tokens that each request had.
 
         None if it has failed, or not answered within `patience` seconds: then it may drop its work later.
@@ -189,13 +189,13 @@ class EngineLink:
         return self._ask(Abandon, patience)
 
     def follow(self, job_ids: Sequence[str]) -> bool:
-        """Have `on_growths` told the texts of these jobs, and of no others. False where it was not told.
+        """Have `on_deltas` told the texts of these jobs, and of no others. False where it was not told.
 
         What a text has grown by comes before its completion.
         """
         return self._send(Follow(list(job_ids)), patience=self._patience)
 
-    def progress(self, job_ids: list[str], at_least: int) -> list[Progress]:
+    def progress(self, job_ids: list[str], at_least: int) -> list[DrawnTokens]:
         """The tokens of those of these jobs that have `at_least` so many more than when last asked.
 
         None of them where it has failed, or does not answer in time: the next call asks again.
@@ -250,7 +250,7 @@ class EngineLink:
 
     def _ask(
         self, question: Callable[[int], Command], patience: float | None = None
-    ) -> list[Progress] | None:
+    ) -> list[DrawnTokens] | None:
         """Have the engine answer between two steps; None where it has failed or takes too long."""
         with self._asking:
             self._question += 1
@@ -328,9 +328,9 @@ class EngineLink:
                 self._stats = stats
                 for completion in completions:
                     self._on_completion(completion)
-            case Grown(growths):
-                self._on_growths(growths)
-            case Told():
+            case Deltas(deltas):
+                self._on_deltas(deltas)
+            case Answered():
                 self._stats = answer.stats
                 if answer.number != _PING:
                     self._answers.put(answer)
@@ -397,7 +397,7 @@ def launch_engine(
 
 
 def _about(settings: Settings) -> str:
-    """What an engine was to serve, and on what."""
+    """Name the model, weights and GPU of an engine, for messages."""
     gpu = "the first GPU" if settings.gpu is None else f"GPU {settings.gpu}"
     if settings.reference:
         gpu = "NumPy"

@@ -1,4 +1,4 @@
-"""What a worker and its engine's process say to each other.
+"""The messages between a worker and its engine's process.
 
 Pickled by `multiprocessing.connection` over a socket between a process and its own child: nothing of it comes
 from a network or a file.
@@ -6,9 +6,9 @@ from a network or a file.
 
 from dataclasses import dataclass
 
-from nightmill.jobs.arithmetic import Arithmetic
-from nightmill.jobs.settings import Settings
-from nightmill.worker.engine.request import Completion, Growth, Progress, Request
+from nightmill.jobs.base.arithmetic import Arithmetic
+from nightmill.jobs.base.settings import Settings
+from nightmill.worker.engine.request import Completion, Delta, DrawnTokens, Request
 from nightmill.worker.engine.stats import EngineStats
 from nightmill.worker.runners.starting import StartStep
 
@@ -41,7 +41,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Tell the tokens of those of these jobs that have grown by `at_least`; answered by Told."""
+    """Tell the tokens of those of these jobs that have grown by `at_least`; answered by `Answered`."""
 
     number: int
     job_ids: list[str]
@@ -50,14 +50,14 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Follow:
-    """Tell the texts of these jobs as they grow, by Grown, and no longer those of others."""
+    """Tell the texts of these jobs as they grow, by `Deltas`, and no longer those of others."""
 
     job_ids: list[str]
 
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """Drop all work, without completions; answered by Told, with the tokens that each request had."""
+    """Drop all work, without completions; answered by `Answered`, with the tokens that each request had."""
 
     number: int
 
@@ -69,7 +69,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """How far the engine is built: the step that begins or goes on, and news of it for people, or ""."""
+    """Progress of building the engine: the step that begins or goes on, and news of it for people, or ""."""
 
     step: StartStep
     news: str = ""
@@ -81,7 +81,7 @@ class Loading:
 
     @property
     def shown(self) -> str:
-        """What a worker says of itself: of weights, the share alone."""
+        """The progress that a worker shows of itself: of weights, the share alone."""
         return self.news if self.step is StartStep.LOADING and self.news else self.words
 
 
@@ -95,25 +95,25 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """What finished since the last one, and how the engine stands."""
+    """Completions since the last such message, and the state of the engine."""
 
     completions: list[Completion]
     stats: EngineStats
 
 
 @dataclass(frozen=True, slots=True)
-class Grown:
-    """What texts that are followed have grown by since the last one."""
+class Deltas:
+    """The growth of the texts that are followed since the last such message."""
 
-    growths: list[Growth]
+    deltas: list[Delta]
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Answered:
     """The answer to the question of that number."""
 
     number: int
-    progress: list[Progress]
+    progress: list[DrawnTokens]
     stats: EngineStats
 
 
@@ -129,4 +129,4 @@ class Failed:
 
 
 Command = Begin | Submit | Cancel | Ask | Follow | Abandon | Stop
-Answer = Loading | Ready | Completed | Grown | Told | Failed
+Answer = Loading | Ready | Completed | Deltas | Answered | Failed

@@ -3,22 +3,22 @@
 from concurrent.futures import Future
 from dataclasses import replace
 
-from nightmill.jobs.contract import StopReason
+from nightmill.jobs.base.contract import StopReason
 from nightmill.jobs.errors import RunnerError
-from nightmill.worker.engine.constraints import Begin, reason_of
+from nightmill.worker.engine.constraints import MatcherFactory, reason_of
 from nightmill.worker.engine.engine import Engine
-from nightmill.worker.engine.request import Progress, Request
+from nightmill.worker.engine.request import DrawnTokens, Request
 
 _NEWER = "a newer attempt of this job was started"
 _OLDER = "a newer attempt of this job is running"
 
 
 class Preparing:
-    """What stands between commands and the engine; used on the engine's thread alone."""
+    """Passes requests to the engine once their grammar is compiled; used on the engine's thread alone."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._waiting: dict[str, tuple[Request, Future[Begin]]] = {}
+        self._waiting: dict[str, tuple[Request, Future[MatcherFactory]]] = {}
 
     def __len__(self) -> int:
         """Requests that wait."""
@@ -56,13 +56,13 @@ class Preparing:
             self._engine.reject(known[0], StopReason.CANCELLED)
         self._engine.cancel(job_id)
 
-    def abandon(self) -> list[Progress]:
+    def abandon(self) -> list[DrawnTokens]:
         """Drop what waits; returns the tokens that each request had."""
         dropped = [request for request, _ in self._waiting.values()]
         self._waiting.clear()
-        return [Progress(one.job_id, one.attempt, one.generated_ids) for one in dropped]
+        return [DrawnTokens(one.job_id, one.attempt, one.generated_ids) for one in dropped]
 
-    def _begin(self, request: Request, compiled: Future[Begin]) -> None:
+    def _begin(self, request: Request, compiled: Future[MatcherFactory]) -> None:
         try:
             constraint = compiled.result()()
         except RunnerError:

@@ -17,27 +17,28 @@ from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
+from nightmill.jobs.base.logs import fit
 from nightmill.jobs.errors import NightmillError
-from nightmill.jobs.logs import fit
+from nightmill.worker.assembly.engine import build_engine
+from nightmill.worker.assembly.model import open_model
 from nightmill.worker.engine.engine import Engine
-from nightmill.worker.engine.request import Completion, Progress
+from nightmill.worker.engine.request import Completion, DrawnTokens
 from nightmill.worker.link.garbage import QuietCollector
-from nightmill.worker.link.loading import build_engine, open_model
 from nightmill.worker.link.messages import (
     Abandon,
+    Answered,
     Ask,
     Begin,
     Cancel,
     Command,
     Completed,
+    Deltas,
     Failed,
     Follow,
-    Grown,
     Loading,
     Ready,
     Stop,
     Submit,
-    Told,
 )
 from nightmill.worker.link.preparing import Preparing
 from nightmill.worker.runners.gpu.device.device import DeviceLostError
@@ -114,7 +115,7 @@ class _Loop:
             self._preparing.look()
             done = engine.step() if engine.has_work else []
             if engine.followed:
-                self._tell_growths()
+                self._tell_deltas()
             self._report(done)
             self._collector.look(idle=not engine.has_work)
 
@@ -143,20 +144,20 @@ class _Loop:
                 self._engine.follow(job_ids)
             case Abandon(number):
                 partials = self._engine.abandon()
-                computed = [Progress(one.job_id, one.attempt, one.token_ids) for one in partials]
+                computed = [DrawnTokens(one.job_id, one.attempt, one.token_ids) for one in partials]
                 self._tell(number, computed + self._preparing.abandon())
             case Stop():
                 self._stopping = True
             case Begin():
                 raise ValueError("the engine has begun already")
 
-    def _tell(self, number: int, progress: list[Progress]) -> None:
-        self._connection.send(Told(number, progress, self._engine.stats))
+    def _tell(self, number: int, progress: list[DrawnTokens]) -> None:
+        self._connection.send(Answered(number, progress, self._engine.stats))
 
-    def _tell_growths(self) -> None:
+    def _tell_deltas(self) -> None:
         now = time.monotonic()
-        if now >= self._pieces_at and (growths := self._engine.growths()):
-            self._connection.send(Grown(growths))
+        if now >= self._pieces_at and (deltas := self._engine.deltas()):
+            self._connection.send(Deltas(deltas))
             self._pieces_at = now + PIECES_SECONDS
 
     def _report(self, done: list[Completion]) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from nightmill.jobs.silence import Silence
+from nightmill.jobs.base.silence import Silence
 from nightmill.worker.link.messages import Answer, Failed, Loading
 from nightmill.worker.runners.starting import StartStep
 
@@ -16,7 +16,7 @@ _REMEDY = "if it happens again, --weights 16bit loads without kernels for packed
 def first_answer(
     connection: Connection, while_loading: Callable[[str | None], None], about: str = ""
 ) -> Answer:
-    """What an engine answers once it is built, or cannot be; Failed, too, if it ends or a step has no news.
+    """Wait for an engine's answer, once built or unable to be; Failed, too, if it ends or a step has no news.
 
     while_loading  called a few times a second, with the news or None; what it raises ends the waiting
     about          model, weights and GPU, for messages

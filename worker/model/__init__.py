@@ -1,1 +1,1 @@
-"""What a model file says: checked metadata, sizes, vocabulary and chat template."""
+"""Contents of a model file: checked metadata, sizes, vocabulary and chat template."""

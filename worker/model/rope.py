@@ -28,7 +28,7 @@ class RopeStyle(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How a model stretches its positions past the context it was first trained on.
+    """The stretching of a model's positions past the context it was first trained on.
 
     `attention_factor` multiplies cosine and sine, whatever the kind. `original_context`, `beta_fast`,
     `beta_slow`, `log_multiplier` and `own_magnitude` matter for YaRN alone.
@@ -45,7 +45,7 @@ class RopeScaling:
 
     @property
     def magnitude(self) -> float:
-        """What cosine and sine are multiplied by; scores therefore by its square.
+        """The factor of cosine and sine; scores are therefore multiplied by its square.
 
         YaRN: 0.1 ln(factor) + 1 (Peng et al. 2023, arXiv:2309.00071, section 3.4), divided by the same with
         0.1 times the multiplier, as Hugging Face's `_compute_yarn_parameters` has it for `mscale` 1 and
@@ -61,7 +61,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
-    """How heads are rotated: which elements, and how fast.
+    """Rotation of heads by position: which elements, and how fast.
 
     divisors  one a frequency, how llama.cpp's converter writes Llama 3's scaling; none: ()
     """
@@ -74,7 +74,7 @@ class Rope:
 
     @property
     def magnitude(self) -> float:
-        """What cosine and sine are multiplied by."""
+        """The factor of cosine and sine."""
         return self.scaling.magnitude
 
     def frequencies(self) -> FloatArray:

@@ -3,177 +3,45 @@
 Everything that must know an architecture reads a `ModelSpec`: the check of the file, the loaders of both
 runners, the memory plan and both forward passes. Which keys of a file say so is `worker.model.families`'.
 
-A layer adds to the residual stream x twice: x += scale * after(attention(before(x))), and the same with the
-feed-forward network; `before` and `after` are norms or nothing. What a runner cannot compute, it refuses.
+A layer adds to the residual stream x twice: x += scale * after(mixer(before(x))), and the same with the
+feed-forward network; `before` and `after` are norms or nothing. A mixer lets a token see those before it: by
+attention, which keeps keys and values of each, or by a state of fixed size. What a runner cannot compute, it
+refuses.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
-from nightmill.worker.model.rope import Rope
+from nightmill.worker.model.attention import Attention, Temperature
+from nightmill.worker.model.states import GatedDeltaNet, Mamba2, ShortConv, StateArray
+from nightmill.worker.model.weights import Norm, Role, Shape, Weight, Weights, stack
 
 __all__ = [
-    "Activation", "Attention", "FeedForward", "LayerSpec", "ModelSpec", "Norm", "Role", "Shape",
-    "Temperature", "Weight",
+    "NO_FEED_FORWARD", "Activation", "Attention", "FeedForward", "GatedDeltaNet", "LayerSpec", "Mamba2",
+    "Mixer", "ModelSpec", "Norm", "Role", "Shape", "ShortConv", "StateArray", "Temperature", "Weight",
 ]  # fmt: skip
 
-Shape = tuple[int, ...]
-
-
-class Role(StrEnum):
-    """What a weight does. The bias of a norm is called after the norm."""
-
-    EMBEDDING = "embedding"
-    ATTN_NORM = "attn_norm"
-    ATTN_NORM_BIAS = "attn_norm_bias"
-    QKV = "qkv"
-    """Rows of all queries, then of keys, then of values."""
-    QKV_BIAS = "qkv_bias"
-    Q_NORM = "q_norm"
-    K_NORM = "k_norm"
-    ATTN_OUTPUT = "attn_output"
-    ATTN_OUTPUT_BIAS = "attn_output_bias"
-    ATTN_POST_NORM = "attn_post_norm"
-    FFN_NORM = "ffn_norm"
-    FFN_NORM_BIAS = "ffn_norm_bias"
-    GATE_UP = "gate_up"
-    """Rows of the gate, if there is one, then of what it is multiplied with."""
-    GATE_UP_BIAS = "gate_up_bias"
-    FFN_DOWN = "ffn_down"
-    FFN_DOWN_BIAS = "ffn_down_bias"
-    FFN_POST_NORM = "ffn_post_norm"
-    OUTPUT_NORM = "output_norm"
-    OUTPUT_NORM_BIAS = "output_norm_bias"
-    HEAD = "head"
-
-
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """Tensors of a file, by name with their row-major shapes (outputs, inputs), stacked along the first axis.
-
-    Those that share an input are one matrix, so that one product computes them.
-    """
-
-    parts: tuple[tuple[str, Shape], ...]
-
-    @property
-    def shape(self) -> Shape:
-        """Of the stack."""
-        return (sum(shape[0] for _, shape in self.parts), *self.parts[0][1][1:])
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of the tensors, in the order of their rows."""
-        return tuple(name for name, _ in self.parts)
-
-    @property
-    def is_matrix(self) -> bool:
-        """Whether inputs are multiplied with it; vectors are norms' weights and biases."""
-        return len(self.parts[0][1]) == 2
-
-    def under(self, prefix: str) -> "Weight":
-        """The same with `prefix` before each name."""
-        return Weight(tuple((prefix + name, shape) for name, shape in self.parts))
-
-
-Weights = dict[Role, Weight]
+Mixer = Attention | GatedDeltaNet | Mamba2 | ShortConv
 
 
 class Activation(StrEnum):
-    """What a feed-forward network is not linear by."""
+    """The nonlinear function of a feed-forward network."""
 
     SILU = "silu"
     """x / (1 + exp(-x))"""
     GELU = "gelu"
     """x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))"""
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """x / sqrt(mean(x^2) + eps) * weight (RMS norm); `centred`: of x - mean(x) (LayerNorm)."""
-
-    eps: float
-    centred: bool = False
-    bias: bool = False  # added at last
-
-    def weights(self, role: Role, name: str, size: int) -> Weights:
-        """Its weights, `role` and that of its bias, in tensors called `name`, for rows of `size` elements."""
-        weights = {role: _stack({f"{name}.weight": (size,)})}
-        return weights | {Role(f"{role}_bias"): _stack({f"{name}.bias": (size,)})} if self.bias else weights
-
-
-@dataclass(frozen=True, slots=True)
-class Temperature:
-    """Makes attention sharper the later a token is, so that long contexts do not blur it (Llama 4)."""
-
-    scale: float
-    length: int  # tokens between two steps
-
-    def factors(self, positions: npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
-        """What queries at these positions are multiplied by: 1 + scale ln(1 + floor(position / length))."""
-        steps = (positions // self.length).astype(np.float64)
-        return np.asarray(1.0 + self.scale * np.log1p(steps))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attention:
-    """Causal self-attention; query head h reads KV head h // (heads // kv_heads)."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    rope: Rope  # of queries and keys
-    bias: bool = False  # added to queries, keys and values
-    output_bias: bool = False
-    fused: bool = False  # the file has queries, keys and values in one tensor
-    qk_norm: Norm | None = None  # of each head's query and key
-    qk_norm_rotated: bool = False  # after rotation instead of before it
-    qk_norm_whole: bool = False  # it goes over all heads of a token at once
-    window: int | None = None  # a token sees so many, itself included; None: all before it
-    scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
-    temperature: Temperature | None = None
-    softcap: float | None = None  # scores become softcap * tanh(score / softcap)
-
-    @property
-    def queries(self) -> int:
-        """Elements of all queries of a token."""
-        return self.heads * self.head_dim
-
-    @property
-    def keys(self) -> int:
-        """Elements of all keys of a token, and of all values."""
-        return self.kv_heads * self.head_dim
-
-    @property
-    def qkv(self) -> int:
-        """Elements of queries, keys and values of a token."""
-        return self.queries + 2 * self.keys
-
-    def weights(self, width: int) -> Weights:
-        """Its weights in a block of the file, for a residual stream of `width` elements."""
-        sizes = {"qkv": self.qkv} if self.fused else {"q": self.queries, "k": self.keys, "v": self.keys}
-        weights = {Role.QKV: _stack({f"attn_{part}.weight": (size, width) for part, size in sizes.items()})}
-        if self.bias:
-            weights[Role.QKV_BIAS] = _stack({f"attn_{part}.bias": (size,) for part, size in sizes.items()})
-        if self.qk_norm is not None:
-            q, k = (self.queries, self.keys) if self.qk_norm_whole else (self.head_dim, self.head_dim)
-            weights |= self.qk_norm.weights(Role.Q_NORM, "attn_q_norm", q)
-            weights |= self.qk_norm.weights(Role.K_NORM, "attn_k_norm", k)
-        weights[Role.ATTN_OUTPUT] = _stack({"attn_output.weight": (width, self.queries)})
-        if self.output_bias:
-            weights[Role.ATTN_OUTPUT_BIAS] = _stack({"attn_output.bias": (width,)})
-        return weights
+    RELU_SQUARED = "relu_squared"
+    """max(x, 0)^2"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedForward:
     """down(activation(gate(x)) * up(x)), with `width` elements between.
 
-    Without a gate it is down(activation(up(x))).
+    Without a gate it is down(activation(up(x))). With a width of 0 there is none: nothing is added.
     """
 
     width: int
@@ -184,25 +52,33 @@ class FeedForward:
 
     def weights(self, width: int) -> Weights:
         """Its weights in a block of the file, for a residual stream of `width` elements."""
+        if not self.width:
+            return {}
         sizes = {"gate": self.width, "up": self.width} if self.gated else {"up": self.width}
         if self.fused:
             sizes = {"up": sum(sizes.values())}
         weights = {
-            Role.GATE_UP: _stack({f"ffn_{part}.weight": (size, width) for part, size in sizes.items()}),
-            Role.FFN_DOWN: _stack({"ffn_down.weight": (width, self.width)}),
+            Role.GATE_UP: stack({f"ffn_{part}.weight": (size, width) for part, size in sizes.items()}),
+            Role.FFN_DOWN: stack({"ffn_down.weight": (width, self.width)}),
         }
         if self.bias:
-            weights[Role.GATE_UP_BIAS] = _stack({f"ffn_{part}.bias": (size,) for part, size in sizes.items()})
-            weights[Role.FFN_DOWN_BIAS] = _stack({"ffn_down.bias": (width,)})
+            weights[Role.GATE_UP_BIAS] = stack({f"ffn_{part}.bias": (size,) for part, size in sizes.items()})
+            weights[Role.FFN_DOWN_BIAS] = stack({"ffn_down.bias": (width,)})
         return weights
+
+
+NO_FEED_FORWARD: Final = FeedForward(width=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One block. Layers that compute the same are equal."""
+    """One block. Layers that compute the same are equal.
 
-    attention_norm: Norm | None
-    attention: Attention
+    One of the two parts may be missing: then `mixer` is None, or the feed-forward network has no width.
+    """
+
+    attention_norm: Norm | None  # before the mixer, whichever it is
+    mixer: Mixer | None
     attention_post_norm: Norm | None = None
     feed_forward_norm: Norm | None
     feed_forward_norm_name: str = "ffn_norm"  # in the file
@@ -210,6 +86,18 @@ class LayerSpec:
     feed_forward_post_norm: Norm | None = None
     residual_scale: float = 1.0
     parallel: bool = False  # the feed-forward network reads what attention reads: attention's norm
+
+    @property
+    def attention(self) -> Attention:
+        """The mixer of a layer of attention; for those who have refused all others."""
+        if not isinstance(self.mixer, Attention):
+            raise TypeError("a layer without attention was taken for one with it")
+        return self.mixer
+
+    @property
+    def state(self) -> tuple[StateArray, ...]:
+        """The arrays that the layer keeps for each sequence beside keys and values."""
+        return () if self.mixer is None or isinstance(self.mixer, Attention) else self.mixer.state
 
     def weights(self, width: int) -> Weights:
         """All its weights, with names as they follow `blk.N.`."""
@@ -219,7 +107,7 @@ class LayerSpec:
 
         return (
             norm(self.attention_norm, Role.ATTN_NORM, "attn_norm")
-            | self.attention.weights(width)
+            | ({} if self.mixer is None else self.mixer.weights(width))
             | norm(self.attention_post_norm, Role.ATTN_POST_NORM, "post_attention_norm")
             | norm(self.feed_forward_norm, Role.FFN_NORM, self.feed_forward_norm_name)
             | self.feed_forward.weights(width)
@@ -238,6 +126,7 @@ class ModelSpec:
     context_length: int
     layers: tuple[LayerSpec, ...]
     output_norm: Norm
+    output_norm_name: str = "output_norm"  # in the file
     tied_head: bool  # the LM head is token_embd.weight
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
@@ -249,19 +138,30 @@ class ModelSpec:
     @property
     def attentions(self) -> tuple[Attention, ...]:
         """The different ones among those of the layers."""
-        return tuple(dict.fromkeys(layer.attention for layer in self.layers))
+        mixers = dict.fromkeys(layer.mixer for layer in self.layers)
+        return tuple(mixer for mixer in mixers if isinstance(mixer, Attention))
+
+    @property
+    def keys(self) -> int:
+        """Elements of all keys of a token in all layers, and of all values."""
+        return sum(layer.mixer.keys for layer in self.layers if isinstance(layer.mixer, Attention))
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory that the states of a sequence take in all layers; 0: it has none."""
+        return sum(array.bytes for layer in self.layers for array in layer.state)
 
     def weights(self) -> Weights:
-        """Those outside the layers; a tied head has none of its own."""
+        """Return the weights outside the layers; a tied head has none of its own."""
         table = (self.vocab, self.width)
-        weights = {Role.EMBEDDING: _stack({"token_embd.weight": table})}
-        weights |= self.output_norm.weights(Role.OUTPUT_NORM, "output_norm", self.width)
+        weights = {Role.EMBEDDING: stack({"token_embd.weight": table})}
+        weights |= self.output_norm.weights(Role.OUTPUT_NORM, self.output_norm_name, self.width)
         if not self.tied_head:
-            weights[Role.HEAD] = _stack({"output.weight": table})
+            weights[Role.HEAD] = stack({"output.weight": table})
         return weights
 
     def layer_weights(self, index: int) -> Weights:
-        """Those of a layer, with their names in the file."""
+        """Return the weights of layer `index`, with their names in the file."""
         weights = self.layers[index].weights(self.width)
         return {role: weight.under(f"blk.{index}.") for role, weight in weights.items()}
 
@@ -270,7 +170,3 @@ class ModelSpec:
         yield from self.weights().items()
         for index in range(len(self.layers)):
             yield from self.layer_weights(index).items()
-
-
-def _stack(parts: dict[str, Shape]) -> Weight:
-    return Weight(tuple(parts.items()))

@@ -1,4 +1,4 @@
-"""What a row's logits are changed by that depends on its own wishes and on its answer so far: the definition.
+"""Changes to a row's logits by its parameters and its answer so far, the definition: bans, biases, penalties.
 
     banned     l = -inf for a token with which the answer would hold a banned run of tokens
     bias       l + b for a token that has a bias
@@ -23,7 +23,7 @@ __all__ = ["Adjustment", "adjusts", "adjustment_of", "ban", "bias", "count_out"]
 
 @dataclass(frozen=True, slots=True)
 class Adjustment:
-    """What one row's logits are changed by.
+    """Changes to one row's logits.
 
     biases              (N,) of the tokens `biased` (N,), which differ
     words               runs of tokens that the answer must not hold
@@ -40,13 +40,13 @@ class Adjustment:
 
 
 def adjusts(admission: Admission) -> bool:
-    """Whether the logits of such a sequence are adjusted at all."""
+    """Return whether a sequence with these parameters has adjusted logits at all."""
     params = admission.params
     return bool(params.logit_bias or admission.banned or params.presence_penalty or params.frequency_penalty)
 
 
 def adjustment_of(admission: Admission) -> Adjustment | None:
-    """Of an admitted sequence; None if nothing is adjusted. Its keeper adds what is drawn to `answer`."""
+    """Make the adjustment of an admitted sequence, or None; its keeper adds what is drawn to `answer`."""
     if not adjusts(admission):
         return None
     params = admission.params

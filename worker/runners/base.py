@@ -21,7 +21,17 @@ harmless. The pages of such a sequence may hold NaN at any of its positions, als
 is to blame: attention computes a chunk in one piece. What a page holds past the context of whoever has it
 never counts.
 
-Sharing: block tables of several sequences may name the same page, which is then full, written by an earlier
+States: some layers keep, in place of keys and values, a state of fixed size for each slot. It begins as
+zeros, or as a snapshot, when a sequence is admitted, and each launch brings it further, so a sequence's
+tokens must come in order, each once. Prompts go through it in chunks of STATE_CHUNK positions, which begin at
+multiples of that, whatever a step computes: so a piece of a prompt ends at such a multiple or with the prompt
+(`Runner.prompt_grid`). Tokens that were drawn go through it one by one, also where several are computed
+again.
+
+Snapshots: after a piece of a prompt, a slot's states may be copied to one of the runner's snapshots, and
+sequences with the same tokens may begin with it.
+
+Sharing: page tables of several sequences may name the same page, which is then full, written by an earlier
 launch and only read.
 """
 
@@ -31,8 +41,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from nightmill.jobs.arithmetic import Arithmetic
-from nightmill.jobs.parameters import MAX_LOGPROBS, GenerationParams
+from nightmill.jobs.base.arithmetic import Arithmetic
+from nightmill.jobs.request.parameters import MAX_LOGPROBS, GenerationParams
 
 IntArray = npt.NDArray[np.int32]
 DrawArray = npt.NDArray[np.void]
@@ -52,7 +62,7 @@ likely    how many of the most likely tokens are told with its log-probability, 
 """
 UNMASKED = -1
 NOT_GIVEN = -1
-UNTOLD = -1
+NO_LOGPROBS = -1
 
 MOST_LIKELY = MAX_LOGPROBS
 FOUND = np.dtype(
@@ -70,7 +80,11 @@ Of equals that with the lower id is first. Only the first `DRAW.likely` count. W
 """
 FoundArray = npt.NDArray[np.void]
 
+STATE_CHUNK = 64
+"""Positions that layers with states compute at once of a prompt, from each multiple of so many on."""
+
 FROM_SLOT = -1  # instead of a token id: the one last sampled in this sequence's slot
+NO_SNAPSHOT = -1  # instead of one that states begin as: zeros
 NOT_A_NUMBER = -1  # instead of a drawn token: the row's logits were no numbers to draw from
 
 
@@ -80,6 +94,7 @@ class Admission:
 
     token_ids  all its tokens so far, prompt first; the last `answered` of them are of the answer
     banned     runs of tokens that the answer must not hold
+    snapshot   what its states begin as
     """
 
     slot: int
@@ -88,6 +103,7 @@ class Admission:
     seed: int
     answered: int = 0
     banned: tuple[tuple[int, ...], ...] = ()
+    snapshot: int = NO_SNAPSHOT
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +116,16 @@ class StepBatch:
 
     tokens          (T,)    ids, or FROM_SLOT
     positions       (T,)    place of each token in its sequence, from 0
-    cache_rows      (T,)    where its key and value go: page * block_size + offset
+    cache_rows      (T,)    where its key and value go: page * page_size + offset
     sequence_starts (S + 1,) chunk s has tokens[sequence_starts[s]:sequence_starts[s + 1]]
     context_lengths (S,)    tokens of its sequence up to its last one, all in the cache once this step has run
-    block_tables    (S, B)  its pages in order, padded with -1; what lies past its context is never read
+    page_tables    (S, B)  its pages in order, padded with -1; what lies past its context is never read
     slots           (S,)    the slot of its sequence
     draws           (R,)    what is drawn (DRAW), in the order of rows, one of a sequence; then what is given
     drawn           the first so many chunks are tokens that were drawn; the others are of prompts
     admissions      applied before the step
+    snapshots       slots whose states are copied after it, each with the number of the snapshot that they
+    become
     """
 
     tokens: IntArray
@@ -115,16 +133,17 @@ class StepBatch:
     cache_rows: IntArray
     sequence_starts: IntArray
     context_lengths: IntArray
-    block_tables: IntArray
+    page_tables: IntArray
     slots: IntArray
     draws: DrawArray
     drawn: int
     admissions: tuple[Admission, ...] = ()
+    snapshots: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What one launch drew, in the order of `StepBatch.draws`.
+    """Tokens that one launch drew, in the order of `StepBatch.draws`.
 
     tokens  (R,) ids, also those that were given; NOT_A_NUMBER where the logits were no numbers
     found   (R,) FOUND; rows that asked for nothing hold anything. None if no row asked
@@ -138,17 +157,17 @@ def make_draws(rows: IntArray, slots: IntArray, positions: IntArray) -> DrawArra
     """Draws (R,) of these rows, slots and positions, each (R,), without masks and log-probabilities."""
     draws = np.empty(len(rows), dtype=DRAW)
     draws["row"], draws["slot"], draws["position"] = rows, slots, positions
-    draws["mask"], draws["given"], draws["likely"] = UNMASKED, NOT_GIVEN, UNTOLD
+    draws["mask"], draws["given"], draws["likely"] = UNMASKED, NOT_GIVEN, NO_LOGPROBS
     return draws
 
 
-def tells(draws: DrawArray) -> bool:
-    """Whether any of the draws (R,) wants log-probabilities."""
-    return bool((draws["likely"] != UNTOLD).any())
+def wants_logprobs(draws: DrawArray) -> bool:
+    """Return whether any of the draws (R,) wants log-probabilities."""
+    return bool((draws["likely"] != NO_LOGPROBS).any())
 
 
 def masked_draws(draws: DrawArray) -> npt.NDArray[np.intp]:
-    """Which of the draws (R,) have a mask."""
+    """Return the indices of the draws (R,) that have a mask."""
     return np.flatnonzero(draws["mask"] != UNMASKED)
 
 
@@ -160,9 +179,9 @@ def mask_words(vocab: int) -> int:
 class Runner(Protocol):
     """Executes steps. Every method may raise RunnerError; after one, the runner is not used again."""
 
-    kv_blocks: int
+    kv_pages: int
     """Pages in the KV cache."""
-    block_size: int
+    page_size: int
     """Tokens in a page."""
     vocab: int
     """Token ids are below this."""
@@ -170,8 +189,12 @@ class Runner(Protocol):
     """Sequences that can be admitted at once."""
     max_draws: int
     """Tokens that a step may draw, or whose log-probability it may tell; at least one for each slot."""
+    prompt_grid: int
+    """Pieces of a prompt end at multiples of so many positions, or with it; 1: anywhere, and no states."""
+    snapshots: int
+    """Copies of states that can be kept, numbered from 0."""
     arithmetic: Arithmetic
-    """What computes, with which model: results may differ in their last bits where this differs."""
+    """The name of what computes, and of the model: results may differ in their last bits where it differs."""
     depth: int
     """Launches that may be outstanding before the oldest is collected; 1 means none runs ahead."""
 
@@ -180,7 +203,7 @@ class Runner(Protocol):
         ...
 
     def mask_room(self, count: int) -> IntArray:
-        """Where the newest launch's `count` masks are best written, for `draw`. Holds anything."""
+        """Return an array of undefined contents for the newest launch's `count` masks, which `draw` reads."""
         ...
 
     def draw(self, masks: IntArray) -> None:

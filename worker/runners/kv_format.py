@@ -1,4 +1,4 @@
-"""How a runner keeps keys and values."""
+"""The formats of keys and values."""
 
 from enum import Enum
 
@@ -6,7 +6,7 @@ __all__ = ["KvFormat"]
 
 
 class KvFormat(Enum):
-    """What a number in the KV cache is; the value is what settings call it.
+    """Type of the numbers in the KV cache; the value is the word that settings use.
 
     ELEMENT  as the runner computes: on a GPU F16 or BF16, in NumPy F32
     FP8      E4M3, 8 bits, times a power of two that a token's numbers have in common in a KV head

@@ -72,7 +72,7 @@ PARAMETERS = np.dtype(
         ("frequency_penalty", np.float32),
     ]
 )
-"""What a sequence's draws depend on beside logits and tokens: its seed, and `GenerationParams` by name."""
+"""All that a sequence's draws depend on beside logits and tokens: its seed, `GenerationParams` by name."""
 
 ParameterArray = npt.NDArray[np.void]
 
@@ -85,7 +85,7 @@ def parameters_of(admission: Admission) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """What R rows are drawn with.
+    """Parameters of the draws of R rows.
 
     parameters  (R,) PARAMETERS
     positions   (R,) int64, of the tokens that are drawn
@@ -99,7 +99,7 @@ class SamplingRows:
     adjusted: Mapping[int, Adjustment] = field(default_factory=dict)
 
     def of(self, which: npt.NDArray[np.intp]) -> "SamplingRows":
-        """Those of these rows."""
+        """Select these rows."""
         return SamplingRows(
             self.parameters[which],
             self.positions[which],
@@ -133,7 +133,7 @@ def sample(logits: FloatArray, rows: SamplingRows) -> IntArray:
 
 
 def _banned(logits: FloatArray, rows: SamplingRows) -> FloatArray:
-    """With -inf for tokens that would complete a banned run; `logits` itself where no row has any."""
+    """Set tokens that would complete a banned run to -inf; returns `logits` itself if no row has any."""
     if any(by.words for by in rows.adjusted.values()):
         logits = logits.copy()
         for row, by in rows.adjusted.items():
@@ -144,7 +144,7 @@ def _banned(logits: FloatArray, rows: SamplingRows) -> FloatArray:
 def log_probabilities(
     logits: FloatArray, rows: SamplingRows, tokens: IntArray, likely: IntArray
 ) -> FoundArray:
-    """Of these tokens (R,) and of the `likely` (R,) likeliest, FOUND (R,), from masked logits (R, V).
+    """Compute FOUND (R,): log-probabilities of these tokens and the `likely` likeliest, of masked logits.
 
     A row whose token is NOT_A_NUMBER has NaN, and no likely tokens. Sums are made in float64.
     """

@@ -30,17 +30,17 @@ class StartStep(Enum):
 
     @property
     def words(self) -> str:
-        """What it does, for people."""
+        """Description of the step for people."""
         return self.value[0]
 
     @property
     def seconds(self) -> float:
-        """How long it may go on without news."""
+        """Most seconds that it may go on without news."""
         return self.value[1]
 
     @property
     def computes(self) -> bool:
-        """Whether kernels of a GPU run that multiply weights, for the first time."""
+        """True for steps that run kernels which multiply weights for the first time."""
         return self in (StartStep.TUNING, StartStep.CAPTURING, StartStep.SELF_TEST)
 
 
@@ -49,7 +49,7 @@ Progress = Callable[[StartStep, str], None]
 
 
 def no_progress(step: StartStep, news: str = "") -> None:
-    """For those whom nobody waits for."""
+    """Ignore progress: the default, if nobody waits."""
 
 
 class SelfTestError(RunnerError):

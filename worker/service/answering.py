@@ -9,16 +9,19 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from nightmill.jobs.answers import answer_id, answer_seed, split_answer_id
-from nightmill.jobs.contract import JobState, StopReason
-from nightmill.jobs.job import Answer
-from nightmill.jobs.logprobs import Spell, read, total
-from nightmill.jobs.parameters import GenerationParams
+from nightmill.jobs.base.contract import JobState, StopReason
+from nightmill.jobs.reply import token_ids
+from nightmill.jobs.reply.answers import answer_id, answer_seed, split_answer_id
+from nightmill.jobs.reply.job import Answer
+from nightmill.jobs.reply.logprobs import Spell, read, total
+from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.jobs.sql.claims import Outcome
-from nightmill.worker.engine.request import Completion, Partial, Progress, Request
+from nightmill.worker.engine.request import Completion, DrawnTokens, Partial, Request
 from nightmill.worker.service.in_flight import InFlight, JobKey
-from nightmill.worker.service.telling import logprobs_of
+from nightmill.worker.service.logprobs import apart, logprobs_of
+from nightmill.worker.service.reasoning import reasoning_tokens
 
 BEHIND = 16
 """So many requests that are submitted later go before an answer, for each answer of its job before it."""
@@ -31,17 +34,27 @@ Tokens = tuple[int, ...]
 class _Row:
     """A job in hand."""
 
+    params: GenerationParams
+    prompt_ids: Tokens
     seed: int
     drawn: list[Tokens]  # of each answer, as far as they are known here
     ended: list[Completion | None]
     left: int  # answers that have not ended
     grown: bool = False  # since its tokens were last saved
     scored: tuple[str, ...] = ()  # the answers are these texts, which were given
+    reasoning_tokens: int = 0  # of the answers that have ended
     prompt_tokens: int = 0  # of a job with such texts, without them
-    told: list[bytes | None] = field(init=False)  # the log-probabilities of those that have ended
+    echo: str | None = None  # the text of each answer, if nothing is to be generated
+    of_prompt: bytes | None = None  # its log-probabilities
+    logprobs: list[bytes | None] = field(init=False)  # the log-probabilities of those that have ended
 
     def __post_init__(self) -> None:
-        self.told = [None] * self.left
+        self.logprobs = [None] * self.left
+
+    @property
+    def draws_nothing(self) -> bool:
+        """True if the job draws no text: what an engine draws all the same is dropped."""
+        return bool(self.scored) or self.echo is not None
 
 
 class Answering:
@@ -64,11 +77,13 @@ class Answering:
         Where an earlier attempt left tokens, each goes on from its own; one that had ended then ends at once.
         """
         count = request.params.n
-        if count == 1:
+        if request.params.only_echo:
+            return self._echo(request, count)
+        if count == 1 and not request.params.tells_beside:
             return [request]
-        drawn = unpack(request.generated_ids, count)
+        drawn = [request.generated_ids] if count == 1 else unpack(request.generated_ids, count)
         with self._lock:
-            row = _Row(request.seed, drawn, [None] * count, left=count)
+            row = _Row(request.params, request.prompt_ids, request.seed, drawn, [None] * count, left=count)
             self._rows[request.job_id, request.attempt] = row
         return [
             replace(
@@ -87,11 +102,11 @@ class Answering:
         An engine always draws a token: the one that would follow the text, which nobody is told of.
         """
         count, params = len(texts), request.params
-        drawing = GenerationParams(max_tokens=1, temperature=0.0, logprobs=params.logprobs, seed=params.seed)
+        drawing = _drawing(params)
         with self._lock:
             row = _Row(
-                request.seed, [()] * count, [None] * count, left=count, scored=params.score,
-                prompt_tokens=len(request.prompt_ids),
+                params, request.prompt_ids, request.seed, [()] * count, [None] * count, left=count,
+                scored=params.score, prompt_tokens=len(request.prompt_ids),
             )  # fmt: skip
             self._rows[request.job_id, request.attempt] = row
         return [
@@ -102,11 +117,34 @@ class Answering:
                 params=drawing,
                 generated_ids=(),
                 behind=number * BEHIND,
-                told_from=len(request.prompt_ids),
+                prompt_logprobs_from=len(request.prompt_ids),
                 scores=True,
                 banned=(),
             )
             for number, text in enumerate(texts)
+        ]
+
+    def _echo(self, request: Request, count: int) -> list[Request]:
+        """Split a job that generates nothing into a request for each answer: its answers are its prompt."""
+        row = _Row(
+            request.params, request.prompt_ids, request.seed, [()] * count, [None] * count, left=count,
+            echo=request.echo,
+        )  # fmt: skip
+        with self._lock:
+            self._rows[request.job_id, request.attempt] = row
+        drawing = _drawing(request.params)
+        return [
+            replace(
+                request,
+                job_id=answer_id(request.job_id, number),
+                params=drawing,
+                generated_ids=(),
+                behind=number * BEHIND,
+                scores=True,
+                banned=(),
+                constrained=None,
+            )
+            for number in range(count)
         ]
 
     def drop(self, key: JobKey) -> None:
@@ -114,7 +152,7 @@ class Answering:
         with self._lock:
             self._rows.pop(key, None)
 
-    def dropped(self, reports: Sequence[Progress]) -> dict[JobKey, int]:
+    def dropped(self, reports: Sequence[DrawnTokens]) -> dict[JobKey, int]:
         """Forget the jobs of these answers, which the engine has dropped; returns the tokens of each."""
         tokens: Counter[JobKey] = Counter()
         for report in reports:
@@ -124,34 +162,44 @@ class Answering:
         return dict(tokens)
 
     def names(self, keys: Sequence[JobKey]) -> list[str]:
-        """What the engine calls the answers of these jobs."""
+        """Return the engine's names for the answers of these jobs."""
         with self._lock:
             counts = {key: len(self._rows[key].drawn) if key in self._rows else 1 for key in keys}
         return [answer_id(key[0], number) for key, count in counts.items() for number in range(count)]
 
     def completed(self, completion: Completion, arithmetic: str) -> Outcome | None:
-        """What becomes of a job once its last answer has ended; None while others have not."""
+        """Record the end of an answer; return the job's outcome after the last one, until then None."""
         job_id, number = split_answer_id(completion.job_id)
         key = job_id, completion.attempt
-        told = logprobs_of(completion, self._spell)
+        with self._lock:
+            row = self._rows.get(key)
+        of_prompt = None
+        if row is not None and number == 0:  # which alone was asked about it
+            completion, of_prompt = apart(completion, row.params, self._spell)
+        logprobs = logprobs_of(completion, self._spell, drawn=row is None or not row.draws_nothing)
+        thought = reasoning_tokens(completion.token_ids, self._in_flight.markup(key), self._spell)
         with self._lock:
             row = self._rows.get(key)
             if row is None:
-                return _outcome_of_one(completion, arithmetic, told) if number == 0 else None
-            row.told[number] = told
+                return _outcome_of_one(completion, arithmetic, logprobs, thought) if number == 0 else None
+            row.logprobs[number] = logprobs
+            row.of_prompt = of_prompt or row.of_prompt
             row.ended[number], row.drawn[number] = completion, completion.token_ids
+            row.reasoning_tokens += thought
             row.grown = True
             row.left -= 1
             if not row.left:
                 del self._rows[key]
         if row.left:
-            self._in_flight.lighten(key, row.left)
+            self._in_flight.set_unfinished(key, row.left)
             return None
+        if row.echo is not None:
+            return _echoed(key, row, row.echo, arithmetic)
         return _scored(key, row, arithmetic) if row.scored else _outcome(key, row, arithmetic)
 
-    def gather(self, reports: Sequence[Progress | Partial]) -> list[Progress]:
+    def gather(self, reports: Sequence[DrawnTokens | Partial]) -> list[DrawnTokens]:
         """Reports on answers as reports on jobs, and on those jobs of which answers have ended since."""
-        gathered: list[Progress] = []
+        gathered: list[DrawnTokens] = []
         with self._lock:
             for report in reports:
                 job_id, number = split_answer_id(report.job_id)
@@ -161,15 +209,16 @@ class Answering:
                         row.drawn[number] = report.token_ids
                         row.grown = True
                 elif number == 0:
-                    gathered.append(Progress(job_id, report.attempt, report.token_ids))
+                    gathered.append(DrawnTokens(job_id, report.attempt, report.token_ids))
             for (job_id, attempt), row in self._rows.items():
                 if row.grown and any(row.drawn):
-                    gathered.append(Progress(job_id, attempt, pack(row.drawn)))
+                    drawn = pack(row.drawn) if len(row.drawn) > 1 or row.draws_nothing else row.drawn[0]
+                    gathered.append(DrawnTokens(job_id, attempt, drawn))
                 row.grown = False
         return gathered
 
 
-def key_of(answer: Request | Progress) -> JobKey:
+def key_of(answer: Request | DrawnTokens) -> JobKey:
     """The job of an answer."""
     return split_answer_id(answer.job_id)[0], answer.attempt
 
@@ -180,7 +229,7 @@ def pack(drawn: Sequence[Tokens]) -> Tokens:
 
 
 def unpack(packed: Tokens, count: int) -> list[Tokens]:
-    """What `pack` made of the tokens of `count` answers; none for each if it is not that."""
+    """Split what `pack` made of the tokens of `count` answers; no tokens for each if it is not that."""
     drawn: list[Tokens] = []
     place = 0
     while place < len(packed) and packed[place] >= 0:
@@ -190,7 +239,12 @@ def unpack(packed: Tokens, count: int) -> list[Tokens]:
     return drawn if place == len(packed) and len(drawn) == count else [()] * count
 
 
-def _outcome_of_one(completion: Completion, arithmetic: str, told: bytes | None) -> Outcome:
+def _drawing(params: GenerationParams) -> GenerationParams:
+    """With which an engine computes a prompt of which it is to tell: it always draws a token."""
+    return GenerationParams(max_tokens=1, temperature=0.0, logprobs=params.logprobs, seed=params.seed)
+
+
+def _outcome_of_one(completion: Completion, arithmetic: str, logprobs: bytes | None, thought: int) -> Outcome:
     return Outcome(
         job_id=completion.job_id,
         attempt=completion.attempt,
@@ -198,9 +252,11 @@ def _outcome_of_one(completion: Completion, arithmetic: str, told: bytes | None)
         text=completion.text,
         prompt_tokens=completion.prompt_tokens,
         completion_tokens=completion.completion_tokens,
+        cached_tokens=completion.cached_tokens,
+        reasoning_tokens=thought,
         error=completion.error,
         arithmetic=arithmetic,
-        logprobs=() if told is None else (told,),
+        logprobs=() if logprobs is None else (logprobs,),
     )
 
 
@@ -223,8 +279,12 @@ def _outcome(key: JobKey, row: _Row, arithmetic: str) -> Outcome:
         text=ended[0].text,
         prompt_tokens=ended[0].prompt_tokens,
         completion_tokens=sum(completion.completion_tokens for completion in ended),
+        cached_tokens=ended[0].cached_tokens,
+        reasoning_tokens=row.reasoning_tokens,
         error=error,
         arithmetic=arithmetic,
+        prompt_logprobs=row.of_prompt,
+        token_ids=_token_ids(row),
         answers=tuple(
             Answer(
                 completion.text,
@@ -232,29 +292,51 @@ def _outcome(key: JobKey, row: _Row, arithmetic: str) -> Outcome:
                 completion.completion_tokens,
                 answer_seed(row.seed, number),
             )
-            for number, completion in enumerate(ended)
+            for number, completion in enumerate(ended if len(ended) > 1 or row.scored else ())
         ),
-        logprobs=tuple(row.told),
+        logprobs=tuple(row.logprobs),
     )
 
 
-def _scored(key: JobKey, row: _Row, arithmetic: str) -> Outcome:
-    """Of a job with texts to score: it ends with the likeliest, unless not all of them could be scored."""
+def _token_ids(row: _Row) -> bytes | None:
+    """For its row, if the job asked for them. An answer's end with the token that ended it."""
+    if not row.params.return_token_ids:
+        return None
+    drawn: list[Tokens] = [()] * len(row.drawn) if row.draws_nothing else row.drawn
+    return token_ids.pack(row.prompt_ids, drawn)
+
+
+def _echoed(key: JobKey, row: _Row, echo: str, arithmetic: str) -> Outcome:
+    """Build the outcome of a job that generated nothing: its limit, no token, ended it."""
     made = _outcome(key, row, arithmetic)
-    told = [read(data or b"") or () for data in row.told]
+    ended: dict[str, Any] = {"text": echo, "completion_tokens": 0}
+    if made.stop_reason.state is JobState.SUCCEEDED:
+        ended["stop_reason"] = StopReason.LENGTH
+    answers = tuple(replace(answer, **ended) for answer in made.answers)
+    return replace(made, **ended, answers=answers)
+
+
+def _scored(key: JobKey, row: _Row, arithmetic: str) -> Outcome:
+    """Build the outcome of a job with texts to score.
+
+    Its text is the likeliest of them, unless not all of them could be scored.
+    """
+    made = _outcome(key, row, arithmetic)
+    logprobs = [read(data or b"") or () for data in row.logprobs]
     answers = tuple(
         replace(answer, completion_tokens=len(tokens))
-        for answer, tokens in zip(made.answers, told, strict=True)
+        for answer, tokens in zip(made.answers, logprobs, strict=True)
     )
     text = ""
     if made.stop_reason.state is JobState.SUCCEEDED:
         made = replace(made, stop_reason=StopReason.EOS)
         answers = tuple(replace(answer, stop_reason=StopReason.EOS) for answer in answers)
-        text = row.scored[max(range(len(told)), key=lambda number: total(told[number]))]
+        text = row.scored[max(range(len(logprobs)), key=lambda number: total(logprobs[number]))]
     return replace(
         made,
         text=text,
         answers=answers,
-        completion_tokens=sum(map(len, told)),
+        completion_tokens=sum(map(len, logprobs)),
         prompt_tokens=row.prompt_tokens,
+        cached_tokens=min(made.cached_tokens, row.prompt_tokens),
     )

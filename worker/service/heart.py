@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 
-from nightmill.jobs.contract import JsonObject, WorkerState
+from nightmill.jobs.base.contract import JsonObject, WorkerState
 from nightmill.jobs.errors import DatabaseError
 from nightmill.jobs.sql.claims import Claims
 

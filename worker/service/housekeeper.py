@@ -1,4 +1,4 @@
-"""What a worker does beside generating: heartbeat, cancellations, saving, rescue, sweep.
+"""The duties of a worker beside generating: heartbeat, cancellations, saving, rescue, sweep.
 
 Every live worker sweeps for all: it takes jobs from silent workers, ends jobs past their deadline, and
 sends messages for queued jobs that have none. Sweeps of several workers do not disturb one another.
@@ -12,11 +12,11 @@ from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 
-from nightmill.jobs.contract import WorkerState
+from nightmill.jobs.base.contract import WorkerState
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.base.silence import Silence
 from nightmill.jobs.errors import BrokerError, DatabaseError
 from nightmill.jobs.messages.broker import Broker
-from nightmill.jobs.settings import Settings
-from nightmill.jobs.silence import Silence
 from nightmill.jobs.sql.claims import Claims
 from nightmill.jobs.sql.sweep import Announcement, Sweep
 from nightmill.worker.service.heart import Heart
@@ -67,7 +67,7 @@ class Housekeeper:
             claims, service, (None, model), settings.stale_seconds, self._announce_unsent
         )
         probe = probe or GpuProbe(None)
-        self._load = Load(service, probe)
+        self._load = Load(service, probe, settings)
         self._closing = threading.Event()
         self._has_beaten = threading.Event()
         self._rounds = Rounds(ROUND_SECONDS, self._closing, service.fail)

@@ -4,13 +4,13 @@ import threading
 from collections.abc import Callable, Sequence
 from enum import Enum
 
-from nightmill.jobs.contract import Markup
+from nightmill.jobs.base.contract import Markup
 from nightmill.jobs.sql.claims import Claim
 
 JobKey = tuple[str, int]  # job id, attempt
 
 
-class Admission(Enum):
+class ClaimMode(Enum):
     """Which jobs a worker claims at the moment."""
 
     ALL = "all"
@@ -44,8 +44,8 @@ class InFlight:
     claimed when it was too late go to `hand_back`. A job takes a place for each of its answers that has not
     ended, but never more than half of all: there is room beside it for jobs with one.
 
-    Beside `capacity` places for all there are `lane` more for interactive jobs only. These take theirs first,
-    and where they are full any other, before whoever else waits for one.
+    Beside `capacity` slots for all there are `reserved_slots` more for interactive jobs only. These take
+    theirs first, and where they are full any other, before whoever else waits for one.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class InFlight:
         capacity: int,
         hand_back: Callable[[Sequence[JobKey]], None] = lambda keys: None,
         *,
-        lane: int = 0,
+        reserved_slots: int = 0,
     ) -> None:
         self.capacity = capacity
-        self.lane = lane
+        self.reserved_slots = reserved_slots
         self._hand_back = hand_back
         self._changed = threading.Condition()
         self._reserved = {False: 0, True: 0}  # for interactive jobs and others
@@ -69,7 +69,7 @@ class InFlight:
         self._awaited: dict[JobKey, list[Countdown]] = {}
         self._closed = False
         self._ended = False
-        self._admission = Admission.ALL
+        self._claim_mode = ClaimMode.ALL
 
     def reserve(self, wanted: int, *, interactive: bool = False) -> int:
         """Wait for room and take up to `wanted` places; 0 once closed."""
@@ -101,24 +101,13 @@ class InFlight:
             self._changed.wait_for(lambda: self._closed or self.room_for(True) > 0, seconds)
             return 0 if self._closed else max(0, self.room_for(True))
 
-    def reserve_for(self, answers: Sequence[int], *, interactive: bool = False) -> tuple[int, int]:
-        """Wait for room and take the places of the first of these jobs, which have so many answers.
-
-        At least of one job, though there be fewer. Returns of how many jobs, and places; (0, 0) once closed.
-        """
-        with self._changed:
-            if not self._wait_for_room(interactive):
-                return 0, 0
-            room = self.room_for(interactive)
-            jobs, taken = 1, self._places(answers[0])
-            while jobs < len(answers) and taken + self._places(answers[jobs]) <= room:
-                taken += self._places(answers[jobs])
-                jobs += 1
-            self._reserved[interactive] += taken
-            return jobs, taken
+    @property
+    def most(self) -> int:
+        """Slots that a job takes at most, however many answers it has: there is room beside it."""
+        return max(1, self.capacity // 2)
 
     def _places(self, answers: int) -> int:
-        return max(1, min(answers, self.capacity // 2))
+        return max(1, min(answers, self.most))
 
     def fill(self, reserved: int, claims: Sequence[Claim], *, interactive: bool = False) -> bool:
         """Turn reserved places into claimed jobs; the places of jobs that could not be claimed are free.
@@ -144,8 +133,8 @@ class InFlight:
                 self._changed.notify_all()
         return ours
 
-    def lighten(self, key: JobKey, answers: int) -> None:
-        """So many answers of a job have not ended yet."""
+    def set_unfinished(self, key: JobKey, answers: int) -> None:
+        """Shrink the job's reservation to its unfinished answers."""
         with self._changed:
             further = self._places(answers) - 1
             if self._further.get(key, 0) > further:
@@ -165,17 +154,17 @@ class InFlight:
                     self._prompt_digests[key] = prompt_digest
 
     def fingerprint(self, key: JobKey) -> str:
-        """What `mark` noted; empty if the job is not in flight."""
+        """Return the fingerprint that `mark` noted; empty if the job is not in flight."""
         with self._changed:
             return self._jobs.get(key, "")
 
     def markup(self, key: JobKey) -> Markup | None:
-        """What `mark` noted."""
+        """Return the markup that `mark` noted; None if it noted none."""
         with self._changed:
             return self._markups.get(key)
 
     def prompt_digest(self, key: JobKey) -> str | None:
-        """What `mark` noted."""
+        """Return the digest of the prompt that `mark` noted; None if it noted none."""
         with self._changed:
             return self._prompt_digests.get(key)
 
@@ -197,7 +186,7 @@ class InFlight:
         self.ending(keys).wait()
 
     def ending(self, keys: Sequence[JobKey]) -> Countdown:
-        """What to wait on for the end of these jobs.
+        """Return a countdown to wait on for the end of these jobs.
 
         One shard's thread wakes for its own jobs only: `_changed` would wake dozens of them at every result.
         """
@@ -211,21 +200,21 @@ class InFlight:
     def pause(self, *, interactive: bool = False) -> None:
         """Let nobody `reserve` until `resume`; `interactive`: nobody but for interactive jobs."""
         with self._changed:
-            self._admission = Admission.INTERACTIVE if interactive else Admission.NONE
+            self._claim_mode = ClaimMode.INTERACTIVE if interactive else ClaimMode.NONE
             self._changed.notify_all()
 
     def pause_if_idle(self) -> bool:
-        """As `pause`, if nothing is in flight; else False, and nothing changes."""
+        """Pause and return True if nothing is in flight; else return False, and nothing changes."""
         with self._changed:
             if not self.idle:
                 return False
-            self._admission = Admission.NONE
+            self._claim_mode = ClaimMode.NONE
             return True
 
     def resume(self) -> None:
         """The end of a pause, if there is one."""
         with self._changed:
-            self._admission = Admission.ALL
+            self._claim_mode = ClaimMode.ALL
             self._changed.notify_all()
 
     def wait_until_quiet(self, seconds: float) -> bool:
@@ -242,13 +231,13 @@ class InFlight:
             self._changed.wait_for(lambda: self._closed or self.idle, timeout)
             if self._closed or not self.idle:
                 return 0
-            self._admission = Admission.NONE
+            self._claim_mode = ClaimMode.NONE
             self._reserved[False] = self.capacity
             return self.capacity
 
     @property
     def urgent(self) -> bool:
-        """Whether interactive jobs wait for a place on this worker."""
+        """True if interactive jobs wait for a place on this worker."""
         return self._urgent
 
     @property
@@ -297,13 +286,16 @@ class InFlight:
         return self.room_for(False)
 
     def room_for(self, interactive: bool) -> int:
-        """As `room`, for interactive jobs or for others."""
-        if self._admission is Admission.NONE or (
-            self._admission is Admission.INTERACTIVE and not interactive
+        """Count the places neither filled nor reserved, for interactive jobs or for others; none in a pause.
+
+        For others the count is negative if jobs took more.
+        """
+        if self._claim_mode is ClaimMode.NONE or (
+            self._claim_mode is ClaimMode.INTERACTIVE and not interactive
         ):
             return 0
-        in_lane = self._reserved[True] + len(self._interactive)
-        in_lane += sum(self._further.get(key, 0) for key in self._interactive)
+        interactive_taken = self._reserved[True] + len(self._interactive)
+        interactive_taken += sum(self._further.get(key, 0) for key in self._interactive)
         taken = sum(self._reserved.values()) + len(self._jobs) + sum(self._further.values())
-        room = self.capacity - (taken - in_lane) - max(0, in_lane - self.lane)
-        return max(0, room) + max(0, self.lane - in_lane) if interactive else room
+        room = self.capacity - (taken - interactive_taken) - max(0, interactive_taken - self.reserved_slots)
+        return max(0, room) + max(0, self.reserved_slots - interactive_taken) if interactive else room

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from nightmill.jobs.base.extras import pip_install
 from nightmill.jobs.errors import MissingExtraError, SettingsError
 from nightmill.worker.service.nvml import GpuProbe
 from nightmill.worker.service.tally import BUCKETS, Durations
@@ -33,7 +34,7 @@ _OF_GPU = {
     "memory_used_bytes": ("The GPU's memory that is taken, by whomever.", "memory_used"),
     "memory_bytes": ("The GPU's memory.", "memory"),
 }
-"""What they say, and the fields that GpuProbe finds."""
+"""Metrics of the GPU, by name: the help text, and the field that GpuProbe finds."""
 
 
 class WorkerMetrics:
@@ -114,7 +115,7 @@ def serve_metrics(host: str, port: int) -> "CollectorRegistry":
         from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
     except ModuleNotFoundError:
         raise MissingExtraError(
-            "--metrics-port needs the package prometheus-client: pip install 'nightmill[metrics]'"
+            f"--metrics-port needs the package prometheus-client: {pip_install('metrics')}"
         ) from None
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)

@@ -33,7 +33,7 @@ class GpuProbe:
         self._library: Any = None
         self._device = ctypes.c_void_p()
         self.last: dict[str, float] = {}
-        """What was found last. Whoever must not wait for a driver that hangs reads this."""
+        """The last figures that were found. Whoever must not wait for a driver that hangs reads this."""
 
     def refresh(self) -> None:
         """Ask again."""
@@ -57,7 +57,7 @@ class GpuProbe:
         return found
 
     def _found(self) -> bool:
-        """Whether there is a library that knows the GPU; looked for once."""
+        """Return True if there is a library that knows the GPU; look for it once."""
         if self._library is None:
             try:
                 self._library = self._load(_LIBRARY)
@@ -82,7 +82,7 @@ class GpuProbe:
         return self._ask("nvmlDeviceGetHandleByIndex_v2", int(name), place)
 
     def _alike(self) -> bool:
-        """Whether all GPUs are of one kind, so that none is faster."""
+        """Return True if all GPUs are of one kind, so that none is faster."""
         count, names = ctypes.c_uint(), set()
         if not self._ask("nvmlDeviceGetCount_v2", ctypes.byref(count)):
             return False

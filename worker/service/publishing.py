@@ -12,15 +12,22 @@ from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
-from nightmill.jobs.answers import split_answer_id
-from nightmill.jobs.contract import Markup, storable
+from nightmill.jobs.base.contract import Markup, storable
 from nightmill.jobs.errors import BrokerError
-from nightmill.jobs.logprobs import Spell
-from nightmill.jobs.messages.streams import PIECE_CHARACTERS, TOLD_CHARACTERS, Followers, Part, wants_told
-from nightmill.worker.engine.request import Growth
-from nightmill.worker.engine.told import Told
+from nightmill.jobs.reply.answers import split_answer_id
+from nightmill.jobs.reply.logprobs import Spell
+from nightmill.jobs.streams.redis import (
+    LOGPROBS_CHARACTERS,
+    PIECE_CHARACTERS,
+    Followers,
+    TextChunk,
+    wants_counts,
+    wants_logprobs,
+)
+from nightmill.worker.engine.logprobs import Logprobs
+from nightmill.worker.engine.request import Delta
 from nightmill.worker.service.in_flight import InFlight
-from nightmill.worker.service.telling import GrowingLogprobs
+from nightmill.worker.service.logprobs import GrowingLogprobs
 from nightmill.worker.watched import watched_thread
 
 log = logging.getLogger(__name__)
@@ -41,50 +48,53 @@ class _Answered(NamedTuple):
 
     job_id: str
     text: str
-    told: Told | None
+    logprobs: Logprobs | None
 
 
 class _Text:
-    """What is known of a followed text, and how much of it each line was sent."""
+    """A followed text as far as it is known, and how much of it each line was sent."""
 
     def __init__(self, spell: Spell) -> None:
         self.text = ""
         self.markup: Markup | None = None
         self.sent: dict[tuple[str, str], tuple[int, int]] = {}  # characters, tokens; by follower and line
         self._spell = spell
-        self._told = GrowingLogprobs(spell)
+        self._logprobs = GrowingLogprobs(spell)
+        self._counts: tuple[int, int] | None = None
 
-    def grow(self, growth: Growth) -> None:
-        if growth.start == 0:  # it began again: so does what is sent
+    def grow(self, delta: Delta) -> None:
+        if delta.start == 0:  # it began again: so does what is sent
             self.text = ""
             self.sent = dict.fromkeys(self.sent, (0, 0))
-            self._told = GrowingLogprobs(self._spell)
-        if growth.start == len(self.text):  # else it is the rest of a telling that was ended
-            self.text += growth.text
-            if growth.told is not None:
-                self._told.add(growth.told)
+            self._logprobs = GrowingLogprobs(self._spell)
+        if delta.start == len(self.text):  # else it is the rest of a telling that was ended
+            self.text += delta.text
+            self._counts = delta.counts
+            if delta.logprobs is not None:
+                self._logprobs.add(delta.logprobs)
 
-    def end(self, whole: str, told: Told | None) -> None:
+    def end(self, whole: str, logprobs: Logprobs | None) -> None:
         if whole.startswith(self.text):
             self.text = whole
-            if told is not None:
-                self._told.end(told)
+            if logprobs is not None:
+                self._logprobs.end(logprobs)
 
     def keep(self, lines: set[tuple[str, str]]) -> None:
         """Forget what other lines were sent."""
         self.sent = {line: sent for line, sent in self.sent.items() if line in lines}
 
-    def parts(self, follower: str, line: str) -> list[Part]:
-        """What this line lacks."""
+    def parts(self, follower: str, line: str) -> list[TextChunk]:
+        """Return the chunks of the text that this line lacks, and count them as sent."""
         start, tokens = self.sent.get((follower, line), (0, 0))
-        told = wants_told(line)
-        size = TOLD_CHARACTERS if told else PIECE_CHARACTERS
+        logprobs = wants_logprobs(line)
+        size = LOGPROBS_CHARACTERS if logprobs else PIECE_CHARACTERS
         parts = []
         for place in range(start, len(self.text), size):
             text = self.text[place : place + size]
-            packed = self._told.packed(tokens, place + len(text)) if told else None
+            packed = self._logprobs.packed(tokens, place + len(text)) if logprobs else None
             tokens += 0 if packed is None else len(packed.offsets)
-            parts.append(Part(line, place, text, self.markup, packed))
+            counts = self._counts if wants_counts(line) else None
+            parts.append(TextChunk(line, place, text, self.markup, packed, counts))
         self.sent[follower, line] = len(self.text), tokens
         return parts
 
@@ -93,7 +103,7 @@ class Publisher:
     """Sends followed texts. What it is told, it is told on any thread and at once.
 
     in_flight  the jobs that this worker has
-    follow     has the engine tell these texts, from now on, to `grown`; false if it was not told
+    follow     has the engine tell these texts, from now on, to `add_deltas`; false if it was not told
     spell      how tokens are spelt whose log-probabilities are told
     """
 
@@ -109,7 +119,7 @@ class Publisher:
         self._spell = spell
         self._in_flight = in_flight
         self._follow = follow
-        self._news: SimpleQueue[list[Growth] | list[_Answered] | list[str] | None] = SimpleQueue()
+        self._news: SimpleQueue[list[Delta] | list[_Answered] | list[str] | None] = SimpleQueue()
         self._closing = threading.Event()
         self._lines: Lines = {}
         self._texts: dict[str, _Text] = {}  # by answer
@@ -127,14 +137,14 @@ class Publisher:
             self._eager_until = time.monotonic() + EAGER_SECONDS
         self._news.put([])
 
-    def grown(self, growths: list[Growth]) -> None:
+    def add_deltas(self, deltas: list[Delta]) -> None:
         """Followed texts have grown."""
-        self._news.put(growths)
+        self._news.put(deltas)
 
-    def answered(self, name: str, text: str, told: Told | None) -> None:
+    def answered(self, name: str, text: str, logprobs: Logprobs | None) -> None:
         """An answer has ended, and others of its job have not: whoever reads it need not wait for the row."""
         if self._lines:
-            self._news.put([_Answered(name, storable(text), told)])
+            self._news.put([_Answered(name, storable(text), logprobs)])
 
     def ended(self, job_ids: list[str]) -> None:
         """The rows of these jobs say how they ended."""
@@ -174,7 +184,7 @@ class Publisher:
                         ended.add(one)
                     elif (text := self._texts.get(one.job_id)) is not None:
                         if isinstance(one, _Answered):
-                            text.end(one.text, one.told)
+                            text.end(one.text, one.logprobs)
                         else:
                             text.grow(one)
                             text.markup = self._in_flight.markup(
@@ -216,21 +226,21 @@ class Publisher:
             self._texts = {name: self._texts.get(name) or _Text(self._spell) for name in wanted}
 
     def _send(self, ended: set[str]) -> None:
-        letters: dict[str, list[Part]] = {}
+        letters: dict[str, list[TextChunk]] = {}
         for follower, lines in self._lines.items():
-            parts: list[Part] = []
+            parts: list[TextChunk] = []
             for line, name in lines.items():
                 if (text := self._texts.get(name)) is not None:
                     parts += text.parts(follower, line)
                 if split_answer_id(name)[0] in ended:
-                    parts.append(Part(line))
+                    parts.append(TextChunk(line))
             if parts:
                 letters[follower] = parts
         if letters:
             self._followers.send(letters)
 
     def _forget(self) -> None:
-        """What was sent is not known: once Redis is back, everything is sent from its beginning."""
+        """Forget what was sent, which is not known: once Redis is back, all is sent from its beginning."""
         self._followers.close()
         self._lines = {}
         if self._texts:

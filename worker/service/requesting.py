@@ -6,32 +6,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime
 
-from nightmill.jobs.arithmetic import Arithmetic
-from nightmill.jobs.contract import Markup
+from nightmill.jobs.base.arithmetic import Arithmetic
 from nightmill.jobs.errors import NightmillError, RunnerError
-from nightmill.jobs.fields import INTERACTIVE
-from nightmill.jobs.logprobs import Spell as TokenSpell
+from nightmill.jobs.request.fields import INTERACTIVE
 from nightmill.jobs.sql.claims import Claim
 from nightmill.worker.engine.request import Request
 from nightmill.worker.grammar.calls import calls_asked
+from nightmill.worker.grammar.thoughts import behind_thoughts
 from nightmill.worker.service.answering import Answering
 from nightmill.worker.service.in_flight import InFlight
+from nightmill.worker.service.logprobs import check_prompt_logprobs, echo_of, with_prompt_logprobs
+from nightmill.worker.service.prompting import Prompting, TokenIds
 from nightmill.worker.service.resume import fingerprint, prompt_digest, tokens_to_resume
-from nightmill.worker.service.telling import check_told, echo_of
 from nightmill.worker.watched import describe
 
 log = logging.getLogger(__name__)
 
-Prompt = tuple[int, ...] | NightmillError  # its token ids, or why there are none
-
-MarkupOf = Callable[[Claim, tuple[int, ...]], Markup | None]
-"""What the texts of a job hold beside its answers, given its prompt."""
-
-Tokenize = Callable[[Sequence[Claim]], Sequence[Prompt]]
-"""A shard at once: one answer for each claim, in their order."""
-
-Spell = Callable[[Sequence[str]], tuple[tuple[int, ...], ...]]
-"""The runs of tokens that a text may hold these words as; or the tokens of each of these texts by itself."""
+PromptOrError = TokenIds | NightmillError
 
 
 class Requesting:
@@ -45,31 +36,23 @@ class Requesting:
         self,
         in_flight: InFlight,
         answering: Answering,
+        prompting: Prompting,
         *,
-        tokenize: Tokenize,
-        spell: Spell,
-        apart: Spell,
-        spelling: TokenSpell,
-        markup: MarkupOf,
         arithmetic: Callable[[], Arithmetic],
         now: Callable[[], datetime],
     ) -> None:
-        self.tokenize = tokenize
         self._in_flight = in_flight
         self._answering = answering
-        self._spell = spell
-        self._apart = apart
-        self._spelling = spelling
-        self._markup = markup
+        self._prompting = prompting
         self._arithmetic = arithmetic
         self._now = now
 
-    def prompts(self, claims: Sequence[Claim]) -> list[Prompt]:
+    def prompts(self, claims: Sequence[Claim]) -> list[PromptOrError]:
         """Token ids, or errors; an exception that nobody expected is one job's alone."""
         if not claims:
             return []
         try:
-            prompts = list(self.tokenize(claims))
+            prompts = list(self._prompting.tokenize_all(claims))
             if len(prompts) != len(claims):
                 raise ValueError(f"{len(prompts)} answers to {len(claims)} prompts")
             return prompts
@@ -83,26 +66,36 @@ class Requesting:
         return [NightmillError(f"the prompt could not be tokenised: {fault}")]
 
     def requests(self, claim: Claim, prompt_ids: tuple[int, ...]) -> list[Request]:
-        """What the engine is to do for a job. Raises InvalidParameterError."""
+        """Build the requests to the engine for a job. Raises InvalidParameterError."""
         request, params = self._request(claim, prompt_ids), claim.params
         if params.score:
-            return self._answering.score(request, self._apart(params.score))
+            return self._answering.score(request, self._prompting.tokenize_texts(params.score))
         if params.echo:
-            request = replace(request, echo=echo_of(claim.prompt, prompt_ids, self._spelling))
+            # Of a prompt that was cut the text is that of its tokens.
+            whole = None if params.truncate_prompt_tokens else claim.prompt
+            request = replace(request, echo=echo_of(whole, prompt_ids, self._prompting.spell_token))
             if params.logprobs is not None:
-                check_told(len(prompt_ids), params)
-                request = replace(request, told_from=0)
-        return self._answering.split(request)
+                request = replace(request, prompt_logprobs_from=0)
+        check_prompt_logprobs(len(prompt_ids), params)
+        requests = self._answering.split(request)
+        if params.prompt_logprobs is not None:  # by one of them
+            requests[0] = with_prompt_logprobs(requests[0], params.prompt_logprobs)
+        return requests
 
     def _request(self, claim: Claim, prompt_ids: tuple[int, ...]) -> Request:
-        """What the engine is to do for a job, whatever the number of its answers."""
+        """Build the request to the engine for a job, whatever the number of its answers."""
         mark = fingerprint(self._arithmetic(), prompt_ids)
-        markup, constrained = self._markup(claim, prompt_ids), claim.constrained
+        markup, constrained = self._prompting.markup(claim, prompt_ids), claim.constrained
         tools = None if claim.rendering is None else claim.rendering.tools
-        if markup is not None and (constrained is not None or (tools is not None and tools.required)):
-            markup = replace(markup, thinking=None)  # there is no room for thoughts
+        must = constrained is not None or (tools is not None and tools.required)
+        if markup is not None and must and not markup.opened:
+            markup = replace(markup, thinking=None)  # it must begin with the answer
         if tools is not None and markup is not None and markup.calls is not None:
-            constrained = calls_asked(tools, markup.calls) if tools.required or tools.strict else constrained
+            form = None if tools.required else constrained
+            if tools.required or tools.strict or form is not None:
+                constrained = calls_asked(tools, markup.calls, form)
+        if constrained is not None and markup is not None and markup.thinking is not None and markup.opened:
+            constrained = behind_thoughts(constrained, markup.thinking[1])
         self._in_flight.mark((claim.job_id, claim.attempt), mark, markup, prompt_digest(prompt_ids))
         deadline = None
         if claim.deadline_at is not None:  # the engine counts on this host's clock, the row on the database's
@@ -119,5 +112,6 @@ class Requesting:
             interactive=claim.priority == INTERACTIVE,
             generated_ids=tokens_to_resume(claim.saved, mark),
             constrained=constrained,
-            banned=self._spell(claim.params.bad_words) if claim.params.bad_words else (),
+            markup=markup,
+            banned=self._prompting.tokenize_banned(claim.params.bad_words) if claim.params.bad_words else (),
         )

@@ -4,7 +4,7 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
-from nightmill.jobs.arithmetic import DIGITS, Arithmetic
+from nightmill.jobs.base.arithmetic import DIGITS, Arithmetic
 from nightmill.jobs.sql.partials import SavedTokens
 
 SAVE_TOKENS = 8
@@ -14,15 +14,15 @@ SAVE_GROUP = 128
 
 
 def prompt_digest(prompt_ids: Sequence[int]) -> str:
-    """What tells a prompt from others, by its token ids alone."""
+    """Return a digest of the prompt's token ids, which tells it from others (`DIGITS` hexadecimal digits)."""
     return hashlib.sha256(array("i", prompt_ids).tobytes()).hexdigest()[:DIGITS]
 
 
 def fingerprint(arithmetic: Arithmetic, prompt_ids: Sequence[int]) -> str:
-    """What saved tokens depend on beside the job's own row (64 hexadecimal digits).
+    """Return a digest of all that saved tokens depend on beside the job's own row (64 hexadecimal digits).
 
-    Arithmetic, model and all, and prompt. Tokens of one kind of GPU that another went on from would be a text
-    that neither of them gives.
+    They depend on the arithmetic, model and all, and on the prompt. Tokens of one kind of GPU that another
+    went on from would be a text that neither of them gives.
     """
     prompt = array("i", prompt_ids).tobytes()
     return hashlib.sha256(f"{arithmetic}\x00".encode() + prompt).hexdigest()

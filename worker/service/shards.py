@@ -10,10 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
-from nightmill.jobs.contract import StopReason
+from nightmill.jobs.base.contract import StopReason
 from nightmill.jobs.errors import (
     DatabaseError,
     DatabaseRefusedError,
@@ -21,18 +21,18 @@ from nightmill.jobs.errors import (
     NightmillError,
     RunnerError,
 )
-from nightmill.jobs.logprobs import Spell as TokenSpell
-from nightmill.jobs.messages.streams import Followers
 from nightmill.jobs.sql.claims import Claim, Claims, Outcome
 from nightmill.jobs.sql.jobs import chunked
 from nightmill.jobs.sql.partials import SavedTokens
 from nightmill.jobs.sql.settling import AHEAD
-from nightmill.worker.engine.request import Completion, Progress, Request
+from nightmill.jobs.streams.redis import Followers
+from nightmill.worker.engine.request import Completion, DrawnTokens, Request
 from nightmill.worker.link.link import EngineLink
 from nightmill.worker.service.answering import Answering, key_of
 from nightmill.worker.service.in_flight import InFlight, JobKey
+from nightmill.worker.service.prompting import Prompting
 from nightmill.worker.service.publishing import Publisher
-from nightmill.worker.service.requesting import MarkupOf, Requesting, Spell, Tokenize
+from nightmill.worker.service.requesting import Requesting
 from nightmill.worker.service.resume import SAVE_GROUP, SAVE_TOKENS
 from nightmill.worker.service.tally import Tally
 from nightmill.worker.service.writer import ResultWriter
@@ -47,6 +47,20 @@ _CLAIM_SETTLED = timedelta(seconds=30)
 _CLAIM_PATIENCE = 35.0  # SQLite waits 30 s for its write lock
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServiceOptions:
+    """Sizes and times of a service.
+
+    capacity       answers in hand at once: those that the engine computes, and enough to refill it
+    reserved_slots           places beyond that for interactive jobs alone
+    drain_seconds  how long jobs in hand may go on once the worker is to stop
+    """
+
+    capacity: int
+    reserved_slots: int = 0
+    drain_seconds: float
+
+
 class Service:
     """Runs shards of jobs on one engine, which it starts and stops; raises RunnerError where it does not."""
 
@@ -54,34 +68,24 @@ class Service:
         self,
         claims: Claims,
         engine: EngineLink,
-        tokenize: Tokenize,
-        spell: Spell,
+        prompting: Prompting,
+        options: ServiceOptions,
         *,
-        apart: Spell,
-        spelling: TokenSpell,
-        capacity: int,
-        lane: int = 0,
-        drain_seconds: float,
         followers: Followers,
         on_fatal: Callable[[str], None],
-        markup: MarkupOf = lambda claim, prompt_ids: None,
         while_loading: Callable[[str | None], None] = lambda news: None,
     ) -> None:
         self.claims = claims
-        self.in_flight = InFlight(capacity, self._hand_back, lane=lane)
-        self._answering = Answering(self.in_flight, spelling)
+        self.in_flight = InFlight(options.capacity, self._hand_back, reserved_slots=options.reserved_slots)
+        self._answering = Answering(self.in_flight, prompting.spell_token)
         self._requesting = Requesting(
             self.in_flight,
             self._answering,
-            tokenize=tokenize,
-            spell=spell,
-            apart=apart,
-            spelling=spelling,
-            markup=markup,
+            prompting,
             arithmetic=lambda: engine.arithmetic,
             now=claims.database.now,
         )
-        self.drain_seconds = drain_seconds
+        self.drain_seconds = options.drain_seconds
         self.last_shard_at = time.monotonic()
         self._on_fatal = on_fatal
         self._drain_until: float | None = None
@@ -92,10 +96,12 @@ class Service:
         self._writer = ResultWriter(
             self.tally.writes.timed(claims.finish), self._forget, self._cannot_be_written, self.fail
         )
-        self._publisher = Publisher(followers, self.in_flight, engine.follow, self.fail, spelling)
+        self._publisher = Publisher(
+            followers, self.in_flight, engine.follow, self.fail, prompting.spell_token
+        )
         self.engine = engine
         engine.start(
-            self._on_completion, self._on_engine_failure, while_loading, on_growths=self._publisher.grown
+            self._on_completion, self._on_engine_failure, while_loading, on_deltas=self._publisher.add_deltas
         )
         self._publisher.start()
 
@@ -117,72 +123,57 @@ class Service:
     def take(self, job_ids: Sequence[str], *, interactive: bool = False) -> list[JobKey]:
         """Claim and begin what can be claimed of these jobs, as there is room; returns which those are."""
         ours: list[JobKey] = []
-        left = list(job_ids)
+        left = dict.fromkeys(job_ids, 1)  # with the slots that each needs, as far as that is known
         while left:
-            places = self.in_flight.reserve(len(left), interactive=interactive)
-            if places == 0:
-                self._leave_queued(left)
+            slots = self.in_flight.reserve(sum(left.values()), interactive=interactive)
+            if slots == 0:
+                self._leave_queued(list(left))
                 break
-            taken, left = left[:places], left[places:]
-            claimed = self._start(taken, interactive=interactive)
+            taken = list(left)[:slots]
+            claimed, waiting = self._start(taken, slots, interactive=interactive)
             ours += claimed
-            if len(claimed) < places:
-                several = set(taken).difference(job_id for job_id, _ in claimed)
-                ours += self._start_several(several, interactive)
+            left = waiting | {job_id: needed for job_id, needed in left.items() if job_id not in set(taken)}
         return ours
 
     def _start(
-        self, job_ids: Sequence[str], *, interactive: bool = False, several_in: int = 0
-    ) -> list[JobKey]:
-        """Claim and begin what can be claimed, in reserved places: one for each job, or `several_in` in all
-        for jobs with several answers."""
+        self, job_ids: Sequence[str], slots: int, *, interactive: bool = False
+    ) -> tuple[list[JobKey], dict[str, int]]:
+        """Claim and begin what can be claimed of these jobs, and has room in the reserved slots.
+
+        Returns what was begun, and the slots that each of the jobs needs for which there was no room.
+        """
         claims: list[Claim] = []
+        left: dict[str, int] = {}
         late = False
         try:
             with nullcontext() if interactive else self._claiming:
                 late = self.in_flight.closed
                 if not late:
-                    claim = self.claims.claim_several if several_in else self.claims.claim
-                    claims = self._claim(job_ids, self.tally.claims.timed(claim))
+                    claims, left = self._claim(job_ids, slots)
         finally:
-            ours = self.in_flight.fill(several_in or len(job_ids), claims, interactive=interactive)
+            ours = self.in_flight.fill(slots, claims, interactive=interactive)
         if late:
             self._leave_queued(job_ids)
-        return self.begin(claims) if ours else []
+        return self.begin(claims) if ours else [], left
 
-    def _start_several(self, job_ids: set[str], interactive: bool) -> list[JobKey]:
-        """Claim and begin those of these jobs that are to have several answers, as there is room for them."""
-        ours: list[JobKey] = []
-        try:
-            answers = self.claims.with_several_answers(sorted(job_ids))
-        except DatabaseError as error:
-            log.warning("%d jobs stay queued, to be announced again: %s", len(job_ids), error)
-            return ours
-        while answers:
-            jobs, places = self.in_flight.reserve_for(list(answers.values()), interactive=interactive)
-            if jobs == 0:
-                self._leave_queued(list(answers))
-                break
-            taken = list(answers)[:jobs]
-            answers = {job_id: count for job_id, count in answers.items() if job_id not in taken}
-            ours += self._start(taken, interactive=interactive, several_in=places)
-        return ours
-
-    def _claim(self, job_ids: Sequence[str], claim: Callable[[Sequence[str]], list[Claim]]) -> list[Claim]:
+    def _claim(self, job_ids: Sequence[str], slots: int) -> tuple[list[Claim], dict[str, int]]:
         """Claim a shard. Where a row of it makes that fail, its halves, until this row is alone and fails."""
+        claim = self.tally.claims.timed(self.claims.claim_within)
         try:
-            return claim(job_ids)
+            return claim(job_ids, slots, self.in_flight.most)
         except Exception as error:
             if isinstance(error, DatabaseError) and not isinstance(error, DatabaseRefusedError):
                 log.warning("%d jobs stay queued, to be announced again: %s", len(job_ids), error)
-                return []
+                return [], {}
             log.exception("%d jobs could not be claimed", len(job_ids))
             fault = describe(error)
         if len(job_ids) > 1:
             middle = len(job_ids) // 2
-            return self._claim(job_ids[:middle], claim) + self._claim(job_ids[middle:], claim)
+            claims, left = self._claim(job_ids[:middle], slots)
+            others = self._claim(job_ids[middle:], slots)
+            return claims + others[0], left | others[1]
         self._refuse(job_ids[0], f"the job could not be claimed: {fault}")
-        return []
+        return [], {}
 
     def begin(self, claims: Sequence[Claim]) -> list[JobKey]:
         """Tokenise claimed jobs and give them to the engine; one that cannot be fails alone."""
@@ -255,7 +246,7 @@ class Service:
             markup, digest = self.in_flight.markup(key), self.in_flight.prompt_digest(key)
             self._writer.put(replace(outcome, markup=markup, prompt_digest=digest))
         else:
-            self._publisher.answered(completion.job_id, completion.text, completion.told)
+            self._publisher.answered(completion.job_id, completion.text, completion.logprobs)
 
     def _on_engine_failure(self, error: RunnerError) -> None:
         self.fail(f"the engine failed: {error}")
@@ -304,7 +295,7 @@ class Service:
         for group in chunked(self._answering.names(self.in_flight.keys()), SAVE_GROUP):
             self._save(self.engine.progress(group, SAVE_TOKENS))
 
-    def _save(self, reports: Sequence[Progress]) -> None:
+    def _save(self, reports: Sequence[DrawnTokens]) -> None:
         saved = [
             SavedTokens(report.job_id, report.attempt, mark, report.token_ids)
             for report in self._answering.gather(reports)
@@ -351,7 +342,7 @@ class Service:
         self.in_flight.remove(list(tokens))
         return tokens
 
-    def _save_last(self, unfinished: Sequence[Progress]) -> None:
+    def _save_last(self, unfinished: Sequence[DrawnTokens]) -> None:
         try:
             self._save(unfinished)
         except DatabaseError as error:

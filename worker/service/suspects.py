@@ -43,7 +43,7 @@ _POLL_SECONDS = 0.2  # how often a turn looks whether an interactive job waits
 
 
 class Computing(Protocol):
-    """What a turn asks of the service."""
+    """The part of the service that a turn uses."""
 
     in_flight: InFlight
 
@@ -103,7 +103,7 @@ class SuspectsTurn:
         return self._claims.suspects_wait(self._models)
 
     def _drains(self) -> bool:
-        """Whether this worker, busy as it is, has waited long enough and is the one to interrupt its work."""
+        """Return True if this worker, busy as it is, has waited long enough and is to interrupt its work."""
         assert self._seen_at is not None
         waited = time.monotonic() - self._seen_at
         return waited >= self._patience and self._claims.is_to_drain(self._models)
@@ -160,11 +160,15 @@ class SuspectsTurn:
 
 
 def _gained(claims: Sequence[Claim], kept: Mapping[JobKey, int]) -> bool:
-    """Whether a turn has brought these suspects on: a job has ended, or will go on from more than before."""
+    """Return True if a turn has brought these suspects on.
+
+    That is: a job has ended, or will go on from more tokens than before.
+    """
     for claim in claims:
         tokens = kept.get((claim.job_id, claim.attempt))
         before = 0 if claim.saved is None else len(claim.saved.token_ids)
-        resumes = claim.params.logprobs is None and not claim.params.score
+        params = claim.params
+        resumes = params.logprobs is None and params.prompt_logprobs is None and not params.score
         if tokens is None or (resumes and tokens > before):
             return True
     return False

@@ -1,4 +1,4 @@
-"""What a worker counts beside its engine's counters: how long claims and writes take, how jobs end.
+"""Counters of a worker beside those of its engine: how long claims and writes take, how jobs end.
 
 It costs a few additions for each shard and each group of results, so it is always kept; `metrics` shows it.
 """
@@ -8,11 +8,11 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
-from nightmill.jobs.contract import StopReason
+from nightmill.jobs.base.contract import StopReason
 
-Given = TypeVar("Given")
+Given = ParamSpec("Given")
 Made = TypeVar("Made")
 
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -20,20 +20,20 @@ BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 
 
 class Durations:
-    """How long something took, each time: as many times in each bucket, the last of which has no end."""
+    """A histogram of durations: the number in each bucket, the last of which has no end, and their sum."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._buckets = [0] * (len(BUCKETS) + 1)
         self._sum = 0.0
 
-    def timed(self, function: Callable[[Given], Made]) -> Callable[[Given], Made]:
-        """`function`, whose calls are measured, also those that fail."""
+    def timed(self, function: Callable[Given, Made]) -> Callable[Given, Made]:
+        """Wrap a function so that the duration of each call is recorded, also of those that fail."""
 
-        def measured(given: Given) -> Made:
+        def measured(*args: Given.args, **kwargs: Given.kwargs) -> Made:
             began = time.perf_counter()
             try:
-                return function(given)
+                return function(*args, **kwargs)
             finally:
                 self.observe(time.perf_counter() - began)
 

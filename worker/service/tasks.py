@@ -10,7 +10,7 @@ from nightmill.jobs.messages.shards import TASK
 def register(app: Celery, run_shard: Callable[[Sequence[str]], None]) -> None:
     """Bind the task to a service. Called when the engine is ready, before the first message is taken.
 
-    Its argument has been checked by the gate, which made the message.
+    Its argument has been checked by the message filter, which made the message.
     """
 
     @app.task(name=TASK, acks_late=True, ignore_result=True)

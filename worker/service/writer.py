@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 
-from nightmill.jobs.contract import StopReason
+from nightmill.jobs.base.contract import StopReason
 from nightmill.jobs.errors import DatabaseError, DatabaseRefusedError
 from nightmill.jobs.sql.claims import Outcome
 from nightmill.worker.watched import watched_thread

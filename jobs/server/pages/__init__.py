@@ -1,1 +1,1 @@
-"""The pages that people read in a browser: server-rendered, with one small script for what moves."""
+"""Web pages for people: server-rendered, with one small script for moving parts."""

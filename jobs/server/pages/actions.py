@@ -1,4 +1,4 @@
-"""What is done from a page: each is a form of ours with its token, and leads back to a page."""
+"""Actions on web pages: each is a form with a token, and redirects to a page."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,80 +7,80 @@ from urllib.parse import urlencode
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
+from nightmill.jobs.base.ids import IdSource
 from nightmill.jobs.errors import NightmillError
-from nightmill.jobs.fields import FIELDS, OF_A_BATCH, Kind, check_option, deadline_moment
-from nightmill.jobs.ids import IdSource
-from nightmill.jobs.job import Job
+from nightmill.jobs.reply.job import Job
+from nightmill.jobs.request.fields import FIELDS, OF_A_BATCH, FieldKind, check_option, deadline_moment
+from nightmill.jobs.request.spec import JobSpec
+from nightmill.jobs.server.batch_submission import UploadedBatchSubmission
 from nightmill.jobs.server.bodies import TIMES, read_times
 from nightmill.jobs.server.errors import HttpError, http_error_of
 from nightmill.jobs.server.files import PREFIX, Files
-from nightmill.jobs.server.handing_in import HandingIn
 from nightmill.jobs.server.pages.session import TOKEN, check_token
 from nightmill.jobs.server.pages.views import Views
-from nightmill.jobs.spec import JobSpec
 from nightmill.jobs.sql.http_batches import HttpBatch, HttpStatus
 
 _TRIED = ("max_tokens", "temperature", "seed")
-_READ = {Kind.INTEGER: int, Kind.NUMBER: float}
+_READ = {FieldKind.INTEGER: int, FieldKind.NUMBER: float}
 
 
 class Actions:
-    """The pages' forms."""
+    """The forms of pages."""
 
-    def __init__(self, views: Views, handing_in: HandingIn, files: Files) -> None:
+    def __init__(self, views: Views, submission: UploadedBatchSubmission, files: Files) -> None:
         self._views = views
-        self._desk = views.desk
+        self._service = views.service
         self._sessions = views.sessions
-        self._handing_in = handing_in
+        self._submission = submission
         self._files = files
         self._ids = IdSource()
 
     async def cancel_batch(self, request: Request) -> Response:
         """POST /batch/cancel."""
         caller, form = await self._form(request)
-        batch, http = await self._desk.run(self._views.watch.batch, caller, form.get("name", ""))
+        batch, http = await self._service.run(self._views.watch.batch, caller, form.get("name", ""))
         caller.need_to_change(None if http is None else http.owner)
         if http is None or http.status.final:
-            await self._desk.look(batch.cancel)
+            await self._service.look(batch.cancel)
         elif http.status is not HttpStatus.CANCELLING:
-            await self._handing_in.cancel(caller, http.batch)
-        self._views.watch.standings.forget(batch.name)
+            await self._submission.cancel(caller, http.batch)
+        self._views.watch.status_cache.forget(batch.name)
         return _to("/batch", name=batch.name)
 
     async def retry_batch(self, request: Request) -> Response:
-        """POST /batch/retry: the rows that ended without a result, again."""
+        """POST /batch/retry: queue the rows again that ended without a result."""
         caller, form = await self._form(request)
-        batch, http = await self._desk.run(self._views.watch.batch, caller, form.get("name", ""))
+        batch, http = await self._service.run(self._views.watch.batch, caller, form.get("name", ""))
         caller.need_to_change(None if http is None else http.owner)
         if http is None:
-            await self._desk.look(batch.retry_failed)
+            await self._service.look(batch.retry_failed)
         else:
-            await self._handing_in.retry(caller, http.batch)
-        self._views.watch.standings.forget(batch.name)
+            await self._submission.retry(caller, http.batch)
+        self._views.watch.status_cache.forget(batch.name)
         return _to("/batch", name=batch.name)
 
     async def cancel_job(self, request: Request) -> Response:
         """POST /job/cancel."""
         caller, form = await self._form(request)
-        job = await self._desk.cancel(caller, form.get("id", ""))
+        job = await self._service.cancel(caller, form.get("id", ""))
         return _to("/job", id=job.id)
 
     async def retry_job(self, request: Request) -> Response:
-        """POST /job/retry: a job that ended without a result, again."""
+        """POST /job/retry: queue a job again that ended without a result."""
         caller, form = await self._form(request)
-        job = await self._desk.job(caller, form.get("id", ""))
+        job = await self._service.job(caller, form.get("id", ""))
         caller.need_to_change(job.owner)
-        await self._desk.run(self._desk.client.retry, job.id)
+        await self._service.run(self._service.client.retry, job.id)
         return _to("/job", id=job.id)
 
     async def repeat_job(self, request: Request) -> Response:
-        """POST /job/repeat: a new job with the same prompt, parameters and seed."""
+        """POST /job/repeat: queue a new job with the same prompt, parameters and seed."""
         caller, form = await self._form(request)
-        job = await self._desk.job(caller, form.get("id", ""))
-        return _to("/job", id=await self._desk.queue(caller, _again(job)))
+        job = await self._service.job(caller, form.get("id", ""))
+        return _to("/job", id=await self._service.queue(caller, _again(job)))
 
     async def begin(self, request: Request) -> Response:
-        """POST /try: one prompt."""
+        """POST /try: queue one prompt."""
         caller, form = await self._form(request)
         said: dict[str, Any] = {name: _read(name, form[name]) for name in _TRIED if form.get(name)}
         if form.get("model"):
@@ -91,11 +91,11 @@ class Actions:
         else:
             system = [{"role": "system", "content": form["system"]}] if form.get("system") else []
             said["messages"] = [*system, {"role": "user", "content": prompt}]
-        spec = JobSpec.parse(said, self._desk.waited_for)
-        return _to("/job", id=await self._desk.queue(caller, spec))
+        spec = JobSpec.parse(said, self._service.interactive_defaults)
+        return _to("/job", id=await self._service.queue(caller, spec))
 
     async def upload(self, request: Request) -> Response:
-        """POST /hand-in: a file."""
+        """POST /hand-in: upload a file."""
         caller = self._sessions.caller(request)
 
         def ours(texts: dict[str, str]) -> None:
@@ -105,10 +105,10 @@ class Actions:
         return _to("/hand-in/file", id=PREFIX + file.id)
 
     async def submit(self, request: Request) -> Response:
-        """POST /hand-in/begin: the file as a batch."""
+        """POST /hand-in/begin: submit the file as a batch."""
         caller, form = await self._form(request)
         caller.need_to_submit()
-        now = await self._desk.run(self._desk.client.database.now)
+        now = await self._service.run(self._service.client.database.now)
         said: dict[str, Any] = {
             name: _read(name, value) for name, value in form.items() if name in OF_A_BATCH and value.strip()
         }
@@ -117,7 +117,7 @@ class Actions:
         settings = {name: value for name, value in said.items() if name not in TIMES}
         defaults = JobSpec.defaults(settings, OF_A_BATCH)
         if defaults.model is not None:
-            await self._desk.run(self._desk.client.check_model, defaults.model)
+            await self._service.run(self._service.client.check_model, defaults.model)
         if form.get("name"):
             check_option("batch", form["name"])
         asked = HttpBatch(
@@ -130,24 +130,23 @@ class Actions:
             scheduled_at=begins,
             deadline_at=ends,
         )
-        batch = await self._handing_in.submit(request, caller, asked, "file")
+        batch = await self._submission.submit(request, caller, asked, "file")
         return _to("/hand-in/wait", id=batch.batch)
 
     async def entering(self, request: Request) -> Response:
-        """GET /hand-in/wait?id=...: the batch, once its first rows are entered."""
+        """GET /hand-in/wait?id=...: redirect to the batch, once its first rows are entered."""
         caller = self._sessions.caller(request)
-        http = await self._handing_in.find(caller, request.query_params.get("id", ""))
+        http = await self._submission.find(caller, request.query_params.get("id", ""))
         try:
-            await self._desk.run(self._views.watch.batch, caller, http.batch)
+            await self._service.run(self._views.watch.batch, caller, http.batch)
             return _to("/batch", name=http.batch)
         except HttpError:
-            now = await self._desk.run(self._views.watch.looking.now)
             values = {"http": http, "waits": http.status is HttpStatus.VALIDATING}
-            return self._views.pages.page(request, "entering.html", caller, values, now=now)
+            return self._views.pages.page(request, "entering.html", caller, values)
 
     async def sign_in(self, request: Request) -> Response:
         """POST /sign-in."""
-        form = await self._desk.bodies.form(request, None)
+        form = await self._service.bodies.form(request, None)
         check_token(request, form)
         there = form.get("next", "/")
         local = there.startswith("/") and not there.startswith(("//", "/\\"))
@@ -155,9 +154,8 @@ class Actions:
         secure = request.url.scheme == "https"
         if self._sessions.sign_in(response, form.get("key", "").strip(), secure=secure) is not None:
             return response
-        now = await self._desk.run(self._views.watch.looking.now)
         values = {"next": there if local else "/", "wrong": True}
-        return self._views.pages.page(request, "sign_in.html", None, values, now=now, status=403)
+        return self._views.pages.page(request, "sign_in.html", None, values, status=403)
 
     async def sign_out(self, request: Request) -> Response:
         """POST /sign-out."""
@@ -167,20 +165,20 @@ class Actions:
         return response
 
     async def _form(self, request: Request) -> tuple[Any, dict[str, str]]:
-        """Who sends a form of ours, and what is in it."""
+        """Authenticate a form post; returns (caller, fields)."""
         caller = self._sessions.caller(request)
-        form = await self._desk.bodies.form(request, caller.name)
+        form = await self._service.bodies.form(request, caller.name)
         check_token(request, form)
         return caller, form
 
 
 def _to(path: str, **query: str) -> Response:
-    """The page that shows what became of it."""
+    """Redirect to the page with the result."""
     return RedirectResponse(f"{path}?{urlencode(query)}", 303)
 
 
 def _read(name: str, text: str) -> Any:
-    """What a field of a form says: a number if it is of that kind, or a text, which the parser may refuse."""
+    """Parse a form field by its type: a number, or text that the parser may refuse."""
     read = _READ.get(FIELDS[name].kind) if name in FIELDS else None
     try:
         return text if read is None else read(text)
@@ -189,7 +187,7 @@ def _read(name: str, text: str) -> Any:
 
 
 def _again(job: Job) -> JobSpec:
-    """What asks for the same text as that job; raises HttpError where its row says too little."""
+    """Make a spec for the same text as that job; raises HttpError if its row is incomplete."""
     params = job.params.model_dump(exclude_defaults=True, exclude={"seed"})
     said: dict[str, Any] = {**params, "seed": job.seed, "model": job.model}
     if job.rendering is not None:

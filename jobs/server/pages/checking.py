@@ -1,7 +1,7 @@
-"""What a file holds that was uploaded: its rows, those that cannot be run, and how long it may take.
+"""Checks of uploaded files before submission: rows, errors, and expected duration.
 
-A file is read once, on a thread of its own that no statement waits for, and what was found is remembered: the
-content of a file never changes. Who asks meanwhile waits for the same reading.
+A file is read once, on a dedicated thread, and the result is cached, as content never changes. Concurrent
+requests wait for the same check.
 """
 
 import asyncio
@@ -18,45 +18,45 @@ from typing import Any
 from starlette.requests import Request
 
 from nightmill.jobs.errors import BatchFileError
-from nightmill.jobs.server.desk import caller_left
 from nightmill.jobs.server.errors import HttpError
 from nightmill.jobs.server.inputs import EndpointFile, file_error
+from nightmill.jobs.server.job_service import caller_left
+from nightmill.jobs.sql.dashboard_queries import DashboardQueries
 from nightmill.jobs.sql.files import StoredFile
-from nightmill.jobs.sql.looking import Looking
 
 _MOST_ERRORS = 20
-_MOST_ROWS = 20_000  # that are read; what is said of larger files is said of these
-_MOST_BYTES = 32 << 20  # of the file, and characters of prompts
+_MOST_ROWS = 20_000  # rows read; results for larger files are about these
+_MOST_BYTES = 32 << 20  # limit for bytes of the file and characters of prompts
 _LATELY = timedelta(minutes=10)
-_FEWEST_ROWS = 20  # that ended lately, for their pace to say anything
+_FEWEST_ROWS = 20  # recently ended rows needed for an estimate
 _PATIENCE = 5.0  # seconds that a page waits for a reading before it says that this goes on
 _RETURN_SECONDS = 10.0  # in which a page that was told so asks again, or the reading ends
-_MOST_READINGS = 32  # that wait or go on
+_MOST_READINGS = 32  # waiting or running checks
 _MOST_REMEMBERED = 256  # files
 
 
 @dataclass(slots=True)
 class Checked:
-    """A file as far as it was read."""
+    """The result of checking a file, as far as it was read."""
 
     format: str = ""
     rows: int = 0
     bad: int = 0
     errors: list[tuple[int, str]] = field(default_factory=list)  # lines, and what is wrong there
-    answers: int = 0  # of all rows that can be run
-    most_tokens: int = 0  # that these answers may have together
-    characters: int = 0  # of prompts
-    whole: bool = True  # False: there are more rows than were read
+    answers: int = 0  # answers of all rows that can be run
+    most_tokens: int = 0  # most tokens of these answers together
+    characters: int = 0  # characters of prompts
+    whole: bool = True  # False if the file has more rows
     broken: str | None = None  # why it cannot be read at all
 
     @property
     def good(self) -> int:
-        """Rows that can be run."""
+        """Number of rows that can be run."""
         return self.rows - self.bad
 
 
 class Checking:
-    """Reads files for the page that shows what they hold, one at a time."""
+    """Checks files for the submission page, one at a time."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checking")
@@ -64,15 +64,15 @@ class Checking:
         self._readings: dict[str, _Reading] = {}
 
     def close(self) -> None:
-        """End the thread at the next row that it reads."""
+        """End the thread at the next row."""
         for reading in self._readings.values():
             reading.over.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def look(self, request: Request, file: StoredFile, path: Path) -> Checked | None:
-        """What a file holds, whose content is at `path`; None: it is still being read, so ask again soon.
+        """Return the check of a file with content at `path`; None: still running, so ask again soon.
 
-        Raises HttpError with status 503 where too many files wait to be read.
+        Raises HttpError with status 503 if too many files are waiting.
         """
         if (found := self._remembered.get(file.id)) is not None:
             self._remembered.move_to_end(file.id)
@@ -100,7 +100,7 @@ class Checking:
     def _end(self, reading: "_Reading") -> None:
         task = reading.task
         found = None if task.cancelled() or task.exception() is not None else task.result()
-        # One that cannot be read is read again: it may have been the folder that was away.
+        # Failures are not cached, as the folder may have been unreachable.
         if found is not None and found.broken is None and not reading.over.is_set():
             self._remembered[reading.file_id] = found
             if len(self._remembered) > _MOST_REMEMBERED:
@@ -108,25 +108,26 @@ class Checking:
         self._drop(reading)
 
     def _drop(self, reading: "_Reading") -> None:
-        """Let nobody wait for it any more: who asks again begins a new one."""
+        """Forget a check, so that the next request begins a new one."""
         if self._readings.get(reading.file_id) is reading:
             del self._readings[reading.file_id]
 
 
 class _Reading:
-    """One file that is being read, and how many wait for it."""
+    """A file being checked, with the number of waiting requests."""
 
     def __init__(self, file_id: str, over: threading.Event, task: "asyncio.Future[Checked]") -> None:
         self.file_id = file_id
         self.over = over
         self.task = task
-        self.left = False  # who waited last has gone away
+        self.left = False  # the last waiting request has gone
         self._waiting = 0
         self._ending: asyncio.TimerHandle | None = None
 
     @contextmanager
     def waited_for(self, drop: "Callable[[_Reading], None]") -> Iterator[None]:
-        """Meanwhile the reading goes on; it ends, and is dropped, if nobody waits for it or comes back."""
+        """Keep the check running during this block; it is cancelled and dropped once nobody waits or
+        returns."""
         self._waiting += 1
         if self._ending is not None:
             self._ending.cancel()
@@ -145,7 +146,7 @@ class _Reading:
 
 
 def check(path: Path, filename: str, over: Callable[[], bool] = lambda: False) -> Checked:
-    """Read a file as it would be when it is handed in, until `over`; never raises for what is in it."""
+    """Check a file as at submission, until `over`; never raises for its content."""
     found = Checked()
     try:
         file = EndpointFile(path, None, filename)
@@ -169,8 +170,8 @@ def check(path: Path, filename: str, over: Callable[[], bool] = lambda: False) -
     return found
 
 
-def seconds_of(found: Checked, looking: Looking) -> float | None:
-    """How long the rows that were read may take, at the pace of rows lately; None if that is not known."""
+def seconds_of(found: Checked, looking: DashboardQueries) -> float | None:
+    """Estimate the duration of the checked rows at the recent pace; None if unknown."""
     now = looking.now()
     (lately,) = looking.minutes(now - _LATELY, now, _LATELY)
     return found.good * _LATELY.total_seconds() / lately.rows if lately.rows >= _FEWEST_ROWS else None

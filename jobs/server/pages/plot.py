@@ -1,10 +1,10 @@
-"""Tokens per second over a span of time, as the shapes of an SVG: drawn here, so that no script is needed."""
+"""A plot of tokens per second as SVG shapes, drawn here so that no script is needed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from nightmill.jobs.sql.looking import Minute
+from nightmill.jobs.sql.dashboard_queries import Minute
 
 WIDTH, HEIGHT = 960, 180
 _LEFT, _BOTTOM, _TOP = 60, 24, 10
@@ -13,7 +13,7 @@ _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """Where lines and words go; `area` and `line` are paths."""
+    """Coordinates of lines and labels; `area` and `line` are SVG paths."""
 
     area: str
     line: str
@@ -27,7 +27,7 @@ class Plot:
 
 
 def draw(minutes: Sequence[Minute], every: timedelta) -> Plot | None:
-    """The plot of what ended; None if nothing did."""
+    """Draw the plot; None if no job ended."""
     rates = [minute.tokens / every.total_seconds() for minute in minutes]
     if not any(rates):
         return None
@@ -52,7 +52,7 @@ def draw(minutes: Sequence[Minute], every: timedelta) -> Plot | None:
 
 
 def _round_up(value: float) -> float:
-    """1, 2, 2.5 or 5 times a power of ten, not below `value`."""
+    """Round up to 1, 2, 2.5 or 5 times a power of ten."""
     power = 1.0
     while power * 10 < value:
         power *= 10

@@ -1,4 +1,4 @@
-"""Templates, and what they are told: numbers, times and states as people read them. Everything is escaped."""
+"""HTML templates, and filters that format numbers, times and states. Everything is escaped."""
 
 import re
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
-from nightmill.jobs.printable import printable
+from nightmill.jobs.base.printable import printable
 from nightmill.jobs.server.errors import HttpError
 from nightmill.jobs.server.keys import Caller, Right
 from nightmill.jobs.server.pages.session import TOKEN, form_token, keep_token
@@ -32,8 +32,8 @@ _ACTING = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u
 _TIMES = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 
 
-class Pages:
-    """Makes pages of templates."""
+class PageRenderer:
+    """A renderer of HTML templates."""
 
     def __init__(self) -> None:
         loader = FileSystemLoader(HERE / "templates")
@@ -49,15 +49,15 @@ class Pages:
 
     def page(
         self, request: Request, template: str, caller: Caller | None, values: Mapping[str, Any],
-        *, now: datetime, status: int = 200,
+        *, status: int = 200,
     ) -> Response:  # fmt: skip
-        """A whole page for `caller`; None: nobody has signed in."""
+        """Render a page for `caller`; None: not signed in. `request.state` has the time."""
         made = self._environment.get_template(template).render(
             values,
             caller=caller,
             can_submit=caller is not None and caller.right is not Right.READ,
             token=form_token(request),
-            now=now,
+            now=getattr(request.state, "now", None) or datetime.now(UTC),
             path=request.url.path,
         )
         response = HTMLResponse(made, status, headers=HEADERS)
@@ -65,7 +65,7 @@ class Pages:
         return response
 
     async def static(self, request: Request) -> Response:
-        """GET /static/NAME: the style, the script and the icon, of which there are no others."""
+        """GET /static/NAME: the style, the script and the icon."""
         name = request.path_params["name"]
         if name not in self._static:
             raise HttpError(404, f"there is no {printable(name, 80)!r}", code="unknown_url")
@@ -74,22 +74,22 @@ class Pages:
 
 
 def number(value: float | None) -> str:
-    """12,345; a dash for what is not known."""
+    """Format a number as 12,345; a dash if unknown."""
     return "–" if value is None else f"{value:,.0f}"
 
 
 def moment(value: datetime | None) -> str:
-    """2026-11-23 04:05:06 UTC."""
+    """Format a time as 2026-11-23 04:05:06 UTC."""
     return "" if value is None else value.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def clock(value: datetime | None) -> str:
-    """04:05."""
+    """Format a time as 04:05."""
     return "" if value is None else value.astimezone(UTC).strftime("%H:%M")
 
 
 def span(value: timedelta | float | None) -> str:
-    """The two largest units of a duration: 3 h 5 min."""
+    """Format a duration by its two largest units: 3 h 5 min."""
     if value is None:
         return "–"
     left = int(value.total_seconds() if isinstance(value, timedelta) else value)
@@ -106,7 +106,7 @@ def span(value: timedelta | float | None) -> str:
 
 
 def ago(value: datetime | None, now: datetime) -> str:
-    """5 min ago, in 3 h."""
+    """Format a time relative to now: 5 min ago, in 3 h."""
     if value is None:
         return "–"
     gone = (now - value).total_seconds()
@@ -116,10 +116,10 @@ def ago(value: datetime | None, now: datetime) -> str:
 
 
 def whole(text: str) -> str:
-    """A stranger's text with its lines, without other characters that a browser or a clipboard acts on."""
+    """Return untrusted text with its lines, without characters that affect a browser or clipboard."""
     return _ACTING.sub("\ufffd", text)
 
 
 def shown(value: object, longest: int = 200) -> str:
-    """A stranger's text on one line, without what a terminal or a browser would act on."""
+    """Return untrusted text on one line, without characters that affect a terminal or browser."""
     return printable(str(value), longest)

@@ -1,27 +1,27 @@
-"""Which path leads to which page."""
+"""Routes of the web pages."""
 
 from starlette.routing import Route
 
-from nightmill.jobs.server.desk import Desk
+from nightmill.jobs.server.batch_submission import UploadedBatchSubmission
 from nightmill.jobs.server.files import Files
 from nightmill.jobs.server.folder import Folder
-from nightmill.jobs.server.handing_in import HandingIn
+from nightmill.jobs.server.job_service import JobService
 from nightmill.jobs.server.pages.actions import Actions
 from nightmill.jobs.server.pages.checking import Checking
 from nightmill.jobs.server.pages.night import Watch
-from nightmill.jobs.server.pages.rendering import Pages
+from nightmill.jobs.server.pages.rendering import PageRenderer
 from nightmill.jobs.server.pages.session import Sessions
 from nightmill.jobs.server.pages.views import Views
 from nightmill.jobs.sql.server_secrets import ServerSecrets
 
 
 def page_routes(
-    desk: Desk, handing_in: HandingIn, files: Files, folder: Folder, checking: Checking
+    service: JobService, submission: UploadedBatchSubmission, files: Files, folder: Folder, checking: Checking
 ) -> list[Route]:
-    """All pages and their forms."""
-    pages, sessions = Pages(), Sessions(desk.keys, ServerSecrets(desk.client.database))
-    views = Views(desk, Watch(desk, handing_in.store), files, folder, checking, pages, sessions)
-    actions = Actions(views, handing_in, files)
+    """Return the routes of all pages and their forms."""
+    pages, sessions = PageRenderer(), Sessions(service.keys, ServerSecrets(service.client.database))
+    views = Views(service, Watch(service, submission.store), files, folder, checking, pages, sessions)
+    actions = Actions(views, submission, files)
     read = {
         "/": views.night,
         "/batch": views.batch,

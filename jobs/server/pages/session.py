@@ -1,15 +1,15 @@
-"""Who looks at a page: a cookie made of an API key, and tokens that forms of these pages alone have.
+"""Browser sessions: a cookie made from an API key, and tokens against forged forms.
 
-A server with keys lets a browser in after one of them was typed. The cookie that it gets names the key's
-holder and a time, under a seal made with a random secret that the servers of a database share in SQL. The
-digest of a key, which stands in settings, is therefore not enough to make one. The digest goes into the seal
-as well: a key that is taken away takes its sessions with it. Any server knows the cookie of another, nobody
-keeps a list, and who deletes the secret ends all sessions.
+On a server with keys, people sign in with one of them. The cookie contains the key's holder and a time,
+sealed with a random secret that the servers of a database share in SQL. So the digest of a key, which may be
+in settings, is not enough to forge a cookie. The seal includes the digest, too: removing a key ends its
+sessions. Any server accepts the cookies of another, no list is stored, and deleting the secret ends all
+sessions.
 
-A form of these pages carries a token that is made of the session, so nobody has it who does not have the
-session's cookie, whatever other cookies a page on another port or subdomain may set. Where there is no
-session (signing in, or a server without keys) the token is what another cookie holds. And a form is taken
-only from a page of this host, as far as the browser says where it comes from.
+Forms carry a token derived from the session, which nobody without the session's cookie can know, whatever
+other cookies a page on another port or subdomain may set. Without a session (signing in, or a server without
+keys) the token is the value of another cookie. And forms are accepted only from pages of this host, as far as
+the browser reports the origin.
 """
 
 import hashlib
@@ -25,28 +25,28 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nightmill.jobs.server.errors import HttpError
-from nightmill.jobs.server.keys import ANYBODY, Caller, Keys
+from nightmill.jobs.server.keys import ANYBODY, ApiKeys, Caller
 from nightmill.jobs.sql.server_secrets import SESSIONS, ServerSecrets
 
 Run = Callable[[Callable[[str], bytes], str], Awaitable[bytes]]
 
 SESSION, FORM = "nightmill_session", "nightmill_form"
 TOKEN = "form_token"  # noqa: S105 - the name of a field
-SECRET_SECONDS = 60.0  # after which a server looks whether the secret is still the same
+SECRET_SECONDS = 60.0  # after which a server checks whether the secret has changed
 _SESSION_SECONDS = 12 * 3600
-_CLOCKS_DIFFER_SECONDS = 60  # of two servers
+_CLOCKS_DIFFER_SECONDS = 60  # tolerance between two servers
 _TIME = re.compile(r"[0-9]{1,12}")
 _LONGEST_COOKIE = 300
 
 
 class SignInNeeded(Exception):  # noqa: N818 - nothing went wrong
-    """Nobody has signed in. Never leaves the pages."""
+    """The caller has not signed in. Never leaves the pages."""
 
 
 class Sessions:
-    """Lets browsers in by the keys of a server. `load` before anything else, for every request."""
+    """Sessions of browsers, based on a server's keys. Call `load` first for every request."""
 
-    def __init__(self, keys: Keys, secrets: ServerSecrets) -> None:
+    def __init__(self, keys: ApiKeys, secrets: ServerSecrets) -> None:
         self._keys = keys
         self._secrets = secrets
         self._secret = b""
@@ -54,20 +54,20 @@ class Sessions:
 
     @property
     def needed(self) -> bool:
-        """Whether one has to sign in at all."""
+        """True if signing in is required at all."""
         return bool(self._keys)
 
     async def load(self, run: Run) -> None:
-        """Have the secret of all servers, as it was at most SECRET_SECONDS ago. Raises DatabaseError.
+        """Load the shared secret, at most SECRET_SECONDS old. Raises DatabaseError.
 
-        run  calls a function on a thread for statements
+        run  runs a function on a thread for statements
         """
         if self._keys and time.monotonic() - self._loaded_at >= SECRET_SECONDS:
             self._secret = await run(self._secrets.get, SESSIONS)
             self._loaded_at = time.monotonic()
 
     def caller(self, request: Request) -> Caller:
-        """Who looks; raises SignInNeeded."""
+        """Return the signed-in caller; raises SignInNeeded."""
         if not self._keys:
             return ANYBODY
         name, _, rest = request.cookies.get(SESSION, "")[:_LONGEST_COOKIE].partition("|")
@@ -80,7 +80,7 @@ class Sessions:
         raise SignInNeeded
 
     def sign_in(self, response: Response, key: str, *, secure: bool) -> Caller | None:
-        """Let the holder of a key in; None if it is nobody's."""
+        """Sign in the holder of a key; None if it is invalid."""
         found = self._keys.find(key)
         if found is None:
             return None
@@ -96,12 +96,12 @@ class Sessions:
         return hmac.new(self._secret, _bytes(sealed), hashlib.sha256).hexdigest()
 
     def sign_out(self, response: Response) -> None:
-        """Forget who it was."""
+        """Remove the session's cookie."""
         response.delete_cookie(SESSION)
 
 
 def form_token(request: Request) -> str:
-    """What the forms of a page carry. Without a session, `keep_token` has the browser keep it."""
+    """Return the token for the forms of a page. Without a session, `keep_token` stores it in a cookie."""
     if session := request.cookies.get(SESSION, ""):
         return _token_of(session)
     known = request.cookies.get(FORM, "")
@@ -113,13 +113,13 @@ def form_token(request: Request) -> str:
 
 
 def keep_token(request: Request, response: Response) -> None:
-    """Set the cookie that belongs to this page's forms, if it is new."""
+    """Set the cookie of this page's form token, if it is new."""
     if hasattr(request.state, "form_token"):
         _keep(response, FORM, request.state.form_token, secure=request.url.scheme == "https")
 
 
 def check_token(request: Request, form: Mapping[str, str]) -> None:
-    """Raise HttpError unless a form is one of our own pages', made for this session."""
+    """Raise HttpError unless a form has this session's token."""
     session = request.cookies.get(SESSION, "")
     wanted = _token_of(session) if session else request.cookies.get(FORM, "")
     if not wanted or not _same(wanted, form.get(TOKEN, "")):
@@ -127,14 +127,14 @@ def check_token(request: Request, form: Mapping[str, str]) -> None:
 
 
 def check_origin(request: Request) -> None:
-    """Raise HttpError for a form that a page of another host sends, as far as the browser tells.
+    """Raise HttpError for a form from another host's page, as far as the browser reports it.
 
     Browsers send Origin with every POST, Sec-Fetch-Site over TLS and to this machine; pages can set neither.
     """
     origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site", "same-origin")
     try:
         there = "" if origin is None else urlsplit(origin).netloc.lower()
-    except ValueError:  # as for an IPv6 address without its end
+    except ValueError:  # for example an IPv6 address without its closing bracket
         there = "?"
     host = request.headers.get("host", "").lower()
     if site not in ("same-origin", "none") or (origin is not None and there != host):
@@ -151,7 +151,7 @@ def _token_of(session: str) -> str:
 
 
 def _same(one: str, other: str) -> bool:
-    """As `==`, in a time that says nothing; whatever bytes a stranger sent."""
+    """Compare in constant time, for any bytes."""
     return hmac.compare_digest(_bytes(one), _bytes(other))
 
 

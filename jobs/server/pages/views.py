@@ -1,4 +1,4 @@
-"""What is read: the night, a batch, a job, what a file holds, and the forms by which work is handed in."""
+"""Read-only pages: the start page, batches, jobs, checked files, and the forms for submitting work."""
 
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -11,30 +11,30 @@ from urllib.parse import quote, urlencode
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 
-from nightmill.jobs.batch_status import BatchStatus
+from nightmill.jobs.base.contract import JobState, StopReason
 from nightmill.jobs.batches.batch import Batch
 from nightmill.jobs.batches.result_files import output_row
-from nightmill.jobs.contract import JobState, StopReason
 from nightmill.jobs.errors import NightmillError
 from nightmill.jobs.formats import FileFormat
-from nightmill.jobs.job import Job
-from nightmill.jobs.pieces import START, Place
-from nightmill.jobs.server.desk import Desk
+from nightmill.jobs.reply.batch_status import BatchStatus
+from nightmill.jobs.reply.job import Job
 from nightmill.jobs.server.errors import HttpError, http_error_of
 from nightmill.jobs.server.events import COMMENT, EventStream, event, with_pauses
 from nightmill.jobs.server.files import PREFIX, Files
 from nightmill.jobs.server.folder import Folder
+from nightmill.jobs.server.job_service import JobService
 from nightmill.jobs.server.keys import Caller
 from nightmill.jobs.server.pages.checking import Checking, seconds_of
 from nightmill.jobs.server.pages.night import Shown, Watch, open_batch
-from nightmill.jobs.server.pages.rendering import Pages
+from nightmill.jobs.server.pages.rendering import PageRenderer
 from nightmill.jobs.server.pages.session import Sessions, SignInNeeded, check_origin
-from nightmill.jobs.sql.looking import Filter
+from nightmill.jobs.sql.dashboard_queries import RowFilter
+from nightmill.jobs.streams.pieces import START, TextPosition
 
 Answer = Callable[[Request], Awaitable[Response]]
 
-_LONGEST_WORD = 200  # of what a filter looks for
-_ROWS_AT_ONCE = 200  # of a download, between two looks at whether anybody reads on
+_LONGEST_WORD = 200  # characters of a filter
+_ROWS_AT_ONCE = 200  # rows of a download between checks for a disconnect
 
 
 class Views:
@@ -42,15 +42,15 @@ class Views:
 
     def __init__(
         self,
-        desk: Desk,
+        service: JobService,
         watch: Watch,
         files: Files,
         folder: Folder,
         checking: Checking,
-        pages: Pages,
+        pages: PageRenderer,
         sessions: Sessions,
     ) -> None:
-        self.desk = desk
+        self.service = service
         self.watch = watch
         self.pages = pages
         self.sessions = sessions
@@ -59,14 +59,16 @@ class Views:
         self._checking = checking
 
     def shown(self, answer: Answer) -> Answer:
-        """The endpoint with errors as pages, and for who has not signed in the way to do so."""
+        """Wrap an endpoint: errors become pages, and callers who are not signed in are sent to sign in."""
 
         @wraps(answer)
         async def answered(request: Request) -> Response:
             try:
                 if request.method == "POST":
                     check_origin(request)
-                await self.sessions.load(self.desk.run)
+                # First a statement with a short limit, as those of pages have long ones.
+                request.state.now = await self.service.run(self.service.client.database.read_clock)
+                await self.sessions.load(self.service.run)
                 return await answer(request)
             except SignInNeeded:
                 asked = request.url.path + (f"?{request.url.query}" if request.url.query else "")
@@ -78,29 +80,28 @@ class Views:
         return answered
 
     async def night(self, request: Request) -> Response:
-        """GET /."""
-        caller, run = self.sessions.caller(request), self.desk.look
-        now = await run(self.watch.looking.now)
+        """GET /: the start page."""
+        caller, run = self.sessions.caller(request), self.service.look
         batches = await self.watch.batches(caller)
         values: dict[str, Any] = {"batches": batches, "night": None, "workers": []}
         if caller.only is None:
             values |= {
                 "night": await run(self.watch.night),
-                "workers": await run(self.watch.workers, now),
+                "workers": await run(self.watch.workers, request.state.now),
             }
-        return self.pages.page(request, "night.html", caller, values, now=now)
+        return self.pages.page(request, "night.html", caller, values)
 
     async def batch(self, request: Request) -> Response:
-        """GET /batch?name=...: how it goes, and its rows."""
-        caller, run, query = self.sessions.caller(request), self.desk.look, request.query_params
+        """GET /batch?name=...: progress and rows of a batch."""
+        caller, run, query = self.sessions.caller(request), self.service.look, request.query_params
         batch, http = await run(self.watch.batch, caller, query.get("name", ""))
-        status = await self.watch.standings.of(batch)
+        status = await self.watch.status_cache.of(batch)
         wanted = _filter(query)
         after = query.get("after") or None
         lines = await run(self.watch.looking.lines, batch.name, wanted, after, _rows_of(status, wanted))
         said = {name: value for name, value in query.items() if name != "after" and value}
         values = {
-            "shown": Shown(status, http),
+            "shown": Shown(status, http, await run(self.watch.filename, http)),
             "lines": lines,
             "query": said,
             "next": None if lines.after is None else "/batch?" + urlencode(said | {"after": lines.after}),
@@ -110,8 +111,7 @@ class Views:
             "states": list(JobState),
             "reasons": list(StopReason),
         }
-        now = await run(self.watch.looking.now)
-        return self.pages.page(request, "batch.html", caller, values, now=now)
+        return self.pages.page(request, "batch.html", caller, values)
 
     async def results(self, request: Request) -> Response:
         """GET /batch/results?name=...: the rows that succeeded so far, in the order of the file."""
@@ -122,35 +122,34 @@ class Views:
         return await self._download(request, errors=True)
 
     async def job(self, request: Request) -> Response:
-        """GET /job?id=..."""
+        """GET /job?id=...: a job."""
         caller = self.sessions.caller(request)
         job = await self._job(caller, request)
         values = {"job": job, "may_change": caller.may_change(job.owner)}
-        now = await self.desk.look(self.watch.looking.now)
-        return self.pages.page(request, "job.html", caller, values, now=now)
+        return self.pages.page(request, "job.html", caller, values)
 
     async def events(self, request: Request) -> Response:
-        """GET /job/events?id=...: the text as it comes, for the page of a job."""
+        """GET /job/events?id=...: stream the text for the page of a job."""
         job = await self._job(self.sessions.caller(request), request)
         last = request.headers.get("last-event-id")
-        return EventStream(job.id, self._pieces(job.id, Place.parse(last) if last else START), lambda: None)
+        return EventStream(
+            job.id, self._pieces(job.id, TextPosition.parse(last) if last else START), lambda: None
+        )
 
     async def hand_in(self, request: Request) -> Response:
         """GET /hand-in: the form for a file."""
         caller = self.sessions.caller(request)
-        now = await self.desk.look(self.watch.looking.now)
-        return self.pages.page(request, "hand_in.html", caller, {}, now=now)
+        return self.pages.page(request, "hand_in.html", caller, {})
 
     async def checked(self, request: Request) -> Response:
-        """GET /hand-in/file?id=...: what an uploaded file holds, before it is handed in."""
-        caller, run = self.sessions.caller(request), self.desk.look
+        """GET /hand-in/file?id=...: the check of an uploaded file, before it is submitted."""
+        caller, run = self.sessions.caller(request), self.service.look
         file = await self._files.find(caller, request.query_params.get("id", ""))
         found = await self._checking.look(request, file, self._folder.find(file.id))
         if found is None:
-            now = await run(self.watch.looking.now)
-            return self.pages.page(request, "checking.html", caller, {"file": file}, now=now)
+            return self.pages.page(request, "checking.html", caller, {"file": file})
         seconds = None if found.broken else await run(seconds_of, found, self.watch.looking)
-        models = sorted({worker.model for worker in await run(self.desk.client.serving)})
+        models = sorted({worker.model for worker in await run(self.service.client.serving)})
         values = {
             "file": file,
             "file_id": PREFIX + file.id,
@@ -158,27 +157,24 @@ class Views:
             "seconds": seconds,
             "models": models,
         }
-        now = await run(self.watch.looking.now)
-        return self.pages.page(request, "checked.html", caller, values, now=now)
+        return self.pages.page(request, "checked.html", caller, values)
 
     async def playground(self, request: Request) -> Response:
         """GET /try: the form for one prompt."""
-        caller, run = self.sessions.caller(request), self.desk.look
-        models = sorted({worker.model for worker in await run(self.desk.client.serving)})
-        now = await run(self.watch.looking.now)
-        return self.pages.page(request, "try.html", caller, {"models": models}, now=now)
+        caller, run = self.sessions.caller(request), self.service.look
+        models = sorted({worker.model for worker in await run(self.service.client.serving)})
+        return self.pages.page(request, "try.html", caller, {"models": models})
 
     async def sign_in(self, request: Request) -> Response:
         """GET /sign-in."""
         if not self.sessions.needed:
             return RedirectResponse("/", 303)
         values = {"next": request.query_params.get("next", "/"), "wrong": False}
-        now = await self.desk.look(self.watch.looking.now)
-        return self.pages.page(request, "sign_in.html", None, values, now=now)
+        return self.pages.page(request, "sign_in.html", None, values)
 
     async def _download(self, request: Request, *, errors: bool) -> Response:
         caller = self.sessions.caller(request)
-        batch, _ = await self.desk.look(self.watch.batch, caller, request.query_params.get("name", ""))
+        batch, _ = await self.service.look(self.watch.batch, caller, request.query_params.get("name", ""))
         kind = FileFormat.OPENAI if batch.format is FileFormat.OPENAI else FileFormat.JSONL
         name = quote(f"{batch.name}.{'errors' if errors else 'results'}.jsonl", safe="")
         return StreamingResponse(
@@ -193,17 +189,17 @@ class Views:
 
     async def _rows(self, batch: Batch, kind: FileFormat, errors: bool) -> AsyncIterator[str]:
         jobs: Iterator[Job] = batch.errors() if errors else batch.results()
-        while rows := await self.desk.look(lambda: list(islice(jobs, _ROWS_AT_ONCE))):
+        while rows := await self.service.look(lambda: list(islice(jobs, _ROWS_AT_ONCE))):
             yield "".join(
                 json.dumps(output_row(job, kind, errors=errors), ensure_ascii=False) + "\n" for job in rows
             )
 
     async def _job(self, caller: Caller, request: Request) -> Job:
-        return await self.desk.job(caller, request.query_params.get("id", ""))
+        return await self.service.job(caller, request.query_params.get("id", ""))
 
-    async def _pieces(self, job_id: str, place: Place) -> AsyncIterator[str]:
+    async def _pieces(self, job_id: str, place: TextPosition) -> AsyncIterator[str]:
         try:
-            async for piece in with_pauses(self.desk.pieces(job_id, place)):
+            async for piece in with_pauses(self.service.pieces(job_id, place)):
                 yield COMMENT if piece is None else event({"t": piece}, place=piece.place)
             yield event({"over": True})
         except (NightmillError, HttpError) as error:
@@ -216,14 +212,13 @@ class Views:
         with suppress(SignInNeeded):
             caller = self.sessions.caller(request)
         values = {"status": error.status, "said": error.body["error"]["message"]}
-        now = await self.desk.look(self.watch.looking.now)
-        return self.pages.page(request, "problem.html", caller, values, now=now, status=error.status)
+        return self.pages.page(request, "problem.html", caller, values, status=error.status)
 
 
-def _filter(query: Any) -> Filter:
-    """What a query looks for; words that are none are left out."""
+def _filter(query: Any) -> RowFilter:
+    """Parse a filter from the query; unknown words are ignored."""
     state, reason = query.get("state"), query.get("reason")
-    return Filter(
+    return RowFilter(
         state=JobState(state) if state in set(JobState) else None,
         reason=StopReason(reason) if reason in set(StopReason) else None,
         custom_id=(query.get("custom_id") or "")[:_LONGEST_WORD] or None,
@@ -231,8 +226,8 @@ def _filter(query: Any) -> Filter:
     )
 
 
-def _rows_of(status: BatchStatus, wanted: Filter) -> int:
-    """How many rows are at most in that state, with that stop reason."""
+def _rows_of(status: BatchStatus, wanted: RowFilter) -> int:
+    """Return an upper bound for the number of rows with that state and stop reason."""
     found = [status.rows]
     if wanted.state is not None:
         found.append(status.states.get(wanted.state, 0))

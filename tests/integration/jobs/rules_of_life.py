@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nightmill.jobs.contract import JobState
+from nightmill.jobs.base.contract import JobState
 
 QUEUED, RUNNING = JobState.QUEUED, JobState.RUNNING
 SUCCEEDED, FAILED, CANCELLED = JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED

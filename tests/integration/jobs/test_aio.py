@@ -10,12 +10,12 @@ import pytest
 
 from nightmill import jobs
 from nightmill.jobs import aio
-from nightmill.jobs.client import Client
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import InvalidParameterError, JobNotFoundError, WaitTimeoutError
-from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.claims import Claims
 from tests.integration.jobs.batches.rows import finish
-from tests.servers import worker_env
+from tests.support.servers import worker_env
 
 PATIENCE = 60.0
 

@@ -3,14 +3,14 @@
 from datetime import timedelta
 
 import pytest
-from sqlalchemy import func, select
+from sqlalchemy import func, select, update
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState, StopReason
-from nightmill.jobs.job import Answer
+from nightmill.jobs.base.contract import JobState, StopReason
+from nightmill.jobs.client.client import Client
+from nightmill.jobs.reply.job import Answer
 from nightmill.jobs.sql.claims import Claims, Outcome
-from nightmill.jobs.sql.tables import AnswerRow
-from tests.servers import Clock
+from nightmill.jobs.sql.tables import AnswerRow, JobRow
+from tests.support.servers import Clock
 
 ANSWERS = (
     Answer("one", StopReason.EOS, 2, 7),
@@ -37,10 +37,8 @@ def count(client: Client) -> int:
 
 def finished(client: Client, claims: Claims, reason: StopReason, jobs: int = 1) -> list[str]:
     ids = list(client.enqueue_many(["prompt"] * jobs, n=3))
-    assert claims.claim(ids) == []  # nobody takes them who does not know that they have several
-    assert claims.with_several_answers([*ids, "0" * 32]) == dict.fromkeys(ids, 3)
-    assert len(claims.claim_several(ids)) == jobs
-    assert claims.with_several_answers(ids) == {}
+    assert len(claims.claim(ids)) == jobs
+    assert claims.claim_within(ids, 100) == ([], {})
     assert claims.finish([outcome(job_id, reason) for job_id in ids]) == jobs
     return ids
 
@@ -65,10 +63,10 @@ def test_answers_are_read_with_their_job_wherever_that_is_read(client: Client, c
 
 def test_a_worker_that_lost_its_job_writes_no_answer(client: Client, claims: Claims) -> None:
     job_id = client.enqueue("prompt", n=3)
-    claims.claim_several([job_id])
+    claims.claim([job_id])
     claims.hand_back([(job_id, 1)])
     assert claims.finish([outcome(job_id)]) == 0  # queued
-    (claim,) = Claims(client.database, "b" * 32).claim_several([job_id])
+    (claim,) = Claims(client.database, "b" * 32).claim([job_id])
     assert claim.params.n == 3
     assert claims.finish([outcome(job_id), outcome(job_id, attempt=2)]) == 0  # another's
     assert (count(client), client.get(job_id).answers) == (0, ())
@@ -80,7 +78,7 @@ def test_a_retry_and_deleting_take_the_answers_along(client: Client, claims: Cla
     assert client.get(first).state is JobState.FAILED
     client.retry(first)
     assert (count(client), client.get(first).answers) == (3, ())
-    (claim,) = claims.claim_several([first])
+    (claim,) = claims.claim([first])
     assert claims.finish([outcome(first, attempt=claim.attempt)]) == 1
     assert [len(client.get(job_id).answers) for job_id in (first, second)] == [3, 3]
     clock.advance(3600)
@@ -93,9 +91,36 @@ def test_a_batch_that_is_tried_again_loses_the_answers_of_its_failed_rows_only(
 ) -> None:
     batch = client.submit_batch([{"prompt": "p"}, {"prompt": "q"}], name="several", n=3)
     good, bad = (job.id for job in reversed(client.list_jobs(batch="several")))
-    claims.claim_several([good, bad])
+    claims.claim([good, bad])
     claims.finish([outcome(good), outcome(bad, StopReason.DEADLINE)])
     assert [len(job.answers) for job in (*batch.results(), *batch.errors())] == [3, 3]
     assert batch.retry_failed() == 1
     assert [len(client.get(job_id).answers) for job_id in (good, bad)] == [3, 0]
     assert count(client) == 3
+
+
+def test_as_many_jobs_are_claimed_as_have_room_with_all_their_answers(client: Client, claims: Claims) -> None:
+    ids = list(client.enqueue_many(["prompt"] * 4, n=3))
+    alone = client.enqueue("prompt")
+    gone = client.enqueue("prompt")
+    client.cancel(gone)
+    scored = client.enqueue("prompt", score=[" one", " two"])
+    order = [gone, *ids, alone, scored]
+    taken, left = claims.claim_within(order, 7)
+    assert [claim.job_id for claim in taken] == ids[:2]
+    assert left == {ids[2]: 3, ids[3]: 3, alone: 1, scored: 2}  # nobody overtakes who came before
+    taken, left = claims.claim_within(list(left), 1)
+    assert [claim.job_id for claim in taken] == ids[2:3]  # the first, though it needs more
+    taken, left = claims.claim_within(list(left), 4, most=2)
+    assert ([claim.job_id for claim in taken], left) == ([ids[3], alone], {scored: 2})
+    assert [claim.params.answers for claim in claims.claim(list(left))] == [2]
+
+
+def test_a_row_of_an_older_client_tells_its_answers_once_it_is_claimed(
+    client: Client, claims: Claims
+) -> None:
+    job_id = client.enqueue("prompt", n=3)
+    with client.database.write() as connection:
+        connection.execute(update(JobRow).where(JobRow.id == job_id).values(answers=1))
+    ((claim,), left) = claims.claim_within([job_id], 1)
+    assert (claim.params.answers, left) == (3, {})

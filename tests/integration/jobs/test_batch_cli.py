@@ -11,14 +11,14 @@ import fsspec
 import pytest
 from click.testing import CliRunner, Result
 
-from nightmill.jobs.client import Client
+from nightmill.jobs.base.contract import StopReason, WorkerState
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.main import main
-from nightmill.jobs.contract import StopReason, WorkerState
 from nightmill.jobs.formats import remote
-from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.jobs.sql.sweep import Sweep
-from tests.servers import worker_env
+from tests.support.servers import worker_env
 
 Run = Callable[..., Result]
 

@@ -2,14 +2,16 @@
 
 import pytest
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState
+from nightmill.jobs.base.contract import JobState, StopReason
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import (
     InvalidParameterError,
     InvalidTransitionError,
     JobNotFoundError,
 )
-from nightmill.jobs.sql.claims import Claims
+from nightmill.jobs.request.spec import JobSpec
+from nightmill.jobs.sql.claims import Claims, Outcome
+from nightmill.jobs.sql.jobs import Selection
 
 
 def test_a_queued_job_is_cancelled_at_once_and_can_be_retried(client: Client) -> None:
@@ -32,6 +34,23 @@ def test_a_batch_is_cancelled_whole(client: Client) -> None:
     assert client.cancel_batch("b") == (3, 2)
     assert client.stats("b")["state"] == {"running": 2, "cancelled": 3}
     assert client.get(other).state is JobState.QUEUED
+
+
+def test_jobs_of_a_request_are_cancelled_together_but_for_those_that_have_ended(client: Client) -> None:
+    request = client.enqueue_request([JobSpec.parse("prompt")] * 4, owner="alice")
+    other = client.enqueue_request([JobSpec.parse("prompt")], owner="alice")
+    assert other.job_ids == [other.request_id]
+    claims = Claims(client.database, "a" * 32)
+    ended, running, *queued = request.job_ids
+    (claim, _) = claims.claim([ended, running])
+    claims.finish([Outcome(ended, claim.attempt, StopReason.EOS, "text", 1, 1)])
+    client.store.cancel_all(request.job_ids)
+    jobs = [client.get(job_id) for job_id in request.job_ids]
+    assert [job.state for job in jobs] == ["succeeded", "running", "cancelled", "cancelled"]
+    assert [job.cancel_requested_at is not None for job in jobs] == [False, True, True, True]
+    assert {job.request_id for job in jobs} == {request.request_id} and queued[0] != request.request_id
+    assert client.get(other.request_id).state is JobState.QUEUED
+    assert client.store.find(Selection(request_id=request.request_id)) == jobs
 
 
 @pytest.mark.parametrize("call", ["get", "cancel", "retry", "wait"])

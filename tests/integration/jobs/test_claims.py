@@ -8,14 +8,14 @@ from datetime import timedelta
 
 import pytest
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState, StopReason, WorkerState
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.base.contract import JobState, StopReason, WorkerState
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.jobs import Selection
 from nightmill.jobs.sql.sweep import Sweep
-from tests.servers import Clock
+from tests.support.servers import Clock
 
 JOBS = 300
 SHARD = 64

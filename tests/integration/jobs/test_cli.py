@@ -12,16 +12,17 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+from nightmill.jobs.base.contract import StopReason
+from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.batches.batch import Batch
-from nightmill.jobs.client import Client
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.batches import batch
 from nightmill.jobs.commands.main import main
-from nightmill.jobs.contract import StopReason
-from nightmill.jobs.job import Answer
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.reply.job import Answer
+from nightmill.jobs.request.spec import JobSpec
 from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.jobs.sql.tables import SCHEMA_REVISION
-from tests.servers import free_port, wait_until, worker_env
+from tests.support.servers import free_port, wait_until, worker_env
 
 Run = Callable[..., Result]
 
@@ -157,6 +158,10 @@ def test_enqueue_prints_ids_and_keeps_every_option(run: Run, cli_client: Client)
             "logprobs": None,
             "echo": False,
             "score": (),
+            "include_stop_str_in_output": False,
+            "prompt_logprobs": None,
+            "return_token_ids": False,
+            "truncate_prompt_tokens": None,
         }
 
 
@@ -198,7 +203,7 @@ def test_enqueue_and_show_print_every_answer(run: Run, cli_client: Client) -> No
     (job_id,) = json.loads(run("enqueue", "a prompt", "--n", "2", "--seed", "7", "--json").stdout)["ids"]
     answers = (Answer("one", StopReason.EOS, 2, 7), Answer("t\x1bwo", StopReason.LENGTH, 3, 8))
     claims = Claims(cli_client.database, "a" * 32)
-    claims.claim_several([job_id])
+    claims.claim([job_id])
     claims.finish([Outcome(job_id, 1, StopReason.EOS, "one", 4, 5, answers=answers)])
     shown = run("show", job_id).stdout
     assert shown.endswith(
@@ -372,14 +377,32 @@ def _nightmill(settings: Settings, *arguments: str, **more: object) -> subproces
     )
 
 
-def test_the_installed_command_works_and_fails_without_a_traceback(server_settings: Settings) -> None:
-    done = _nightmill(server_settings, "enqueue", "grüße", "--json")
+def test_the_installed_command_works_and_fails_without_a_traceback(sqlite_settings: Settings) -> None:
+    done = _nightmill(sqlite_settings, "enqueue", "grüße", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     (job_id,) = json.loads(done.stdout)["ids"]
-    with Client(server_settings) as client:
+    with Client(sqlite_settings) as client:
         assert client.get(job_id).prompt == "grüße"
         _finish(client, job_id, "ünï")
-    waited = _nightmill(server_settings, "show", job_id, "--json")
+    waited = _nightmill(sqlite_settings, "show", job_id, "--json")
     assert json.loads(waited.stdout)["text"] == "ünï"
-    failed = _nightmill(server_settings, "show", "nothing")
+    failed = _nightmill(sqlite_settings, "show", "nothing")
     assert (failed.returncode, failed.stdout, failed.stderr) == (1, "", "Error: there is no job 'nothing'\n")
+
+
+@pytest.mark.parametrize("prefix", ["chatcmpl-", "cmpl-", "resp_", "msg_"])
+def test_a_job_is_known_by_the_id_of_its_answer(prefix: str, run: Run, cli_client: Client) -> None:
+    job_id = cli_client.enqueue("a prompt")
+    assert json.loads(run("show", f"{prefix}{job_id}", "--json").stdout)["id"] == job_id
+    assert run("cancel", f"{prefix}{job_id}").stdout == f"{job_id}: cancelled\n"
+    assert run("retry", f"{prefix}{job_id}").stdout == f"{job_id}: queued\n"
+    missing = run("show", f"{prefix}{'0' * 32}")
+    assert missing.exit_code == 1 and "there is no job" in missing.stderr
+
+
+def test_a_request_with_several_prompts_is_known_by_its_id(run: Run, cli_client: Client) -> None:
+    request, ids = cli_client.enqueue_request([JobSpec.parse("one"), JobSpec.parse("two")], owner="a")
+    assert request not in ids
+    shown = [json.loads(line)["id"] for line in run("show", f"cmpl-{request}", "--json").stdout.splitlines()]
+    assert shown == ids
+    assert json.loads(run("cancel", f"cmpl-{request}", "--json").stdout) == dict.fromkeys(ids, "cancelled")

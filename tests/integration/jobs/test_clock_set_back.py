@@ -5,16 +5,16 @@ from datetime import datetime, timedelta
 import pytest
 from sqlalchemy import select, update
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState, WorkerState
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.base.contract import JobState, WorkerState
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.sql import database
 from nightmill.jobs.sql.claims import Claims
 from nightmill.jobs.sql.files import FileStore, StoredFile
 from nightmill.jobs.sql.http_batches import HttpBatch, HttpBatchStore
 from nightmill.jobs.sql.sweep import Sweep
 from nightmill.jobs.sql.tables import JobRow, WorkerRow
-from tests.servers import Clock
+from tests.support.servers import Clock
 
 STALE = timedelta(seconds=30)
 DAY = 86_400.0

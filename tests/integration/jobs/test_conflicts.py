@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 from sqlalchemy import event, text, update
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import WorkerState
+from nightmill.jobs.base.contract import WorkerState
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import DatabaseBusyError
-from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.claims import Claims
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.retrying import retried
 from nightmill.jobs.sql.sweep import Sweep
 from nightmill.jobs.sql.tables import JobRow
-from tests.interleaving import before, wait_until_one_is_blocked
-from tests.servers import Clock
+from tests.support.interleaving import before, wait_until_one_is_blocked
+from tests.support.servers import Clock
 
 STALE = timedelta(seconds=30)
 

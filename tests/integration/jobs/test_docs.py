@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import StopReason
-from nightmill.jobs.job import Answer
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.base.contract import StopReason
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
+from nightmill.jobs.reply.job import Answer
 from nightmill.jobs.sql.claims import Claims, Outcome
-from tests.servers import worker_env
+from tests.support.servers import worker_env
 
 DOCS = Path(__file__).parents[3] / "docs"
 SQL = re.findall(r"^```sql\n(.*?)^```", (DOCS / "reading-results-with-sql.md").read_text(), re.M | re.S)
@@ -37,7 +37,7 @@ def client(server_settings: Settings, tmp_path: Path) -> Any:
         claims = Claims(client.database, "a" * 32)
         claims.register("host", 1, "model", None)
         ids = [job.id for job in client.list_jobs(state="queued")]
-        for claim in claims.claim_several(ids[:2]):
+        for claim in claims.claim(ids[:2]):
             reason = StopReason.EOS if claim.prompt == "one" else StopReason.LENGTH
             answers = tuple(Answer("text", reason, 1, number) for number in range(claim.params.n))
             claims.finish([Outcome(claim.job_id, claim.attempt, reason, "text", 1, 2, answers=answers)])

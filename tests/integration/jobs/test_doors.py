@@ -17,17 +17,17 @@ from click.testing import CliRunner
 from hypothesis import HealthCheck, example, given, settings
 from sqlalchemy import select
 
-from nightmill.jobs.client import Client
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.main import main
-from nightmill.jobs.constrained import FORMS
 from nightmill.jobs.errors import InvalidRequestError
-from nightmill.jobs.fields import FIELDS, OF_A_BATCH, PARAMETERS, BatchSettings, JobSettings
 from nightmill.jobs.formats.rows import printable
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.request.fields import FIELDS, OF_A_BATCH, PARAMETERS, BatchSettings, JobSettings
+from nightmill.jobs.request.structured import CONSTRAINT_FIELDS
+from nightmill.jobs.request.tools import TOOL_KEYS
 from nightmill.jobs.sql.jobs import JOBS
 from nightmill.jobs.sql.tables import JobRow
-from nightmill.jobs.tools import TOOL_KEYS
-from tests.servers import worker_env
+from tests.support.servers import worker_env
 
 Found = tuple[str, Any]
 """("row", what SQL holds) or ("refused", why)."""
@@ -36,12 +36,13 @@ TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=
 GOOD: dict[str, st.SearchStrategy[Any]] = {
     "max_tokens": st.integers(1, 1_000_000),
     "temperature": st.floats(0, 100),
-    "top_k": st.integers(0, 2**31 - 1),
+    "top_k": st.integers(-1, 2**31 - 1),
     "top_p": st.floats(0, 1, exclude_min=True),
     "min_p": st.floats(0, 1),
     "repetition_penalty": st.floats(0.01, 100),
     "seed": st.integers(0, 2**63 - 1),
     "stop": st.lists(TEXTS, min_size=1, max_size=16),
+    "include_stop_str_in_output": st.booleans(),
     "ignore_eos": st.booleans(),
     "stop_token_ids": st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5),
     "min_tokens": st.just(0) | st.just(1),
@@ -54,6 +55,9 @@ GOOD: dict[str, st.SearchStrategy[Any]] = {
     "bad_words": st.lists(TEXTS.filter(str.strip), min_size=1, max_size=5),
     "logprobs": st.integers(0, 20),
     "echo": st.booleans(),
+    "prompt_logprobs": st.integers(0, 20),
+    "return_token_ids": st.booleans(),
+    "truncate_prompt_tokens": st.integers(1, 2**31 - 1),
     "score": st.lists(TEXTS, min_size=1, max_size=5),
     "chat_template_kwargs": st.dictionaries(
         st.sampled_from(["enable_thinking", "reasoning_effort", "X1"]),
@@ -87,13 +91,13 @@ GOOD: dict[str, st.SearchStrategy[Any]] = {
     "metadata": st.dictionaries(TEXTS, st.none() | st.booleans() | st.integers() | TEXTS, max_size=3),
 }
 BAD: dict[str, st.SearchStrategy[Any]] = {
-    "max_tokens": st.integers(max_value=0) | st.integers(1_000_001),
+    "max_tokens": st.integers(max_value=-1) | st.integers(1_000_001),
     "temperature": st.floats(max_value=-0.01, allow_infinity=False) | st.floats(100.1, allow_infinity=False),
-    "top_k": st.integers(max_value=-1) | st.integers(2**31),
+    "top_k": st.integers(max_value=-2) | st.integers(2**31),
     "top_p": st.floats(1.01, allow_infinity=False) | st.just(0.0),
     "min_p": st.floats(1.01, allow_infinity=False),
     "repetition_penalty": st.floats(0, 0.009),
-    "seed": st.integers(max_value=-1) | st.integers(2**63),
+    "seed": st.integers(max_value=-2) | st.integers(2**63),
     "stop": st.just([""]) | st.lists(TEXTS, min_size=17, max_size=18) | st.just(["a\0"]),
     "stop_token_ids": st.just([-1]) | st.just([1] * 257) | st.just([2**31]),
     "min_tokens": st.integers(1_000_001) | st.integers(max_value=-1),
@@ -188,7 +192,7 @@ class Doors:
                 arguments += [argument for one in value for argument in (option, str(one))]
             elif name in ("add_generation_prompt", "parallel_tool_calls"):
                 arguments.append(option if value else f"--no-{option.removeprefix('--')}")
-            elif name in ("ignore_eos", "continue_final_message", "echo"):
+            elif isinstance(value, bool):
                 arguments += [option] * value
             elif name != "prompt":
                 arguments += [option, json.dumps(value) if isinstance(value, dict | list) else str(value)]
@@ -224,7 +228,7 @@ def test_a_job_is_the_same_row_or_the_same_refusal_through_every_door(
     kind, expected = doors.python(job)
     found = {door.__name__: door(job) for door in (doors.python_rows, doors.jsonl, doors.csv)}
     found["command_line"] = doors.command_line(job)
-    of_openai = PARAMETERS | FORMS.keys() | {"prompt", "messages", "model", "custom_id"}
+    of_openai = PARAMETERS | CONSTRAINT_FIELDS.keys() | {"prompt", "messages", "model", "custom_id"}
     if job.keys() <= of_openai and ("prompt" in job or 0 <= job.get("logprobs", 0) <= 20):
         found["openai"] = doors.openai(job)
     for door, (how, what) in found.items():
@@ -254,7 +258,7 @@ def test_the_table_of_fields_is_what_calls_and_commands_take() -> None:
         set(BatchSettings.__annotations__)
         == OF_A_BATCH
         == PARAMETERS
-        | FORMS.keys()
+        | CONSTRAINT_FIELDS.keys()
         | {*("priority", "max_attempts", "model", "scheduled_at", "deadline")}
         | {"chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
         | TOOL_KEYS.keys()

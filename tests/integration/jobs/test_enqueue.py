@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nightmill.jobs.base.contract import JobState
 from nightmill.jobs.batches.grouping import ROWS_PER_TRANSACTION
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import (
     IdempotencyConflictError,
     InvalidParameterError,
     InvalidPromptError,
 )
 from nightmill.jobs.sql.jobs import Selection
-from tests.servers import Clock
+from tests.support.servers import Clock
 
 
 def test_a_job_is_kept_as_it_was_said(client: Client, clock: Clock) -> None:
@@ -71,6 +71,10 @@ def test_a_job_is_kept_as_it_was_said(client: Client, clock: Clock) -> None:
         "logprobs": 5,
         "echo": True,
         "score": (),
+        "include_stop_str_in_output": False,
+        "prompt_logprobs": None,
+        "return_token_ids": False,
+        "truncate_prompt_tokens": None,
     }
     assert (job.batch, job.custom_id, job.priority, job.max_attempts) == ("tonight", "mine", 9, 2)
     assert (job.idempotency_key, job.metadata) == ("key", {"deep": [1, {"ü": None}]})

@@ -9,11 +9,11 @@ from typing import NoReturn
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.forking import Turnstile
-from nightmill.jobs.pieces import START
-from nightmill.jobs.settings import Settings
-from tests.servers import wait_until
+from nightmill.jobs.base.forking import Turnstile
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
+from nightmill.jobs.streams.pieces import START
+from tests.support.servers import wait_until
 
 CHILDREN = 6
 EACH = 30
@@ -139,7 +139,7 @@ def test_children_draw_other_ids_than_their_parent_also_where_its_clock_went_bac
     """Ids then count on from the last one, which parent and children have in common."""
     with Client(sqlite_settings) as client:
         client.enqueueing._ids.draw()
-        monkeypatch.setattr("nightmill.jobs.ids.time.time_ns", lambda: 1)
+        monkeypatch.setattr("nightmill.jobs.base.ids.time.time_ns", lambda: 1)
         drawn = [client.enqueueing._ids.draw, *[lambda: client.enqueueing._ids.draw()] * 2]
         ids = [said_by(*fork(lambda draw=draw: [draw()]))[0] for draw in drawn]  # type: ignore[misc]
         ids.append(client.enqueueing._ids.draw())

@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import pytest
 
-from tests.freezing import Freeze, FreezingProxy
+from tests.support.freezing import Freeze, FreezingProxy
 
 _TCP_USER_TIMEOUT = 18
 

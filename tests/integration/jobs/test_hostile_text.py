@@ -14,12 +14,12 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from nightmill.jobs.client import Client
+from nightmill.jobs.base.contract import StopReason
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.main import main
-from nightmill.jobs.contract import StopReason
-from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.claims import Claims, Outcome
-from tests.servers import worker_env
+from tests.support.servers import worker_env
 
 HOSTILE = (
     "see [/b]",
@@ -113,6 +113,8 @@ def test_every_command_prints_hostile_text_harmlessly(
             ["batch", "submit", "f.jsonl", "--at", text],
             ["plan", short],
             ["run", short, "-o", short],
+            ["try", short],
+            ["try", "f.jsonl", "--template", text],
         ]
         commands += [["check", "--model", short], ["check", "--model", f"hf:{short}"]]
         commands += [["pull", short], ["pull", f"hf:{short}"], ["models", "--gpu", text]]
@@ -195,5 +197,5 @@ def test_every_command_was_tried() -> None:
     """A new command belongs into the test above."""
     assert set(main.list_commands(click.Context(main))) == {
         *("batch", "cancel", "check", "demo", "enqueue", "list", "migrate", "models", "plan", "prune"),
-        *("pull", "retry", "run", "serve", "show", "stats", "stop", "verify", "worker"),
+        *("pull", "retry", "run", "serve", "show", "stats", "stop", "try", "verify", "worker"),
     }

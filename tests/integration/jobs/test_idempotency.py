@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.batches.grouping import ROWS_PER_TRANSACTION
-from nightmill.jobs.client import Client
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import (
     IdempotencyConflictError,
 )
-from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.jobs import Selection
 
 

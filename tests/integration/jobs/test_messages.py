@@ -9,9 +9,9 @@ import redis
 from kombu import Consumer, Queue
 from kombu.utils.functional import retry_over_time
 
-from nightmill.jobs.client import Client
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.messages.broker import DEFAULT_QUEUE, TASK, make_app, queue_name
-from nightmill.jobs.settings import Settings
 
 
 def _raw(client: Client) -> dict[str, list[bytes]]:

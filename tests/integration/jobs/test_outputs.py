@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.batches.batch import Batch
 from nightmill.jobs.batches.result_files import destinations, vet
 from nightmill.jobs.batches.streaming import ResultStream
-from nightmill.jobs.client import Client
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.main import main
 from nightmill.jobs.errors import BatchFileError
 from nightmill.jobs.formats import Destination, FileFormat, InputFile
 from nightmill.jobs.formats.places import OnThisDisk
-from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.claims import Claims
-from nightmill.worker.link.loading import demo_model
+from nightmill.worker.assembly.model import demo_model
 from tests.integration.jobs.batches.rows import finish
-from tests.servers import worker_env
+from tests.support.servers import worker_env
 
 Run = Callable[..., Result]
 FOREIGN = b"the only copy of a thesis\n"
@@ -110,10 +110,12 @@ def test_run_does_not_take_its_input_for_the_file_of_errors(run: Run, tmp_path: 
 def test_run_refuses_a_name_of_another_format_and_what_is_no_file(
     run: Run, client: Client, input: Path, tmp_path: Path
 ) -> None:
-    other = tmp_path / ("x.jsonl" if input.suffix in (".csv", ".parquet") else "x.csv")
-    refused(
-        run("run", input, "-o", other), other, f"ends in {other.suffix}, but the results of this batch are"
-    )
+    for name, said in (
+        ("x.csv", "ends in .csv, but the results of OpenAI's rows are"),
+        ("x.arrow", "Arrow is for tables with a template"),
+    ):
+        if (name == "x.csv") == (input.name == "openai.jsonl"):
+            refused(run("run", input, "-o", tmp_path / name), tmp_path / name, said)
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     refused(run("run", input, "-o", fifo), fifo, "is a FIFO, not a regular file")
@@ -180,7 +182,7 @@ def test_programs_write_files_by_the_same_rules(batch: Batch, input: Path, tmp_p
     with pytest.raises(BatchFileError, match="is also the input"):
         batch.write_errors(input, overwrite=True)
     assert batch.write_results(path, overwrite=True) == 2
-    other = "out.csv" if batch.format is not FileFormat.CSV else "out.jsonl"
+    other = "out.csv" if batch.format is FileFormat.OPENAI else "out.arrow"
     with pytest.raises(BatchFileError, match="name a file that ends in"):
         batch.write_results(tmp_path / other)
 

@@ -5,13 +5,13 @@ from datetime import timedelta
 import pytest
 from sqlalchemy import delete, func, select
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import StopReason
+from nightmill.jobs.base.contract import StopReason
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.jobs.sql.partials import SavedTokens
 from nightmill.jobs.sql.sweep import Sweep
 from nightmill.jobs.sql.tables import JobRow, PartialRow
-from tests.servers import Clock
+from tests.support.servers import Clock
 
 PRINT = "f" * 64
 

@@ -9,15 +9,15 @@ import pytest
 from sqlalchemy import insert, text, update
 from sqlalchemy.exc import DBAPIError
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState, Rendering, StopReason, Tools
+from nightmill.jobs.base.contract import JobState, Rendering, StopReason, Tools
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import (
     DatabaseBusyError,
     DatabaseError,
     DatabaseRefusedError,
     DatabaseUnreachableError,
 )
-from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.jobs.sql.jobs import Selection
 from nightmill.jobs.sql.partials import SavedTokens

@@ -8,12 +8,12 @@ import pytest
 from sqlalchemy.orm import Session
 
 from nightmill import jobs
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState, StopReason
+from nightmill.jobs.base.contract import JobState, StopReason
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import InvalidParameterError, JobNotFoundError, WaitTimeoutError
-from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.claims import Claims, Outcome
-from tests.servers import Clock, worker_env
+from tests.support.servers import Clock, worker_env
 
 
 def _finish(client: Client, ids: list[str], reason: StopReason = StopReason.EOS) -> None:

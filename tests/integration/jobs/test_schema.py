@@ -15,12 +15,12 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import inspect, text
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import StopReason
+from nightmill.jobs.base.contract import StopReason
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import DatabaseBusyError, DatabaseError, SchemaError
-from nightmill.jobs.job import Answer
-from nightmill.jobs.logprobs import TokenLogprob, pack
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.reply.job import Answer
+from nightmill.jobs.reply.logprobs import TokenLogprob, pack
 from nightmill.jobs.sql import database as database_module
 from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.jobs.sql.database import Database, migrations_dir
@@ -224,6 +224,19 @@ def test_rows_from_before_there_were_several_answers_have_one(empty_database: Da
         assert found == ["kept", "new"]
 
 
+def test_rows_get_the_number_of_answers_that_their_parameters_name(empty_database: Database) -> None:
+    said = ['{"n": 3}', '{"score": [" a", " b"]}', '{"max_tokens": 5}', '{"n": "9"}', '{"n": -1}', '["n"]']
+    rows = [{"id": str(number), "prompt": "p", "params": params} for number, params in enumerate(said)]
+    config = _old_rows(empty_database, "0024", *rows)
+    empty_database.migrate()
+    with empty_database.read() as connection:
+        found = connection.execute(text("SELECT answers FROM jobs ORDER BY id")).scalars().all()
+    assert found == [3, 2, 1, 1, 1, 1]
+    with empty_database.engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.downgrade(config, "0024")
+
+
 def test_rows_from_before_log_probabilities_were_kept_have_none(empty_database: Database) -> None:
     done = {"id": "1", "state": "succeeded", "stop_reason": "eos", "text": "kept", "completion_tokens": 4}
     config = _old_rows(empty_database, "0016", done, {"id": "2", "prompt": "p", "params": '{"logprobs": 0}'})
@@ -326,7 +339,7 @@ def test_processes_that_use_a_new_database_at_once_all_succeed(
     url = None if kind == "embedded" else request.getfixturevalue("empty_postgres_url")
     settings = Settings(data_dir=directory / "new" / "data", database_url=url, broker_url=broker_url)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["nightmill.jobs.client", "alembic.command"])
+    context.set_forkserver_preload(["nightmill.jobs.client.client", "alembic.command"])
     count = 4
     barrier, said = context.Barrier(count), context.Queue()
     processes = [context.Process(target=_use_first, args=(settings, barrier, said)) for _ in range(count)]

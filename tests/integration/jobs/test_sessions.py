@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator
 import pytest
 from sqlalchemy.orm import Session
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState
+from nightmill.jobs.base.contract import JobState
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import IdempotencyConflictError, JobNotFoundError
 from nightmill.jobs.messages.announcing import DeliveryDelayedWarning
-from nightmill.jobs.settings import Settings
-from tests.servers import RedisServer
+from tests.support.servers import RedisServer
 
 
 @pytest.fixture

@@ -11,13 +11,13 @@ from sqlalchemy import text
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import OperationalError
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState
+from nightmill.jobs.base.contract import JobState
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import DatabaseUnreachableError, WaitTimeoutError
-from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql import patience
-from tests.freezing import Freeze, FreezingProxy, suspended
-from tests.servers import PostgresServer, postgres_address, scratch_database, start_postgres
+from tests.support.freezing import Freeze, FreezingProxy, suspended
+from tests.support.servers import PostgresServer, postgres_address, scratch_database, start_postgres
 
 
 @pytest.fixture

@@ -2,18 +2,18 @@
 
 from datetime import timedelta
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import StopReason
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.base.contract import StopReason
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.sql.claims import Claims, Outcome
-from nightmill.jobs.sql.standing import Ended, Standing, Waiting
+from nightmill.jobs.sql.queue_stats import EndedJobs, QueuedJobs, QueueStats
 from nightmill.jobs.sql.sweep import Sweep
-from tests.servers import Clock
+from tests.support.servers import Clock
 
 
 def test_jobs_queues_and_workers_are_counted_by_model(server_settings: Settings, clock: Clock) -> None:
     with Client(server_settings, clock=clock) as client:
-        standing = Standing(client.database)
+        standing = QueueStats(client.database)
         assert (standing.queued(), standing.running(), standing.ended(), standing.workers()) == ({},) * 4
         first, second = (Claims(client.database, name * 32) for name in "ab")
         for claims, model in ((first, "m"), (second, "n")):
@@ -25,12 +25,15 @@ def test_jobs_queues_and_workers_are_counted_by_model(server_settings: Settings,
         second.claim([ids[1], ids[2]])
         client.cancel(client.enqueue("never mind", model="n"))
         clock.advance(seconds=20)
-        assert standing.queued() == {"m": Waiting(1, 0, 20.0), None: Waiting(1, 0, 0.0)}
+        assert standing.queued() == {"m": QueuedJobs(1, 0, 20.0), None: QueuedJobs(1, 0, 0.0)}
         assert standing.running() == {"m": 2}
-        assert standing.ended() == {("m", "succeeded"): Ended(1, 1, 1), ("n", "cancelled"): Ended(1, 0, 0)}
+        assert standing.ended() == {
+            ("m", "succeeded"): EndedJobs(1, 1, 1),
+            ("n", "cancelled"): EndedJobs(1, 0, 0),
+        }
         assert standing.workers() == {("m", "starting"): 1, ("n", "starting"): 1}
         clock.advance(seconds=20)
         assert standing.workers() == {("m", "silent"): 1, ("n", "silent"): 1}
         Sweep(client.database).bury("b" * 32, blame=True)
-        assert standing.queued()["m"] == Waiting(3, 2, 40.0)
+        assert standing.queued()["m"] == QueuedJobs(3, 2, 40.0)
         assert standing.workers() == {("m", "silent"): 1, ("n", "lost"): 1}

@@ -21,11 +21,11 @@ from hypothesis.stateful import (
 )
 from sqlalchemy import delete, select
 
-from nightmill.jobs.contract import JobState, StopReason, WorkerState
+from nightmill.jobs.base.contract import JobState, StopReason, WorkerState
+from nightmill.jobs.base.ids import IdSource
+from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.errors import InvalidTransitionError
-from nightmill.jobs.ids import IdSource
-from nightmill.jobs.settings import Settings
-from nightmill.jobs.spec import JobSpec
+from nightmill.jobs.request.spec import JobSpec
 from nightmill.jobs.sql import partials
 from nightmill.jobs.sql.claims import Claim, Claims, Outcome
 from nightmill.jobs.sql.database import Database
@@ -36,7 +36,7 @@ from nightmill.jobs.sql.sweep import Sweep
 from nightmill.jobs.sql.tables import BatchRow, JobRow, PartialRow, WorkerRow
 from tests.integration.jobs.expected_jobs import Expected, Held
 from tests.integration.jobs.rules_of_life import check_life
-from tests.servers import Clock
+from tests.support.servers import Clock
 
 QUEUED, RUNNING = JobState.QUEUED, JobState.RUNNING
 SUCCEEDED, FAILED, CANCELLED = JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED

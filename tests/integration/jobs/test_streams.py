@@ -8,15 +8,15 @@ from collections.abc import Iterator
 import pytest
 import redis as redis_client
 
-from nightmill.jobs import following
-from nightmill.jobs.client import Client
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import BrokerError, BrokerUnreachableError
-from nightmill.jobs.logprobs import Packed
-from nightmill.jobs.messages import streams
 from nightmill.jobs.messages.broker import Broker
-from nightmill.jobs.messages.streams import Followers, Inbox, Part
-from nightmill.jobs.settings import Settings
-from tests.servers import RedisServer, wait_until
+from nightmill.jobs.reply.logprobs import Packed
+from nightmill.jobs.streams import reader as following
+from nightmill.jobs.streams import redis as streams
+from nightmill.jobs.streams.redis import Followers, Subscriber, TextChunk
+from tests.support.servers import RedisServer, wait_until
 
 JOB, OTHER = "0" * 32, "f" * 32
 LINE = f"{JOB}:1"
@@ -36,7 +36,7 @@ def redis(redis_server: RedisServer) -> Iterator[redis_client.Redis]:
 
 
 def test_parts_arrive_in_order_at_who_asked_for_them(broker: Broker) -> None:
-    first, second, worker = Inbox(broker), Inbox(broker), Followers(broker)
+    first, second, worker = Subscriber(broker), Subscriber(broker), Followers(broker)
     assert worker.look() == {}
     first.follow([LINE, f"{OTHER}:2"])
     second.follow([f"{OTHER}:1"])
@@ -46,11 +46,16 @@ def test_parts_arrive_in_order_at_who_asked_for_them(broker: Broker) -> None:
     (follower,) = [one for one, lines in seen.items() if LINE in lines]
     assert seen[follower] == {LINE: JOB, f"{OTHER}:2": OTHER}
     long = "é" * 40_000
-    sent = [Part(LINE, 0, "a\n"), Part(LINE, 2, "€"), Part(f"{OTHER}:2", 0, long), Part(LINE)]
-    sent.insert(2, Part(LINE, 3, "x", None, Packed(7, (3, 3), b"\x00\xff")))
+    sent = [
+        TextChunk(LINE, 0, "a\n"),
+        TextChunk(LINE, 2, "€"),
+        TextChunk(f"{OTHER}:2", 0, long),
+        TextChunk(LINE),
+    ]
+    sent.insert(2, TextChunk(LINE, 3, "x", None, Packed(7, (3, 3), b"\x00\xff")))
     worker.send({follower: sent})
-    worker.send({follower: [Part(LINE, 3, "b")]})
-    assert [*first.read(1.0), *first.read(0.001)] == [*sent, Part(LINE, 3, "b")]
+    worker.send({follower: [TextChunk(LINE, 3, "b")]})
+    assert [*first.read(1.0), *first.read(0.001)] == [*sent, TextChunk(LINE, 3, "b")]
     assert second.read(0.001) == []
     first.follow([])
     assert set(worker.look()) == {follower} ^ set(seen)
@@ -64,10 +69,10 @@ def test_who_does_not_come_back_is_forgotten_and_leaves_nothing(
 ) -> None:
     monkeypatch.setattr(streams, "LIST_SECONDS", 1)
     monkeypatch.setattr(streams, "INBOX_SECONDS", 1)
-    inbox, worker = Inbox(broker), Followers(broker)
+    inbox, worker = Subscriber(broker), Followers(broker)
     inbox.follow([LINE])
     (follower,) = worker.look()
-    worker.send({follower: [Part(LINE, 0, "a")]})
+    worker.send({follower: [TextChunk(LINE, 0, "a")]})
     assert redis.dbsize() == 3
     wait_until(lambda: worker.look() == {})
     wait_until(lambda: redis.dbsize() == 0)
@@ -85,19 +90,19 @@ def test_an_inbox_that_nobody_reads_is_bounded_and_its_reader_asks_again(
     with Client(settings) as client:
         job_id = client.enqueue("prompt")
         pieces, worker = client.stream(job_id, timeout=60), Followers(broker)
-        read = Inbox.read
-        monkeypatch.setattr(Inbox, "read", lambda self, seconds: time.sleep(seconds) or [])
+        read = Subscriber.read
+        monkeypatch.setattr(Subscriber, "read", lambda self, seconds: time.sleep(seconds) or [])
         first: list[str] = []
         reader = threading.Thread(target=lambda: first.append(next(pieces)))
         reader.start()
         ((follower, lines),) = wait_until(worker.look).items()
         (line,) = lines
         for place in range(100):
-            worker.send({follower: [Part(line, place, "x")]})
+            worker.send({follower: [TextChunk(line, place, "x")]})
         assert redis.xlen(f"nightmill.inbox.{follower}") == 10
-        monkeypatch.setattr(Inbox, "read", read)
+        monkeypatch.setattr(Subscriber, "read", read)
         (again,) = wait_until(lambda: [one for one in worker.look()[follower] if one != line])
-        worker.send({follower: [Part(again, 0, "x" * 100)]})
+        worker.send({follower: [TextChunk(again, 0, "x" * 100)]})
         reader.join(60)
         assert first == ["x" * 100]
 
@@ -119,13 +124,13 @@ def test_an_inbox_that_nobody_reads_is_bounded_and_its_reader_asks_again(
 def test_messages_that_are_none_are_left_out(
     broker: Broker, redis: redis_client.Redis, message: bytes
 ) -> None:
-    inbox, worker = Inbox(broker), Followers(broker)
+    inbox, worker = Subscriber(broker), Followers(broker)
     inbox.follow([LINE])
     (follower,) = worker.look()
     redis.xadd(f"nightmill.inbox.{follower}", {"parts": message})
     redis.xadd(f"nightmill.inbox.{follower}", {"others": message})
-    worker.send({follower: [Part(LINE, 0, "a")]})
-    assert inbox.read(1.0) == [Part(LINE, 0, "a")]
+    worker.send({follower: [TextChunk(LINE, 0, "a")]})
+    assert inbox.read(1.0) == [TextChunk(LINE, 0, "a")]
 
 
 def test_lists_that_are_none_are_left_out(broker: Broker, redis: redis_client.Redis) -> None:
@@ -143,14 +148,14 @@ def test_lists_that_are_none_are_left_out(broker: Broker, redis: redis_client.Re
 
 
 def test_a_redis_that_is_away_is_said_to_be(broker: Broker, redis_server: RedisServer) -> None:
-    inbox, worker = Inbox(broker), Followers(broker)
+    inbox, worker = Subscriber(broker), Followers(broker)
     inbox.follow([LINE])
     (follower,) = worker.look()
     redis_server.stop()
     for command in (
         lambda: inbox.read(0.001),
         worker.look,
-        lambda: worker.send({follower: [Part(LINE)]}),
+        lambda: worker.send({follower: [TextChunk(LINE)]}),
     ):
         with pytest.raises(BrokerUnreachableError, match="does not answer"):
             command()  # type: ignore[no-untyped-call]

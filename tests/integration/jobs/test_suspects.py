@@ -14,13 +14,13 @@ from hypothesis import HealthCheck, example, given
 from hypothesis import settings as hypothesis_settings
 from sqlalchemy import delete, text
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState, StopReason, WorkerState
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.base.contract import JobState, StopReason, WorkerState
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.sql.claims import Claim, Claims, Outcome
 from nightmill.jobs.sql.sweep import Sweep
 from nightmill.jobs.sql.tables import JobRow
-from tests.servers import Clock
+from tests.support.servers import Clock
 
 STALE = timedelta(seconds=30)
 

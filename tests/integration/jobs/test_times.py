@@ -4,15 +4,15 @@ from datetime import UTC, datetime, timedelta, timezone
 
 import pytest
 
-from nightmill.jobs.client import Client
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import (
     InvalidParameterError,
     UnknownModelError,
 )
-from nightmill.jobs.spec import JobSpec
+from nightmill.jobs.request.spec import JobSpec
 from nightmill.jobs.sql.claims import Claims
 from nightmill.jobs.sql.sweep import Sweep
-from tests.servers import Clock
+from tests.support.servers import Clock
 
 
 def test_a_deadline_that_has_passed_is_refused(sqlite_client: Client, clock: Clock) -> None:

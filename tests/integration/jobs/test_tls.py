@@ -6,12 +6,12 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.errors import BrokerUnreachableError
 from nightmill.jobs.messages.broker import Broker
 from nightmill.jobs.messages.tls import describe_sslmode, describe_tls
-from nightmill.jobs.settings import Settings
-from tests.servers import RedisServer
-from tests.tls import LOCALHOST, OTHER, TlsServer, tls_before
+from tests.support.servers import RedisServer
+from tests.support.tls import LOCALHOST, OTHER, TlsServer, tls_before
 
 
 @pytest.fixture

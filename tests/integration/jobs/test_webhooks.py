@@ -9,18 +9,18 @@ import pytest
 from click.testing import CliRunner
 from sqlalchemy import func, select
 
-from nightmill.jobs import signing
-from nightmill.jobs.client import Client
+from nightmill.jobs.base import signing
+from nightmill.jobs.base.contract import StopReason
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.main import main
-from nightmill.jobs.contract import StopReason
 from nightmill.jobs.errors import InvalidParameterError
-from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.jobs.sql.tables import WebhookRow
 from nightmill.jobs.sql.webhooks import WebhookStore
 from nightmill.jobs.webhooks.delivering import PAUSES
-from tests.receiver import Received, Receiver, receiving
-from tests.servers import Clock, free_port, worker_env
+from tests.support.receiver import Received, Receiver, receiving
+from tests.support.servers import Clock, free_port, worker_env
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 

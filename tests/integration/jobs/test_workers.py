@@ -4,11 +4,11 @@ from datetime import timedelta
 
 import pytest
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import WorkerState
-from nightmill.jobs.job import Worker
+from nightmill.jobs.base.contract import WorkerState
+from nightmill.jobs.client.client import Client
+from nightmill.jobs.reply.job import Worker
 from nightmill.jobs.sql.claims import Claims
-from tests.servers import Clock
+from tests.support.servers import Clock
 
 
 def test_workers_that_beat_and_do_not_drain_serve_their_model(client: Client, clock: Clock) -> None:

@@ -15,13 +15,13 @@ from typing import Any
 import httpx2
 import openai
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState, StopReason, WorkerState
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.base.contract import JobState, StopReason, WorkerState
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.jobs.sql.jobs import chunked
 from nightmill.worker.runners.base import StepBatch
-from tests.servers import free_port, wait_until, worker_env
+from tests.support.servers import free_port, wait_until, worker_env
 from tests.unit.server.conftest import listening, text_of
 from tests.unit.worker.bench import Bench, Pausing, stop
 

@@ -13,11 +13,11 @@ from typing import Any
 import httpx2
 import pytest
 
-from nightmill.jobs.client import Client
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.messages.embedded import EmbeddedRedis
-from nightmill.jobs.settings import Settings
-from tests.freezing import suspended
-from tests.servers import free_port, start_postgres, start_redis, wait_until, worker_env
+from tests.support.freezing import suspended
+from tests.support.servers import free_port, start_postgres, start_redis, wait_until, worker_env
 
 CALLERS = 10  # more than there are threads for statements
 PATIENCE = 60.0  # what a machine with much else to do may need; without limits nobody would ever be answered
@@ -99,6 +99,7 @@ def test_a_database_that_hangs_is_told_as_away(tmp_path: Path) -> None:
                 assert time.monotonic() - began < PATIENCE
                 assert http.get("/health").status_code == 200
                 assert http.get("/ready").json()["hangs"] == ["database"]
+                assert http.get("/").status_code == 503
             wait_until(lambda: http.post("/v1/jobs", json={"prompt": "a"}).status_code == 202)
             with suspended(postgres.pid, children=True):
                 _ends(process)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
+from nightmill.worker.assembly.model import demo_model
 from nightmill.worker.commands.process import running_worker
-from nightmill.worker.link.loading import demo_model
-from tests.servers import REFERENCE
+from tests.support.servers import REFERENCE
 
 StartWorker = Callable[..., AbstractContextManager[Popen[bytes]]]
 

@@ -5,11 +5,12 @@ import sys
 import time
 from pathlib import Path
 
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.base.settings import Settings
+from nightmill.worker.assembly.engine import build_engine
+from nightmill.worker.assembly.model import OpenModel
+from nightmill.worker.assembly.reporting import ReportingFile
 from nightmill.worker.engine.engine import Engine
-from nightmill.worker.link.loading import OpenModel, build_engine
-from nightmill.worker.link.reporting import ReportingFile
-from tests.own_engine import run_module
+from tests.support.own_engine import run_module
 
 NAME = "tests.integration.worker.slow_worker"
 SLOW_WORKER = (sys.executable, "-m", NAME)

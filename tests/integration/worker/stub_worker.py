@@ -3,8 +3,8 @@
 import os
 import sys
 
-from nightmill.jobs.contract import WorkerState
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.base.contract import WorkerState
+from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.sql.claims import Claims
 from nightmill.jobs.sql.database import Database
 

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState
+from nightmill.jobs.base.contract import JobState
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.messages.announcing import DeliveryDelayedWarning
-from nightmill.jobs.settings import Settings
+from nightmill.worker.assembly.model import demo_model
 from nightmill.worker.commands.process import running_worker
-from nightmill.worker.link.loading import demo_model
-from tests.servers import REFERENCE, RedisServer, wait_until
+from tests.support.servers import REFERENCE, RedisServer, wait_until
 
 PATIENCE = 120.0
 

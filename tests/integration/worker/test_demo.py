@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from nightmill.jobs.client import Client
+from nightmill.jobs.base.contract import JobState
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.main import main
-from nightmill.jobs.contract import JobState
-from nightmill.jobs.settings import Settings
+from nightmill.worker.assembly.model import demo_model
 from nightmill.worker.commands.demo import QUESTIONS, demo, installed_model
-from nightmill.worker.link.loading import demo_model
-from tests.servers import wait_until, worker_env
+from tests.support.servers import wait_until, worker_env
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 Install = Callable[..., Path]

@@ -6,11 +6,11 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState, StopReason
-from nightmill.jobs.last_resort import END_SECONDS
+from nightmill.jobs.base.contract import JobState, StopReason
+from nightmill.jobs.base.last_resort import END_SECONDS
+from nightmill.jobs.client.client import Client
 from tests.integration.worker.conftest import StartWorker, on_postgresql, on_sqlite
-from tests.servers import LONG_TOKENS, wait_until
+from tests.support.servers import LONG_TOKENS, wait_until
 
 LONG: dict[str, Any] = {"max_tokens": LONG_TOKENS, "ignore_eos": True, "temperature": 0.8}
 PATIENCE = 120.0

@@ -14,15 +14,15 @@ import pytest
 import redis
 from kombu import Consumer, Queue
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState
-from nightmill.jobs.ids import IdSource
+from nightmill.jobs.base.contract import JobState
+from nightmill.jobs.base.ids import IdSource
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.messages.broker import queue_name
 from nightmill.jobs.messages.shards import TASK
-from nightmill.jobs.settings import Settings
 from nightmill.worker.app import make_worker_app
 from tests.integration.worker.conftest import StartWorker, on_sqlite
-from tests.servers import wait_until
+from tests.support.servers import wait_until
 
 PATIENCE = 120.0
 JOB_ID = IdSource().draw()
@@ -135,7 +135,7 @@ def test_what_is_no_message_of_ours_is_gone_and_told_once_for_each_kind(
         connection, bodies, _ = taken
         for _ in range(3):
             client.lpush("nightmill", *NOT_OURS.values())
-        with caplog.at_level(logging.ERROR, "nightmill.worker.service.gate"):
+        with caplog.at_level(logging.ERROR, "nightmill.worker.service.message_filter"):
             drain(connection, client)
             client.lpush("nightmill", *[b"not json"] * 97)
             drain(connection, client)
@@ -195,7 +195,7 @@ def test_only_a_redis_that_refuses_commands_is_asked_more_slowly(
     """A script that Redis does not know yet is no refusal: each worker's first lock begins with one."""
     assert sqlite_settings.broker_url is not None
     pauses: list[float] = []
-    monkeypatch.setattr("nightmill.worker.service.gate.time.sleep", pauses.append)
+    monkeypatch.setattr("nightmill.worker.service.message_filter.time.sleep", pauses.append)
     with redis.Redis.from_url(sqlite_settings.broker_url) as client, consumer(sqlite_settings) as taken:
         client.script_flush()
         gated = taken[0].default_channel.client

@@ -5,15 +5,15 @@ import subprocess
 import time
 from pathlib import Path
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState
-from nightmill.jobs.last_resort import END_SECONDS
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.base.contract import JobState
+from nightmill.jobs.base.last_resort import END_SECONDS
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
+from nightmill.worker.assembly.model import demo_model
 from nightmill.worker.commands.process import WorkerProcess
-from nightmill.worker.link.loading import demo_model
-from tests.freezing import Freeze, FreezingProxy, suspended
 from tests.integration.jobs.test_silent_database import through
-from tests.servers import REFERENCE, postgres_address, start_postgres, start_redis, wait_until
+from tests.support.freezing import Freeze, FreezingProxy, suspended
+from tests.support.servers import REFERENCE, postgres_address, start_postgres, start_redis, wait_until
 
 PATIENCE = 60.0
 DRAIN = 1.0

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState, WorkerState
+from nightmill.jobs.base.contract import JobState, WorkerState
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import NightmillError
 from nightmill.jobs.sql.claims import Claims
 from nightmill.worker.commands import keeper as module
 from nightmill.worker.commands.keeper import WorkerKeeper
 from nightmill.worker.commands.process import WorkerProcess
 from tests.integration.worker.conftest import on_sqlite
-from tests.servers import wait_until
+from tests.support.servers import wait_until
 
 STUB = [sys.executable, str(Path(__file__).with_name("stub_worker.py"))]
 MODEL = "nightmill-demo"

@@ -6,15 +6,15 @@ from datetime import timedelta
 import pytest
 import redis
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState
+from nightmill.jobs.base.contract import JobState
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import InvalidParameterError
-from nightmill.jobs.fields import INTERACTIVE
 from nightmill.jobs.messages.broker import lane_name
+from nightmill.jobs.request.fields import INTERACTIVE
 from nightmill.jobs.sql.claims import Claim
 from nightmill.jobs.sql.sweep import Sweep
-from nightmill.worker.service.lane import Lane
-from tests.servers import wait_until
+from nightmill.worker.service.interactive import InteractiveConsumer
+from tests.support.servers import wait_until
 from tests.unit.worker.bench import Bench, Gated, enqueue, stop
 
 CAPACITY = 2
@@ -22,8 +22,8 @@ CAPACITY = 2
 
 @pytest.fixture
 def bench(sqlite_client: Client) -> Iterator[Bench]:
-    bench = Bench(sqlite_client, Gated(), capacity=CAPACITY, lane=1)
-    lane = Lane(
+    bench = Bench(sqlite_client, Gated(), capacity=CAPACITY, reserved_slots=1)
+    lane = InteractiveConsumer(
         sqlite_client.broker,
         (None, "model"),
         bench.service.in_flight,
@@ -43,13 +43,13 @@ def state(bench: Bench, job_id: str) -> JobState:
 
 
 def test_interactive_jobs_are_claimed_while_batches_fill_the_worker_and_then_come_first(bench: Bench) -> None:
-    client, claimed, claim = bench.client, list[str](), bench.claims.claim
+    client, claimed, claim = bench.client, list[str](), bench.claims.claim_within
 
-    def noted(job_ids: Sequence[str]) -> list[Claim]:
+    def noted(job_ids: Sequence[str], *room: int) -> tuple[list[Claim], dict[str, int]]:
         claimed.extend(job_ids)
-        return claim(job_ids)
+        return claim(job_ids, *room)
 
-    bench.claims.claim = noted  # type: ignore[method-assign]
+    bench.claims.claim_within = noted  # type: ignore[method-assign]
     rows = enqueue(client, 2 * CAPACITY, max_tokens=3)
     bench.run(rows)
     wait_until(lambda: [state(bench, row) for row in rows].count(JobState.RUNNING) == CAPACITY)

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import CallFormat, JobState, Markup, StopReason
-from nightmill.jobs.job import Job
-from tests.ggufs import write_model
+from nightmill.jobs.base.contract import CallFormat, JobState, Markup, StopReason
+from nightmill.jobs.client.client import Client
+from nightmill.jobs.reply.job import Job
 from tests.integration.worker.conftest import StartWorker, on_postgresql, on_sqlite
-from tests.servers import ENDLESS_TOKENS, LONG_TOKENS, wait_until
+from tests.support.ggufs import write_model
+from tests.support.servers import ENDLESS_TOKENS, LONG_TOKENS, wait_until
 
 # Work that can be interrupted. A finished long job fills its limit; the demo model's context is 512.
 LONG: dict[str, Any] = {"max_tokens": LONG_TOKENS, "ignore_eos": True, "temperature": 0.8}
@@ -55,7 +55,7 @@ def test_enqueued_prompts_arrive_as_text_with_reasons(jobs_client: Client, start
 @on_postgresql
 def test_killed_worker_loses_no_job_and_repeats_none(jobs_client: Client, start_worker: StartWorker) -> None:
     # Eight at a time take seconds for all: some run at the signal, though the machine let the test wait.
-    ids = jobs_client.enqueue_many(["Write a haiku about the sea"] * 32, **LONG)
+    ids = jobs_client.enqueue_many(["Write a haiku about the sea"] * 16, **LONG)
     with start_worker("doomed", "--max-sequences", "8") as doomed:
         wait_until(lambda: len(in_state(jobs_client, JobState.RUNNING)) >= 8, PATIENCE)
         doomed.send_signal(signal.SIGKILL)
@@ -97,8 +97,8 @@ def test_sigterm_hands_unfinished_jobs_back_with_no_attempt_lost(
     jobs_client: Client, start_worker: StartWorker
 ) -> None:
     short = jobs_client.enqueue("Write a haiku about snow", max_tokens=2, temperature=0)
-    ids = jobs_client.enqueue_many(["Write a haiku about snow"] * 12, **ENDLESS)  # for the worker that leaves
-    with start_worker("leaving", "--max-sequences", "8", drain_seconds=0.3) as leaving:
+    ids = jobs_client.enqueue_many(["Write a haiku about snow"] * 8, **ENDLESS)  # for the worker that leaves
+    with start_worker("leaving", "--max-sequences", "2", drain_seconds=0.3) as leaving:
         wait_until(lambda: jobs_client.get(short).state.final, PATIENCE)
         wait_until(lambda: in_state(jobs_client, JobState.RUNNING), PATIENCE)
         leaving.send_signal(signal.SIGTERM)

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from nightmill.jobs.client import Client
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import NightmillError
 from nightmill.jobs.sql.sweep import Sweep
 from nightmill.worker.commands.keeper import WorkerKeeper
 from nightmill.worker.commands.process import WorkerProcess
 from tests.integration.worker.conftest import on_sqlite
 from tests.integration.worker.slow_worker import SLOW_WORKER
-from tests.servers import wait_until
+from tests.support.servers import wait_until
 
 PATIENCE = 120.0
 

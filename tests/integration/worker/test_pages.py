@@ -14,20 +14,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 from click.testing import CliRunner
 from sqlalchemy import text
 
 from nightmill import jobs
-from nightmill.jobs.client import Client
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.main import main
-from nightmill.jobs.settings import Settings
+from nightmill.worker.assembly.model import demo_model
 from nightmill.worker.commands.process import running_worker
-from nightmill.worker.link.loading import demo_model
-from tests.fetched import Need, missing
-from tests.pages import ALL, PAGES, ROOT, TYPED_IN
-from tests.servers import free_port, start_redis, wait_until, worker_env
+from tests.support.needs import Need, missing
+from tests.support.pages import ALL, PAGES, ROOT, TYPED_IN
+from tests.support.servers import http_server, start_redis, worker_env
 
 RUN = {"sh", "python", "sql", "javascript"}
 SHOWN = {"text", "jsonl", "ini"}
@@ -35,14 +34,17 @@ SHOWN = {"text", "jsonl", "ini"}
 tests/unit/formats/test_docs.py, the lines for cron by tests/integration/jobs/test_docs.py."""
 NOT_RUN = [
     "make demo                      # installs into .venv, then answers questions through the whole path",
-    "pip install -e '.[worker,embedded,hub,cuda]'   # takes minutes",
+    "pip install -e '.[worker,embedded,hub,server,cuda]'   # takes minutes",
     "nightmill worker --model qwen2.5-0.5b-instruct-q8_0.gguf    "
     "# or celery -A nightmill.worker.app worker --pool=threads --model FILE",
+    "git clone REPOSITORY nightmill && cd nightmill",
+    "make dist",
     "nightmill worker --model qwen2.5-0.5b-instruct-q8_0.gguf            # on the machine with the GPU",
     "nightmill batch watch tonight                     # follows it; exits like `nightmill run`",
     'job_id = jobs.enqueue(chat, tools=[weather], tool_choice="required")',
-    "pip install 'nightmill[server]'",
+    "pip install -e '.[server]'                        # in a clone; a wheel: docs/installing.md",
     "export NIGHTMILL_API_KEYS=alice=$ALICES_KEY,grafana:read=$GRAFANAS_KEY,ops:admin=sha256:$DIGEST",
+    "nightmill serve --cors-origin https://app.example.org --cors-origin http://localhost:3000",
     "celery -A nightly beat & celery -A nightly worker",
     'pg_dump --format=custom --file=nightmill.dump "$DATABASE_URL"',
     "export NIGHTMILL_BROKER_URL=redis://redis.example:6379/0",
@@ -159,24 +161,9 @@ def served(folder: Path, session_directory: Path, sqlite_template: Path) -> Iter
 
 @pytest.fixture(scope="module")
 def server(folder: Path, served: tuple[Settings, Client]) -> Iterator[str]:
-    """`nightmill serve`, and where it is."""
-    address = f"127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "nightmill", "serve", "--port", address.rpartition(":")[2]]
-    with (folder / "server.log").open("wb") as log:
-        process = subprocess.Popen(command, env=worker_env(served[0]), stdout=log, stderr=log)
-        try:
-            wait_until(lambda: _is_ready(address), what="the server")
-            yield address
-        finally:
-            process.terminate()
-            assert process.wait(60) == 0, (folder / "server.log").read_text()
-
-
-def _is_ready(address: str) -> bool:
-    try:
-        return httpx2.get(f"http://{address}/ready").status_code == 200
-    except httpx2.TransportError:
-        return False
+    """The address of a `nightmill serve`."""
+    with http_server(served[0], folder / "server.log") as url:
+        yield url.removeprefix("http://")
 
 
 # What a newcomer types in first is always tried; the other pages take a worker half a minute.

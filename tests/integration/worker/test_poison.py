@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.poisoned_worker import COMMAND, POISON, TOKENS
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState
+from nightmill.jobs.base.contract import JobState
+from nightmill.jobs.client.client import Client
 from nightmill.worker.commands.process import WorkerProcess
 from tests.integration.worker.conftest import on_postgresql
+from tests.support.poisoned_worker import COMMAND, POISON, TOKENS
 
 PATIENCE = 120.0
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState
+from nightmill.jobs.base.contract import JobState
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.sql import partials
 from nightmill.jobs.sql.tables import PartialRow
 from tests.integration.worker.conftest import StartWorker
-from tests.servers import LONG_TOKENS, wait_until
+from tests.support.servers import LONG_TOKENS, wait_until
 
 PATIENCE = 120.0
 JOBS = 8

@@ -17,16 +17,16 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
+from nightmill.jobs.base.contract import JobState
+from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.batches.batch import Batch
-from nightmill.jobs.client import Client
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.main import main
-from nightmill.jobs.contract import JobState
-from nightmill.jobs.settings import Settings
-from nightmill.worker.link.loading import demo_model
+from nightmill.worker.assembly.model import demo_model
 from tests.integration.worker.conftest import StartWorker, on_postgresql, on_sqlite
-from tests.receiver import receiving
-from tests.servers import RedisServer, wait_until, worker_env
-from tests.small_hub import SmallHub, serving
+from tests.support.receiver import receiving
+from tests.support.servers import RedisServer, wait_until, worker_env
+from tests.support.small_hub import SmallHub, serving
 
 PATIENCE = 120.0
 MODEL = "nightmill-demo"
@@ -304,6 +304,7 @@ def test_what_cannot_work_is_one_line_and_nothing_is_queued(
     assert jobs_client.workers() == []
 
 
+@pytest.mark.slow  # test_lifecycle.py and jobs/batches/test_ending.py end rows at a deadline
 @on_postgresql
 def test_the_deadline_ends_a_run_with_partial_texts_and_a_code_of_its_own(
     jobs_client: Client, start_worker: StartWorker, run: Run, tmp_path: Path

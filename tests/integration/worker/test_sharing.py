@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from nightmill.jobs.client import Client
+from nightmill.jobs.client.client import Client
 from tests.integration.worker.conftest import StartWorker, on_sqlite
 
 SYSTEM = "Write as Basho would, in three lines, without a title. " * 8

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from nightmill.jobs.client import Client
+from nightmill.jobs.base.contract import JobState
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.main import main
-from nightmill.jobs.contract import JobState
-from nightmill.jobs.settings import Settings
-from nightmill.worker.link.loading import demo_model
-from tests.ggufs import write_model
-from tests.receiver import Receiver, receiving
-from tests.servers import RedisServer, free_port, wait_until, worker_env
+from nightmill.worker.assembly.model import demo_model
+from tests.support.ggufs import write_model
+from tests.support.receiver import Receiver, receiving
+from tests.support.servers import RedisServer, free_port, wait_until, worker_env
 
 CELERY = [sys.executable, "-m", "celery", "-A", "nightmill.worker.app", "worker"]
 NIGHTMILL = [sys.executable, "-m", "nightmill", "worker"]
@@ -120,6 +120,7 @@ def test_context_beyond_the_model_is_refused(sqlite_settings: Settings) -> None:
     assert "--context 100000 is more than the 512 tokens" in refused(command, sqlite_settings)
 
 
+@pytest.mark.slow  # tests/integration/jobs/test_outages.py names servers without their passwords
 def test_unreachable_servers_are_named_without_their_passwords(sqlite_settings: Settings) -> None:
     command = [*NIGHTMILL, "--model", str(demo_model())]
     port = free_port()

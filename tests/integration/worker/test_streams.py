@@ -5,11 +5,11 @@ import threading
 
 import pytest
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState
-from nightmill.jobs.pieces import Piece
+from nightmill.jobs.base.contract import JobState
+from nightmill.jobs.client.client import Client
+from nightmill.jobs.streams.pieces import Piece
 from tests.integration.worker.conftest import StartWorker, on_postgresql
-from tests.servers import LONG_TOKENS, wait_until
+from tests.support.servers import LONG_TOKENS, wait_until
 
 PATIENCE = 120.0
 JOBS = 6

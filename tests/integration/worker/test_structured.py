@@ -7,8 +7,8 @@ import pytest
 from jsonschema import validate
 from pydantic import BaseModel, Field
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import ConstraintKind, JobState, StopReason
+from nightmill.jobs.base.contract import ConstraintKind, JobState, StopReason
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.sql.tables import JobRow
 from tests.integration.worker.conftest import StartWorker, on_postgresql, on_sqlite
 

@@ -6,16 +6,16 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState
-from nightmill.jobs.job import Job
+from nightmill.jobs.base.contract import JobState
+from nightmill.jobs.client.client import Client
+from nightmill.jobs.reply.job import Job
 from nightmill.jobs.sql.claims import Claim, Claims, Outcome
 from nightmill.worker.runners.base import StepBatch
 from nightmill.worker.service.in_flight import JobKey
-from nightmill.worker.service.lane import Lane
+from nightmill.worker.service.interactive import InteractiveConsumer
 from nightmill.worker.service.suspects import SuspectsTurn
 from tests.integration.worker.conftest import StartWorker, on_sqlite
-from tests.servers import ENDLESS_TOKENS, wait_until
+from tests.support.servers import ENDLESS_TOKENS, wait_until
 from tests.unit.engine.scripted import ScriptedRunner
 from tests.unit.worker.bench import Bench, Gated, enqueue, stop, these
 from tests.unit.worker.test_service_resume import LONG, undisturbed
@@ -37,14 +37,14 @@ class Watched(Bench):
     """Notes what runs beside what, and which jobs have ended, in order."""
 
     def __init__(self, client: Client, runner: Gated) -> None:
-        super().__init__(client, runner, capacity=CAPACITY, lane=1)
+        super().__init__(client, runner, capacity=CAPACITY, reserved_slots=1)
         self.gate = runner.gate
         self.together: list[set[str]] = []
         self.ended: list[str] = []
         self._begin, self._finish = self.service.begin, self.claims.finish
         self.service.begin = self._note_begin  # type: ignore[method-assign]
         self.service._writer._write = self._note_end
-        self.lane = Lane(
+        self.lane = InteractiveConsumer(
             client.broker,
             (None, "model"),
             self.service.in_flight,
@@ -174,16 +174,16 @@ def rescued(job: Job) -> bool:
 def test_an_interactive_job_is_answered_before_the_rows_of_a_killed_worker(
     jobs_client: Client, start_worker: StartWorker
 ) -> None:
-    with start_worker("a", "--max-sequences", "64") as doomed:
+    with start_worker("a", "--max-sequences", "24") as doomed:
         rows = list(
             jobs_client.enqueue_many(
-                ["Once upon a time"] * 60, n=2, max_tokens=ENDLESS_TOKENS, ignore_eos=True
+                ["Once upon a time"] * 24, n=2, max_tokens=ENDLESS_TOKENS, ignore_eos=True
             )
         )
         wait_until(lambda: jobs_client.stats()["state"].get("running"))
         doomed.send_signal(signal.SIGKILL)
         doomed.wait(30)
-    with start_worker("b", "--max-sequences", "64"):
+    with start_worker("b", "--max-sequences", "24"):
         # Rescued: it drains what it has begun, or runs the first group already.
         wait_until(lambda: any(rescued(job) for job in jobs_client.store.find(these(rows))))
         caller = jobs_client.enqueue("Once", interactive=True, max_tokens=4)

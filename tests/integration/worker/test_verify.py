@@ -8,16 +8,16 @@ import pytest
 from click.testing import CliRunner, Result
 from sqlalchemy import update
 
-from nightmill.jobs.arithmetic import Arithmetic
-from nightmill.jobs.client import Client
+from nightmill.jobs.base.arithmetic import Arithmetic
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.main import main
-from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.jobs import JOBS
 from nightmill.jobs.sql.tables import JobRow
-from nightmill.worker.link.loading import demo_model
+from nightmill.worker.assembly.model import demo_model
 from nightmill.worker.model.gguf.file import GgufFile
 from tests.integration.worker.conftest import StartWorker, on_sqlite
-from tests.servers import worker_env
+from tests.support.servers import worker_env
 
 PATIENCE = 120.0
 

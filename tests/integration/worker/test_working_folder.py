@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from nightmill.jobs.settings import Settings
-from nightmill.worker.link.loading import demo_model
-from tests.servers import worker_env
+from nightmill.jobs.base.settings import Settings
+from nightmill.worker.assembly.model import demo_model
+from tests.support.servers import worker_env
 
 NAMES = (
     "click",

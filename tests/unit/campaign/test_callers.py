@@ -19,7 +19,7 @@ from tests.campaign.http_traffic import HttpBatch, HttpTraffic
 from tests.campaign.ledger import Ledger
 from tests.campaign.promptness import Timing, judge_time
 from tests.campaign.report import Report
-from tests.servers import wait_until
+from tests.support.servers import wait_until
 
 pytestmark = pytest.mark.heavy
 

@@ -6,15 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nightmill.jobs.parameters import GenerationParams
+from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import Completion, Request
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.tokenizer import Tokenizer
 from tests.campaign import forged, gguf_document, model, mutants, strange_templates, texts
 from tests.campaign.plan import ONLY, kinds, make_plan
 from tests.campaign.worker import ScriptedRunner
-from tests.ggufs import write_model
+from tests.support.ggufs import write_model
 
 
 @pytest.mark.parametrize("part", ONLY)
@@ -30,11 +31,8 @@ def test_the_worker_writes_the_texts_that_the_oracle_expects(tmp_path: Path) -> 
     tokenizer = Tokenizer.from_gguf(file)
     engine = Engine(
         ScriptedRunner(len(tokenizer.vocabulary.tokens), 8),
-        text_stream=lambda: tokenizer.stream(continues=True),
-        eos_ids=tokenizer.eos_ids,
-        context_length=texts.CONTEXT,
-        max_sequences=8,
-        token_budget=64,
+        Detokenizer(text_stream=lambda: tokenizer.stream(continues=True), eos_ids=tokenizer.eos_ids),
+        EngineSizes(context_length=texts.CONTEXT, max_sequences=8, token_budget=64),
     )
     draw = random.Random(1)
     expected: dict[str, texts.Answer] = {}

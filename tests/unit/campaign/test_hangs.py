@@ -12,7 +12,7 @@ import psutil
 import pytest
 from sqlalchemy import create_engine, text
 
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.base.settings import Settings
 from tests.campaign import file_night
 from tests.campaign.clocks import HOUR, PostgresClock
 from tests.campaign.disk import Disk
@@ -30,7 +30,7 @@ from tests.campaign.plan import (
 )
 from tests.campaign.proxies import Proxies
 from tests.campaign.report import Report
-from tests.freezing import Freeze
+from tests.support.freezing import Freeze
 
 pytestmark = pytest.mark.heavy
 

@@ -1,12 +1,13 @@
 """The triggers see every change that matters, on both databases, whoever makes it."""
 
+import time
 from collections.abc import Iterator
 
 import pytest
 from sqlalchemy import Engine, create_engine, text
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from tests.campaign import history
 from tests.campaign.ledger import Promise
 from tests.campaign.oracle import Evidence, judge
@@ -59,3 +60,15 @@ def test_every_change_of_a_row_is_seen_and_a_planted_one_is_judged(
     assert abs(seen[1].at - seen[1].finished_at) < 60, "the trigger's clock and Nightmill's are one"
     found = {violation.kind for violation in judge(Evidence({job_id: promise}, [], seen, frozenset()))}
     assert {"final-changed", "wrong-text", "deleted"} <= found
+
+
+def test_the_moment_in_which_a_batch_begins_to_be_deleted_is_seen(
+    server_settings: Settings, engine: Engine
+) -> None:
+    with Client(server_settings) as client:
+        job_id = client.enqueue("prompt", batch="night")
+        client.cancel(job_id)
+        before = time.time()
+        client.get_batch("night").delete()
+    (marked,) = history.deletions(engine)["night"]
+    assert before - 60 < marked < time.time() + 60

@@ -181,6 +181,27 @@ def test_a_row_may_be_deleted_only_by_a_delete_that_began_after_it_was_last_queu
     assert kinds(deleted(history), *changed, Intent("delete", "a", 104.0, 120.0), gone=True) == []
 
 
+def test_a_delete_that_waited_while_a_row_was_queued_again_is_sound_if_its_mark_came_later() -> None:
+    history = life("queued", "running", "cancelled", "queued", "running", "succeeded")
+    history = deleted([replace(change, batch="night") for change in history])
+    calls = (
+        Intent("cancel", "a", 101.0),
+        Intent("retry", "a", 102.0),
+        Intent("delete", "night", 102.0, 120.0),
+    )
+    for marked, found in ((100.0, ["deleted"]), (105.5, []), (107.0, ["deleted"])):
+        evidence = Evidence(
+            {"a": Promise("a", ANSWER)}, calls, history, frozenset(), deletions={"night": [marked]}
+        )
+        assert [violation.kind for violation in judge(evidence)] == found, marked
+
+
+def test_a_row_that_was_only_tried_is_no_job_unless_it_was_acknowledged() -> None:
+    history = deleted(life("cancelled"))
+    assert kinds(history, promise=Promise("another", ANSWER), gone=True) == ["lost"]
+    assert "deleted" in kinds(history, gone=True)
+
+
 def test_prune_may_delete_only_what_ended_before_its_time() -> None:
     history = deleted(life("queued", "running", "succeeded"))
     assert kinds(history, Intent("prune", "101.0", 102.5, 110.0), gone=True) == ["deleted"]

@@ -1,6 +1,6 @@
 """A runner without arithmetic: the next token is a hash of the seed and of what lies in the cache.
 
-It reads a sequence back through its block table, so a wrong page, slot, position or chunk changes the text.
+It reads a sequence back through its page table, so a wrong page, slot, position or chunk changes the text.
 """
 
 import codecs
@@ -10,24 +10,26 @@ from hashlib import blake2b
 
 import numpy as np
 
-from nightmill.jobs.arithmetic import Arithmetic
-from nightmill.jobs.contract import StopReason
+from nightmill.jobs.base.arithmetic import Arithmetic
+from nightmill.jobs.base.contract import StopReason
 from nightmill.jobs.errors import RunnerError
-from nightmill.jobs.parameters import GenerationParams
+from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.logprobs import of_nothing
+from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import Completion, Request
-from nightmill.worker.engine.told import of_nothing
 from nightmill.worker.runners.base import (
     FOUND,
     FROM_SLOT,
+    NO_LOGPROBS,
     NOT_A_NUMBER,
     UNMASKED,
-    UNTOLD,
     Drawn,
     IntArray,
     StepBatch,
-    tells,
+    wants_logprobs,
 )
+from tests.support.one_by_one import OneByOne
 
 # Two bytes of "é", three of "€" and overlapping words, so that borders fall everywhere.
 PIECES = [
@@ -95,7 +97,7 @@ def found_for(tokens: list[int], token: int) -> np.void:
 
 def expected_records(request: Request, answer: tuple[int, ...], likely: int) -> bytes:
     """What a request is to be told that has drawn these tokens."""
-    first = len(request.prompt_ids) if request.told_from is None else request.told_from
+    first = len(request.prompt_ids) if request.prompt_logprobs_from is None else request.prompt_logprobs_from
     tokens = [*request.prompt_ids, *answer]
     records = b""
     for place in range(first, len(tokens)):
@@ -134,32 +136,41 @@ class ScriptedRunner:
 
     poison: a token of which no number can be computed. As with real attention, it spoils every place of the
     chunk that it is in, those before it too, and every later one that reads a spoilt place.
+
+    grid: over 1 it has states, too: each slot's is the tokens that went through it, which come in order, each
+    once, in pieces that begin at multiples of `grid`. snapshots: how many copies of them can be kept.
     """
 
     def __init__(
         self,
         *,
-        kv_blocks: int = 64,
-        block_size: int = 4,
+        kv_pages: int = 64,
+        page_size: int = 4,
         slots: int = 8,
         depth: int = 1,
         script: list[int] | None = None,
         poison: int | None = None,
+        grid: int = 1,
+        snapshots: int = 0,
     ) -> None:
-        self.kv_blocks, self.block_size, self.slots, self.depth, self.vocab = (
-            kv_blocks,
-            block_size,
+        self.kv_pages, self.page_size, self.slots, self.depth, self.vocab = (
+            kv_pages,
+            page_size,
             slots,
             depth,
             VOCAB,
         )
-        self.max_draws = slots + 1  # so that many prompts are told in pieces
+        self.max_draws = slots + grid  # so that many prompts are told in pieces
+        self.prompt_grid = grid
+        self.snapshots = snapshots
+        self.states: list[list[int]] = [[-9]] * slots
+        self.saved: list[list[int]] = [[-9]] * snapshots
         self.arithmetic = ARITHMETIC
         self.script = script  # the tokens of every answer, instead of the hash
         self.poison = poison
-        self.cache = np.full(kv_blocks * block_size, -7)
-        self.spoilt = np.zeros(kv_blocks * block_size, dtype=np.bool_)
-        self.drawn = np.zeros(kv_blocks * block_size, dtype=np.bool_)  # computed as a token that was drawn
+        self.cache = np.full(kv_pages * page_size, -7)
+        self.spoilt = np.zeros(kv_pages * page_size, dtype=np.bool_)
+        self.drawn = np.zeros(kv_pages * page_size, dtype=np.bool_)  # computed as a token that was drawn
         self.kinds: dict[tuple[int, bytes], bool] = {}
         self.last = np.zeros(slots, dtype=np.int64)
         self.admitted: list[tuple[int, int] | None] = [None] * slots  # seed, prompt and answer length
@@ -176,7 +187,7 @@ class ScriptedRunner:
         assert len(self.queue) < self.depth
         assert self.undrawn is None, "the masks of the launch before are missing"
         for field in fields(batch):
-            if field.name not in ("admissions", "draws", "drawn"):
+            if field.name not in ("admissions", "draws", "drawn", "snapshots"):
                 assert getattr(batch, field.name).dtype == np.int32
         self.batches.append(batch)
         busy = set().union(*(slots for _, slots in self.queue)) if self.queue else set()
@@ -184,6 +195,8 @@ class ScriptedRunner:
             assert admission.slot not in busy, "a slot changed hands while a launch still used it"
             self.admitted[admission.slot] = (admission.seed, len(admission.token_ids))
             self.last[admission.slot] = -99
+            saved = self.saved[admission.snapshot] if admission.snapshot >= 0 else []
+            self.states[admission.slot] = [*saved]
         assert len(batch.slots) <= self.slots
         prompts = batch.slots[batch.drawn :].tolist()
         assert len(set(prompts)) == len(prompts)
@@ -204,9 +217,9 @@ class ScriptedRunner:
             tokens[tokens == FROM_SLOT] = self.last[slot]
             length = batch.context_lengths[s]
             assert batch.positions[part].tolist() == list(range(length - len(tokens), length))
-            table = batch.block_tables[s]
+            table = batch.page_tables[s]
             places = np.arange(length)
-            rows = table[places // self.block_size] * self.block_size + places % self.block_size
+            rows = table[places // self.page_size] * self.page_size + places % self.page_size
             assert (rows >= 0).all()
             for row in rows.tolist():
                 readers.setdefault(row, set()).add(int(slot))
@@ -218,7 +231,13 @@ class ScriptedRunner:
         for s in (*chunks[batch.drawn :], *chunks[: batch.drawn]):  # prompts come before what was drawn
             rows, length = contexts[s], starts[s + 1] - starts[s]
             own = rows[-length:]
+            if self.prompt_grid > 1:
+                self.go_on(batch, s, self.cache[rows].tolist(), int(length))
             self.spoilt[own] = (self.cache[own] == self.poison).any() or self.spoilt[rows[:-length]].any()
+        for slot, place in batch.snapshots:
+            assert slot in batch.slots[batch.drawn :] and slot not in batch.slots[: batch.drawn]
+            assert len(self.states[slot]) % self.prompt_grid == 0
+            self.saved[place] = [*self.states[slot]]
         for s, (slot, rows) in enumerate(zip(batch.slots, contexts, strict=True)):
             if starts[s + 1] - 1 in batch.draws["row"][batch.draws["slot"] >= 0]:
                 admitted = self.admitted[slot]
@@ -233,7 +252,7 @@ class ScriptedRunner:
         assert len(batch.draws) <= self.max_draws
         drawn, given = np.split(batch.draws, [len(drawing)])
         assert drawing == drawn[["slot", "position"]].tolist()
-        assert (given["slot"] == -1).all() and (given["likely"] != UNTOLD).all()
+        assert (given["slot"] == -1).all() and (given["likely"] != NO_LOGPROBS).all()
         before: list[list[int] | None] = []  # the tokens that those follow which are given
         for row, place in given[["row", "position"]].tolist():
             s = int(np.searchsorted(starts, row, side="right")) - 1
@@ -245,6 +264,14 @@ class ScriptedRunner:
         self.undrawn = batch, known, before
         if not masks:
             self.draw(np.zeros((0, 1), dtype=np.int32))
+
+    def go_on(self, batch: StepBatch, s: int, context: list[int], length: int) -> None:
+        """Take the tokens of a chunk through its slot's state."""
+        state = self.states[batch.slots[s]]
+        assert len(state) == len(context) - length, "a state is at another position than its sequence"
+        assert s < batch.drawn or len(state) % self.prompt_grid == 0
+        state += context[-length:]
+        assert state == context, "a state has gone through other tokens"
 
     def mask_room(self, count: int) -> IntArray:
         return np.full((count, 1), -1, dtype=np.int32)
@@ -268,7 +295,7 @@ class ScriptedRunner:
             if prompt is not None:
                 tokens[index] = batch.draws["given"][index]
                 found[index] = found_for(prompt, int(tokens[index]))
-        told = found if tells(batch.draws) else None
+        told = found if wants_logprobs(batch.draws) else None
         self.queue.append((Drawn(tokens, told), set(batch.slots.tolist())))
 
     def check_kinds(self, seed: int, rows: np.ndarray) -> None:
@@ -302,21 +329,27 @@ class Clock:
 
 def make_engine(runner: ScriptedRunner, clock: Clock | None = None, **limits: int) -> Engine:
     settings = {"context_length": 64, "max_sequences": runner.slots, "token_budget": 32} | limits
+    text, sharing = Detokenizer(PieceStream, frozenset({EOS})), settings.pop("prefix_sharing", True)
     return Engine(
-        runner, text_stream=PieceStream, eos_ids=frozenset({EOS}), clock=clock or Clock(), **settings
+        runner,
+        text,
+        EngineSizes(**settings),
+        prefix_sharing=bool(sharing),
+        constraints=OneByOne(),
+        clock=clock or Clock(),
     )
 
 
 def make_request(
     job_id: str = "j", prompt: tuple[int, ...] = (0, 1, 2), *, seed: int = 1, deadline: float | None = None,
     priority: int = 5, attempt: int = 1, generated: tuple[int, ...] = (), rule: int | None = None,
-    told_from: int | None = None, interactive: bool = False, **params: object,
+    prompt_logprobs_from: int | None = None, interactive: bool = False, **params: object,
 ) -> Request:  # fmt: skip
     parsed = GenerationParams.parse(params)
     constraint = None if rule is None else Rule(rule)
     return Request(
         job_id, attempt, prompt, parsed, seed, deadline, priority, generated, constraint,
-        interactive=interactive, told_from=told_from,
+        interactive=interactive, prompt_logprobs_from=prompt_logprobs_from,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nightmill.jobs.contract import Constrained, ConstraintKind, StopReason
+from nightmill.jobs.base.contract import Constrained, ConstraintKind, StopReason
 from nightmill.jobs.errors import ConstraintError, RunnerError
 from nightmill.worker.engine.request import Completion, Request
 from nightmill.worker.runners.base import IntArray, StepBatch
@@ -62,7 +62,7 @@ def test_in_any_company_each_draws_what_it_draws_alone(
         ]
 
     def complete(asked: list[Request]) -> dict[str, Completion]:
-        runner = ScriptedRunner(kv_blocks=pages, slots=slots, depth=depth, poison=poison)
+        runner = ScriptedRunner(kv_pages=pages, slots=slots, depth=depth, poison=poison)
         engine = make_engine(runner, context_length=40, prefix_sharing=sharing)
         for request in asked:
             engine.submit(request)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from nightmill.jobs.contract import StopReason
+from nightmill.jobs.base.contract import StopReason
 from nightmill.worker.engine.masking import everything, spare
 from nightmill.worker.engine.request import Completion, Request
 from nightmill.worker.runners.base import mask_words
@@ -55,7 +55,7 @@ def test_a_stop_string_that_is_complete_too_early_counts_for_nothing(
 
 
 def answers(requests: Sequence[Request], depth: int = 1) -> tuple[dict[str, Completion], int]:
-    engine = make_engine(ScriptedRunner(depth=depth, kv_blocks=256))
+    engine = make_engine(ScriptedRunner(depth=depth, kv_pages=256))
     for request in requests:
         engine.submit(request)
     return {one.job_id: one for one in run(engine)}, engine.stats.steps

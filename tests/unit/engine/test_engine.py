@@ -1,8 +1,10 @@
 """The engine from submission to completion, on a scripted runner."""
 
+from dataclasses import replace
+
 import pytest
 
-from nightmill.jobs.contract import StopReason
+from nightmill.jobs.base.contract import PAST_CONTEXT, StopReason
 from nightmill.jobs.errors import RunnerError
 from tests.unit.engine.scripted import (  # fmt: skip
     EOS,
@@ -11,6 +13,7 @@ from tests.unit.engine.scripted import (  # fmt: skip
     Clock,
     ScriptedRunner,
     expected,
+    expected_records,
     make_engine,
     make_request,
     run,
@@ -25,7 +28,7 @@ def scripted(script: list[int], depth: int = 1) -> ScriptedRunner:
 
 @DEPTHS
 def test_many_requests_get_the_answers_they_would_get_alone(depth: int) -> None:
-    engine = make_engine(ScriptedRunner(depth=depth, kv_blocks=40))
+    engine = make_engine(ScriptedRunner(depth=depth, kv_pages=40))
     requests = [
         make_request(
             f"j{n}", tuple(range(1 + n % 9)), seed=n, max_tokens=5 + n, stop=("aba", "é"), priority=n % 3
@@ -47,7 +50,7 @@ def test_many_requests_get_the_answers_they_would_get_alone(depth: int) -> None:
 
 @DEPTHS
 def test_preempted_sequences_lose_nothing(depth: int) -> None:
-    engine = make_engine(ScriptedRunner(depth=depth, kv_blocks=9))
+    engine = make_engine(ScriptedRunner(depth=depth, kv_pages=9))
     requests = [make_request(f"j{n}", (n, n), seed=n, max_tokens=30, ignore_eos=True) for n in range(6)]
     for request in requests:
         engine.submit(request)
@@ -106,10 +109,28 @@ def test_the_context_is_a_limit(depth: int) -> None:
 
 
 def test_the_whole_kv_cache_is_a_context_too() -> None:
-    engine = make_engine(ScriptedRunner(kv_blocks=3, script=[0] * 99))
+    engine = make_engine(ScriptedRunner(kv_pages=3, script=[0] * 99))
     engine.submit(make_request(seed=3))
     (completion,) = run(engine)
     assert (completion.stop_reason, completion.completion_tokens) == (StopReason.CONTEXT_FULL, 9)
+
+
+@DEPTHS
+@pytest.mark.parametrize("size", [9, 10, 11])
+def test_a_text_to_score_may_fill_the_context(size: int, depth: int) -> None:
+    """Nothing is drawn behind it that anybody is told of, so it needs no further token."""
+    runner = ScriptedRunner(kv_pages=3, depth=depth)  # pages of 4: 12 tokens
+    engine = make_engine(runner, context_length=10)
+    prompt = tuple(range(10))[:size] if size <= 10 else (*range(10), 0)
+    one = make_request(prompt=prompt, seed=4, prompt_logprobs_from=3, max_tokens=1, logprobs=2)
+    engine.submit(replace(one, scores=True))
+    (completion,) = run(engine)
+    if size > 10:
+        assert "the prompt, with what is scored behind it, has 11 tokens" in (completion.error or "")
+        return
+    assert completion.error is None and completion.logprobs is not None
+    assert completion.logprobs.given == size - 3
+    assert completion.logprobs.records == expected_records(one, completion.token_ids, 2)
 
 
 @pytest.mark.parametrize(
@@ -118,15 +139,17 @@ def test_the_whole_kv_cache_is_a_context_too() -> None:
         ((), "the prompt has no tokens"),
         ((0, VOCAB), f"token id {VOCAB}, but this model's ids go from 0 to {VOCAB - 1}"),
         ((0, -1), "token id -1"),
-        ((0,) * 64, "the prompt has 64 tokens; this worker's context holds 64, of which at least one must be "
-                    "left for the answer: shorten it or start the worker with --context 320"),
-        ((0,) * 20, "the prompt has 20 tokens; this worker's KV cache holds 16 (4 pages of 4)"),
+        ((0,) * 64, f"the prompt has 64 tokens, which {PAST_CONTEXT}: this worker's context holds 64, "
+                    "of which at least one must be left for the answer: shorten it or start the worker with "
+                    "--context 320"),
+        ((0,) * 20, f"the prompt has 20 tokens, which {PAST_CONTEXT}: this worker's KV cache holds 16 "
+                    "(4 pages of 4)"),
     ],
 )  # fmt: skip
 def test_a_request_that_can_never_run_completes_with_an_error_that_helps(
     prompt: tuple[int, ...], says: str
 ) -> None:
-    engine = make_engine(ScriptedRunner(kv_blocks=4))
+    engine = make_engine(ScriptedRunner(kv_pages=4))
     engine.submit(make_request(prompt=prompt))
     (completion,) = run(engine)
     assert completion.stop_reason is StopReason.ERROR

@@ -2,7 +2,8 @@
 
 Many prompts begin alike, so that pages are shared, evicted and waited for; work is abandoned at any step and
 goes on from the tokens that it had. In some runs a token cannot be computed with: only requests that have it
-fail. Some requests obey a constraint, which may leave them nothing to draw.
+fail. In some the runner has states, and snapshots of them. Some requests obey a constraint, which may
+leave them nothing to draw.
 """
 
 from dataclasses import replace
@@ -12,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from nightmill.jobs.contract import StopReason
+from nightmill.jobs.base.contract import StopReason
 from nightmill.worker.engine.request import Completion, Request
 from tests.unit.engine.scripted import (
     EOS,
@@ -28,20 +29,20 @@ from tests.unit.engine.scripted import (
 
 CONTEXT = 24
 BEGINNINGS = [(), (1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3, 4), (1, 2, 9, 9, 9, 9)]
-UNTOLD = -1
+NO_LOGPROBS = -1
 EARLY = {StopReason.CANCELLED, StopReason.DEADLINE}
 
 
 def likely(request: Request) -> int:
     """How many likely tokens it is told with each, if anything."""
     if request.params.logprobs is None:
-        return UNTOLD if request.told_from is None else 0
+        return NO_LOGPROBS if request.prompt_logprobs_from is None else 0
     return request.params.logprobs
 
 
 def resumed(request: Request) -> tuple[int, ...]:
     """The tokens that it goes on from: none where they had to be told."""
-    return request.generated_ids if likely(request) == UNTOLD else ()
+    return request.generated_ids if likely(request) == NO_LOGPROBS else ()
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -50,30 +51,39 @@ class EngineMachine(RuleBasedStateMachine):
     @initialize(
         depth=st.integers(1, 3),
         blocks=st.integers(2, 14),
-        block_size=st.sampled_from([1, 2, 4]),
+        page_size=st.sampled_from([1, 2, 4]),
         slots=st.integers(1, 5),
         spare=st.sampled_from([0, 1, 3, 30]),
         sharing=st.sampled_from([True, True, False]),
         poison=st.sampled_from([None, 3, 9, 13]),
-        lane=st.integers(0, 2),
+        reserved=st.integers(0, 2),
+        grid=st.sampled_from([1, 1, 2, 4]),
+        snapshots=st.integers(0, 3),
     )
     def build(
-        self, depth: int, blocks: int, block_size: int, slots: int, spare: int, sharing: bool,
-        poison: int | None, lane: int,
+        self, depth: int, blocks: int, page_size: int, slots: int, spare: int, sharing: bool,
+        poison: int | None, reserved: int, grid: int,
+        snapshots: int,
     ) -> None:  # fmt: skip
         self.clock = Clock()
         self.poison = poison
         runner = ScriptedRunner(
-            kv_blocks=blocks, block_size=block_size, slots=slots, depth=depth, poison=poison
+            kv_pages=blocks,
+            page_size=page_size,
+            slots=slots,
+            depth=depth,
+            poison=poison,
+            grid=max(grid, page_size) if grid > 1 else 1,
+            snapshots=snapshots,
         )
-        self.context = min(CONTEXT, blocks * block_size)
+        self.context = min(CONTEXT, blocks * page_size)
         self.engine = make_engine(
             runner,
             self.clock,
             context_length=CONTEXT,
-            token_budget=slots + spare,
+            token_budget=slots + max(spare, runner.prompt_grid - 1),
             prefix_sharing=sharing,
-            interactive_slots=min(lane, slots - 1),
+            interactive_slots=min(reserved, slots - 1),
         )
         self.requests: dict[tuple[str, int], Request] = {}
         self.attempts: dict[str, int] = {}
@@ -126,7 +136,7 @@ class EngineMachine(RuleBasedStateMachine):
             interactive=params["priority"] == 2,
             max_tokens=max_tokens,
             min_tokens=min(min_tokens, max_tokens),
-            told_from=None if told is None else int(told * len(prompt)),
+            prompt_logprobs_from=None if told is None else int(told * len(prompt)),
             **params,
         )
         self.cancelled.discard(job_id)
@@ -171,13 +181,13 @@ class EngineMachine(RuleBasedStateMachine):
     @rule()
     def tell(self) -> None:
         """What is told of a text is a true beginning of it, without gaps, whatever is drawn later."""
-        for growth in self.engine.growths():
-            key = (growth.job_id, growth.attempt)
-            before = "" if growth.start == 0 else self.told[key]
-            assert growth.text and len(before) == growth.start
-            self.told[key] = before + growth.text
+        for delta in self.engine.deltas():
+            key = (delta.job_id, delta.attempt)
+            before = "" if delta.start == 0 else self.told[key]
+            assert delta.text and len(before) == delta.start
+            self.told[key] = before + delta.text
             assert self.expected(self.requests[key])[1].startswith(self.told[key])
-        assert self.engine.growths() == []
+        assert self.engine.deltas() == []
 
     @precondition(lambda self: self.requests)
     @rule(keep=st.sampled_from([None, 1, 3, 100]))
@@ -224,14 +234,18 @@ class EngineMachine(RuleBasedStateMachine):
             assert completion.stop_reason is StopReason.ERROR
             return
         tokens, text, reason = self.expected(request)
-        told = completion.told
-        if likely(request) == UNTOLD:
+        told = completion.logprobs
+        if likely(request) == NO_LOGPROBS:
             assert told is None
         else:
             assert told is not None and told.likely == likely(request)
             records = expected_records(request, tokens, told.likely)
             assert records[: len(told.records)] == told.records
-            asked = () if request.told_from is None else request.prompt_ids[request.told_from :]
+            asked = (
+                ()
+                if request.prompt_logprobs_from is None
+                else request.prompt_ids[request.prompt_logprobs_from :]
+            )
             assert told.token_ids == (*asked, *completion.token_ids)[: len(told.token_ids)]
             assert told.given == min(len(asked), len(told.token_ids))
             assert len(told.records) == len(told.token_ids) * 4 * (1 + 2 * told.likely)

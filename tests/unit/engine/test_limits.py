@@ -2,8 +2,8 @@
 
 import pytest
 
-from nightmill.jobs.parameters import GenerationParams
-from nightmill.worker.engine.limits import Limits
+from nightmill.jobs.request.parameters import GenerationParams
+from nightmill.worker.engine.limits import RequestLimits
 
 
 @pytest.mark.parametrize(
@@ -20,13 +20,13 @@ from nightmill.worker.engine.limits import Limits
 def test_no_more_context_is_advised_than_the_model_has(
     model_context: int | None, prompt: int, advice: str
 ) -> None:
-    limits = Limits(vocab=9, context=64, block_size=16, model_context=model_context)
+    limits = RequestLimits(vocab=9, context=64, page_size=16, model_context=model_context)
     fault = limits.fault((0,) * prompt, GenerationParams(max_tokens=100))
     assert fault is not None and fault.endswith(f"must be left for the answer: {advice}")
 
 
 def test_a_stop_token_that_the_model_lacks_is_named() -> None:
-    limits = Limits(vocab=9, context=64, block_size=16)
+    limits = RequestLimits(vocab=9, context=64, page_size=16)
     assert limits.fault((0,), GenerationParams(stop_token_ids=(3, 8))) is None
     fault = limits.fault((0,), GenerationParams(stop_token_ids=(3, 9)))
     assert fault is not None

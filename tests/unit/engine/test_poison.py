@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from nightmill.jobs.contract import StopReason
+from nightmill.jobs.base.contract import StopReason
 from nightmill.worker.engine.request import Completion, Request
 from tests.unit.engine.scripted import (
     EOS,
@@ -50,7 +50,7 @@ def test_the_guilty_fail_and_nobody_else(
     depth: int, sharing: bool, blocks: int, guilty: Callable[[int], bool]
 ) -> None:
     requests = prompts(guilty)
-    engine = make_engine(ScriptedRunner(kv_blocks=blocks, depth=depth, poison=POISON), prefix_sharing=sharing)
+    engine = make_engine(ScriptedRunner(kv_pages=blocks, depth=depth, poison=POISON), prefix_sharing=sharing)
     for request in requests:
         engine.submit(request)
     assert check(run(engine), requests) >= sum(guilty(n) for n in range(12))
@@ -90,7 +90,7 @@ def test_who_computed_all_of_its_pages_fails_at_once() -> None:
 
 def test_who_had_pages_of_others_is_computed_once_more_alone() -> None:
     """Both for those that are to blame and for those that are not; then the beginning is shared again."""
-    runner = ScriptedRunner(poison=POISON, kv_blocks=100, depth=2)
+    runner = ScriptedRunner(poison=POISON, kv_pages=100, depth=2)
     engine = make_engine(runner, token_budget=64)
     guilty, innocent, later = (
         make_request("guilty", (*SYSTEM, POISON), seed=1, max_tokens=4),

@@ -2,11 +2,11 @@
 
 import pytest
 
-from nightmill.worker.engine.kv_cache import BlockPool, CacheIntegrityError
+from nightmill.worker.engine.kv_cache import CacheIntegrityError, PagePool
 from nightmill.worker.engine.prefix_tree import PrefixNode, PrefixTree, page_keys
 
 
-def grow(tree: PrefixTree, pool: BlockPool, tokens: list[int]) -> list[PrefixNode]:
+def grow(tree: PrefixTree, pool: PagePool, tokens: list[int]) -> list[PrefixNode]:
     """Enter the pages of a sequence that owns them, two tokens each; those known before are shared."""
     keys = page_keys(tokens, len(tokens) // 2, 2, len(tokens))
     nodes = tree.walk(keys, len(keys))
@@ -24,7 +24,7 @@ def pages(nodes: list[PrefixNode]) -> list[int]:
 
 
 def test_a_page_is_found_only_behind_the_same_pages() -> None:
-    pool = BlockPool(8, 2)
+    pool = PagePool(8, 2)
     tree = PrefixTree(pool)
     nodes = grow(tree, pool, [1, 2, 3, 4])
     found = [
@@ -43,7 +43,7 @@ def test_keys_hold_the_tokens_themselves() -> None:
 
 
 def test_a_second_page_with_the_same_tokens_is_not_entered() -> None:
-    pool = BlockPool(8, 2)
+    pool = PagePool(8, 2)
     tree = PrefixTree(pool)
     (node,) = grow(tree, pool, [1, 2])
     (other,) = pool.allocate(1)
@@ -53,7 +53,7 @@ def test_a_second_page_with_the_same_tokens_is_not_entered() -> None:
 
 
 def test_the_end_of_a_prefix_is_evicted_before_its_beginning() -> None:
-    pool = BlockPool(4, 2)
+    pool = PagePool(4, 2)
     tree = PrefixTree(pool)
     long, short = grow(tree, pool, [1, 2, 3, 4, 5, 6]), grow(tree, pool, [1, 2, 7, 8])
     pool.release(pages(short))
@@ -68,7 +68,7 @@ def test_the_end_of_a_prefix_is_evicted_before_its_beginning() -> None:
 
 
 def test_audit_notices_faults() -> None:
-    pool = BlockPool(4, 2)
+    pool = PagePool(4, 2)
     tree = PrefixTree(pool)
     first, second = grow(tree, pool, [1, 2, 3, 4])
     pool._kept[first.page] = False

@@ -5,11 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.errors import ModelFileError
-from nightmill.jobs.settings import Settings
+from nightmill.worker.assembly.engine import build_engine
+from nightmill.worker.assembly.model import open_model
 from nightmill.worker.engine.probing import probe
-from nightmill.worker.link.loading import build_engine, open_model
-from tests.ggufs import write_model
+from tests.support.ggufs import write_model
 from tests.unit.engine.scripted import VOCAB, ScriptedRunner, make_engine
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nightmill.jobs.contract import StopReason
+from nightmill.jobs.base.contract import StopReason
 from tests.unit.engine.scripted import VOCAB, ScriptedRunner, expected, make_engine, make_request, run
 
 SEEDS = st.integers(0, 2**63 - 1)
@@ -26,7 +26,7 @@ def test_interrupted_after_any_token_the_answer_is_the_same(
     context = min(64, pages * 4)
     whole = expected(make_request(seed=seed, **params), context)
     for known in range(len(whole[0]) + 1):
-        engine = make_engine(ScriptedRunner(depth=depth, kv_blocks=pages))
+        engine = make_engine(ScriptedRunner(depth=depth, kv_pages=pages))
         engine.submit(make_request(seed=seed, generated=whole[0][:known], **params))
         (completion,) = run(engine)
         assert (completion.token_ids, completion.text, completion.stop_reason) == whole

@@ -2,9 +2,9 @@
 
 import pytest
 
-from nightmill.jobs.parameters import GenerationParams
+from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.worker.engine import scheduler as scheduling
-from nightmill.worker.engine.kv_cache import BlockPool
+from nightmill.worker.engine.kv_cache import PagePool
 from nightmill.worker.engine.plan import StepPlan
 from nightmill.worker.engine.request import Request, Sequence, SequenceState
 from nightmill.worker.engine.scheduler import Scheduler
@@ -16,12 +16,12 @@ def sequence(order: int, prompt: int, *, priority: int = 5, limit: int = 1000) -
 
 
 def scheduler(
-    *sequences: Sequence, pages: int = 100, slots: int = 8, budget: int = 32, lane: int = 0
+    *sequences: Sequence, pages: int = 100, slots: int = 8, budget: int = 32, reserved: int = 0
 ) -> Scheduler:
     """The sequences above are all alike, so nothing is shared here; see test_sharing for that."""
-    pool = BlockPool(pages, 4)
+    pool = PagePool(pages, 4)
     made = Scheduler(
-        pool, max_sequences=slots, token_budget=budget, prefix_sharing=False, interactive_slots=lane
+        pool, max_sequences=slots, token_budget=budget, prefix_sharing=False, interactive_slots=reserved
     )
     for one in sequences:
         made.add(one)
@@ -135,7 +135,7 @@ def test_pages_of_a_sequence_in_flight_are_kept_until_its_launch_is_done() -> No
     plan = made.plan()  # j1 takes the last page, j2 gives way
     assert (plan.preempted, shape(plan)) == ([last], [("j1", 8, 1)])
     carry_out(made, plan)
-    assert last.block_table
+    assert last.page_table
     assert last.slot is not None
     for _ in range(3):
         assert len(step(made)) == 1
@@ -178,7 +178,7 @@ def interactive(order: int, prompt: int) -> Sequence:
 
 
 def test_slots_are_kept_for_interactive_sequences_which_may_have_any() -> None:
-    made = scheduler(*(sequence(order, 4) for order in range(1, 6)), slots=4, lane=1)
+    made = scheduler(*(sequence(order, 4) for order in range(1, 6)), slots=4, reserved=1)
     step(made)
     assert (made.running, made.waiting) == (3, 2)
     for order in (10, 11):
@@ -192,6 +192,15 @@ def test_slots_are_kept_for_interactive_sequences_which_may_have_any() -> None:
         made.finish(one)
     step(made)
     assert (made.running, made.waiting) == (3, 1)
+
+
+def test_an_interactive_sequence_is_in_the_next_step_however_many_wait() -> None:
+    made = scheduler(*(sequence(order, 4) for order in range(1, 20_001)), slots=8, reserved=1)
+    step(made)
+    assert (made.running, made.waiting) == (7, 19_993)
+    made.add(interactive(30_000, 4))
+    assert step(made)[-1] == ("i30000", 0, 4)
+    assert made.waiting == 19_993
 
 
 def test_while_somebody_waits_steps_compute_few_tokens_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +219,7 @@ def test_while_somebody_waits_steps_compute_few_tokens_of_prompts(monkeypatch: p
 
 def test_who_ranks_last_gives_way_to_an_interactive_sequence_and_nobody_takes_its_pages() -> None:
     first, last, urgent = sequence(1, 8), sequence(2, 8), interactive(9, 9)
-    made = scheduler(first, last, pages=6, lane=1)
+    made = scheduler(first, last, pages=6, reserved=1)
     step(made)
     last.last_launch = 1000  # it is outstanding
     made.add(urgent)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from nightmill.jobs.parameters import GenerationParams
-from nightmill.worker.engine.kv_cache import BlockPool, CacheIntegrityError
+from nightmill.jobs.request.parameters import GenerationParams
+from nightmill.worker.engine.kv_cache import CacheIntegrityError, PagePool
 from nightmill.worker.engine.request import Completion, Request, Sequence
 from nightmill.worker.engine.scheduler import Scheduler
 from nightmill.worker.engine.sharing import GROUP_TOKENS, GROUP_WINDOW, PrefixGroups
@@ -20,7 +20,7 @@ def sequence(order: int, prompt: tuple[int, ...], *, priority: int = 5) -> Seque
 
 
 def scheduler(*sequences: Sequence, pages: int = 100, slots: int = 8, budget: int = 100) -> Scheduler:
-    made = Scheduler(BlockPool(pages, 4), max_sequences=slots, token_budget=budget)
+    made = Scheduler(PagePool(pages, 4), max_sequences=slots, token_budget=budget)
     for one in sequences:
         made.add(one)
     return made
@@ -34,7 +34,7 @@ def prompts_alike(count: int) -> list[Request]:
 
 
 def answer(requests: list[Request], sharing: bool, **options: int) -> tuple[list[Completion], EngineStats]:
-    sizes = {"kv_blocks": 400, "slots": 32} | options
+    sizes = {"kv_pages": 400, "slots": 32} | options
     engine = make_engine(ScriptedRunner(**sizes), token_budget=64, prefix_sharing=sharing)
     for request in requests:
         engine.submit(request)
@@ -53,10 +53,70 @@ def test_a_prefix_that_arrives_many_times_at_once_is_computed_once(depth: int) -
     assert shared.prompt_tokens == 40 + 30 * 2
     assert shared.shared_tokens == 29 * 40
     assert alone.shared_tokens == 0
+    assert sorted(one.cached_tokens for one in with_sharing) == [0] + [40] * 29
+    assert {one.cached_tokens for one in without} == {0}
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_with_states_the_first_of_many_leaves_a_snapshot_where_they_part(depth: int) -> None:
+    requests = prompts_alike(30)
+    with_sharing, shared = answer(requests, True, depth=depth, grid=8, snapshots=1)
+    without, alone = answer(requests, True, depth=depth, grid=8)
+    assert with_sharing == without
+    assert [(one.token_ids, one.text) for one in without] == [expected(one, 64)[:2] for one in requests]
+    assert alone.prompt_tokens == 30 * 42 and alone.shared_tokens == 0
+    assert shared.prompt_tokens == 40 + 30 * 2
+    assert shared.shared_tokens == 29 * 40
+
+
+def test_with_states_the_second_who_comes_late_leaves_a_snapshot_for_the_third() -> None:
+    engine = make_engine(ScriptedRunner(kv_pages=60, grid=8, snapshots=3))
+    computed = []
+    for request in [*prompts_alike(3), make_request("k", (*SYSTEM[:21], 7, 7), max_tokens=1)]:
+        before = engine.stats.prompt_tokens
+        engine.submit(request)
+        run(engine)
+        computed.append(engine.stats.prompt_tokens - before)
+    assert computed == [42, 42, 2, 23]  # the last one parts at 16, where no state is
+    assert engine.stats.free_pages == engine.stats.pages
+
+
+def test_snapshots_make_room_for_others_the_least_recently_used_first() -> None:
+    engine = make_engine(ScriptedRunner(kv_pages=200, grid=8, snapshots=2))
+    prefixes = [tuple((n + start) % 14 for n in range(16)) for start in range(3)]
+
+    def computed(prefix: tuple[int, ...], own: int) -> int:
+        before = engine.stats.prompt_tokens
+        engine.submit(make_request("j", (*prefix, own), max_tokens=1))
+        run(engine)
+        return engine.stats.prompt_tokens - before
+
+    for prefix in prefixes[:2]:
+        assert [computed(prefix, own) for own in range(3)] == [17, 17, 1]
+    assert computed(prefixes[0], 3) == 1  # used later than the other
+    assert [computed(prefixes[2], own) for own in range(3)] == [17, 17, 1]
+    assert computed(prefixes[0], 4) == 1
+    assert computed(prefixes[1], 4) == 17
+
+
+def test_a_snapshot_goes_with_its_page() -> None:
+    engine = make_engine(ScriptedRunner(kv_pages=16, grid=8, snapshots=1))
+    prefix = SYSTEM[:16]
+    computed = []
+    for prompt in [
+        *((*prefix, own) for own in range(3)),
+        tuple([5] * 60),
+        *((*prefix, own) for own in range(3)),
+    ]:
+        before = engine.stats.prompt_tokens
+        engine.submit(make_request("j", prompt, max_tokens=1))
+        run(engine)
+        computed.append(engine.stats.prompt_tokens - before)
+    assert computed == [17, 17, 1, 60, 17, 17, 1]
 
 
 def test_a_prefix_whose_owners_have_left_is_found_again() -> None:
-    engine = make_engine(ScriptedRunner(kv_blocks=40))
+    engine = make_engine(ScriptedRunner(kv_pages=40))
     for request in prompts_alike(3):
         engine.submit(request)
         run(engine)
@@ -65,7 +125,7 @@ def test_a_prefix_whose_owners_have_left_is_found_again() -> None:
 
 
 def test_pages_are_evicted_when_their_memory_is_needed_the_least_recently_used_first() -> None:
-    engine = make_engine(ScriptedRunner(kv_blocks=16))
+    engine = make_engine(ScriptedRunner(kv_pages=16))
     other = tuple(reversed(SYSTEM))
 
     def shared_by(prompt: tuple[int, ...]) -> int:
@@ -93,12 +153,13 @@ def test_at_least_the_last_token_is_computed() -> None:
 
 def test_a_preempted_sequence_finds_its_pages_again() -> None:
     requests = [make_request(f"j{n}", (n,) * 12, seed=n, max_tokens=30, ignore_eos=True) for n in range(4)]
-    with_sharing, shared = answer(requests, True, kv_blocks=24, slots=4)
-    without, alone = answer(requests, False, kv_blocks=24, slots=4)
+    with_sharing, shared = answer(requests, True, kv_pages=24, slots=4)
+    without, alone = answer(requests, False, kv_pages=24, slots=4)
     assert with_sharing == without
     assert min(shared.preemptions, alone.preemptions) > 0
     assert shared.shared_tokens > 0
     assert shared.prompt_tokens < alone.prompt_tokens
+    assert {one.cached_tokens for one in with_sharing} == {0}  # it had computed them itself
 
 
 def test_pages_of_its_answer_are_found_again_too() -> None:
@@ -203,7 +264,7 @@ def test_audit_notices_a_page_that_holds_other_tokens_and_one_that_is_waited_for
 
 def test_requests_with_equal_beginnings_stand_next_to_each_other() -> None:
     first, second = (1,) * (GROUP_TOKENS + 1), (2,) * (GROUP_TOKENS + 1)
-    engine = make_engine(ScriptedRunner(slots=2, kv_blocks=100), context_length=200)
+    engine = make_engine(ScriptedRunner(slots=2, kv_pages=100), context_length=200)
     for number, prompt in enumerate([first, second] * 4):
         engine.submit(make_request(f"j{number}", (*prompt, number), seed=number, max_tokens=1))
     finished = [int(completion.job_id[1:]) for completion in run(engine)]
@@ -221,7 +282,7 @@ def test_no_request_is_overtaken_by_more_than_a_window_for_the_sake_of_groups() 
 
 def test_priority_goes_before_groups() -> None:
     alike = (1,) * (GROUP_TOKENS + 1)
-    engine = make_engine(ScriptedRunner(slots=1, kv_blocks=100), context_length=200)
+    engine = make_engine(ScriptedRunner(slots=1, kv_pages=100), context_length=200)
     engine.submit(make_request("first", alike, max_tokens=1))
     engine.submit(make_request("other", (2,) * 9, max_tokens=1))
     engine.submit(make_request("same group", alike, max_tokens=1))

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nightmill.jobs.contract import StopReason
-from nightmill.jobs.parameters import GenerationParams
+from nightmill.jobs.base.contract import StopReason
+from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.worker.engine.stops import TextWatch, reason_to_stop, streamed
 from tests.unit.engine.scripted import PIECES, PieceStream, first_stop, stable_prefix, text_of
 
@@ -23,9 +23,9 @@ class Letters:
         return self.rest
 
 
-def follow(pieces: list[str], *stop: str) -> tuple[int, str]:
+def follow(pieces: list[str], *stop: str, included: bool = False) -> tuple[int, str]:
     """Push until a stop string is found; the number of tokens pushed and the text."""
-    watch = TextWatch(Letters(pieces), stop)
+    watch = TextWatch(Letters(pieces), stop, included=included)
     for token in range(len(pieces)):
         if watch.push(token):
             return token + 1, watch.text
@@ -52,6 +52,20 @@ def follow(pieces: list[str], *stop: str) -> tuple[int, str]:
 )
 def test_first_stop_string_ends_the_text(pieces: list[str], stop: list[str], tokens: int, text: str) -> None:
     assert follow(pieces, *stop) == (tokens, text)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stop", "text"),
+    [
+        (["one", "STOP", "two"], ["STOP"], "oneSTOP"),
+        (["one S", "T", "O", "P two"], ["STOP"], "one STOP"),
+        (["xaa", "b"], ["aab", "ab"], "xaab"),
+        (["abc"], ["abc", "b"], "ab"),  # complete first wins
+        (["xy", "z"], ["nothing"], "xyz"),
+    ],
+)
+def test_a_stop_string_that_is_included_ends_the_text(pieces: list[str], stop: list[str], text: str) -> None:
+    assert follow(pieces, *stop, included=True)[1] == text
 
 
 def test_text_that_may_begin_a_stop_string_is_held_back_until_decided() -> None:

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from nightmill.jobs.contract import JobState, StopReason
+from nightmill.jobs.base.contract import JobState, StopReason
 from nightmill.jobs.errors import BatchFileError
 from nightmill.jobs.formats import Destination, FileFormat, ResultFile, error_row, result_row
+from nightmill.jobs.formats.rows import OF_PROMPTS
 from tests.unit.formats.files import job
 
-FORMATS = list(FileFormat)
+FORMATS = list(OF_PROMPTS)
 SUFFIX = {FileFormat.CSV: ".csv", FileFormat.PARQUET: ".parquet"}
 FOREIGN = b"the only copy of a thesis\n"
 BATCH = {f"{number:032x}" for number in range(200)}

@@ -6,13 +6,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from nightmill.jobs.constrained import FORMS
-from nightmill.jobs.contract import JobState, StopReason
-from nightmill.jobs.fields import FIELDS
+from nightmill.jobs.base.contract import JobState, StopReason
 from nightmill.jobs.formats import FileFormat, InputFile, InputRow
-from nightmill.jobs.job import Job
-from nightmill.jobs.parameters import GenerationParams
-from nightmill.jobs.tools import TOOL_KEYS
+from nightmill.jobs.reply.job import Job
+from nightmill.jobs.request.fields import FIELDS
+from nightmill.jobs.request.parameters import GenerationParams
+from nightmill.jobs.request.structured import CONSTRAINT_FIELDS
+from nightmill.jobs.request.tools import TOOL_KEYS
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -49,7 +49,7 @@ def said(row: InputRow) -> dict[str, Any]:
     found = {
         name: values[name]
         for name, field in FIELDS.items()
-        if name not in FORMS
+        if name not in CONSTRAINT_FIELDS
         and name not in TOOL_KEYS
         and values[name] != field.default
         and name != "custom_id"

@@ -11,7 +11,7 @@ import pytest
 from nightmill.jobs.errors import BatchFileError
 from nightmill.jobs.formats import FileFormat
 from nightmill.jobs.formats.destination import partial_of
-from tests.servers import clean_environment
+from tests.support.servers import clean_environment
 from tests.unit.formats.destinations import (
     FOREIGN,
     FORMATS,

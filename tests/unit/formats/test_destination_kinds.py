@@ -131,14 +131,32 @@ def test_an_ending_of_another_format_is_refused_with_the_one_to_take(tmp_path: P
     for name, format, said in (
         (
             "x.csv",
-            FileFormat.JSONL,
-            "ends in .csv, but the results of this batch are JSON lines, as its input: ",
+            FileFormat.OPENAI,
+            "ends in .csv, but the results of OpenAI's rows are JSON lines, as these: name a file that ends "
+            "in .jsonl (for others: Batch.to_pandas() or .results() in Python)",
         ),
         ("x.parquet", FileFormat.OPENAI, "name a file that ends in .jsonl"),
-        ("x.jsonl", FileFormat.PARQUET, "name a file that ends in .parquet"),
-        ("x.JSON", FileFormat.CSV, "name a file that ends in .csv"),
         ("x.jsonl.gz", FileFormat.JSONL, "results are not compressed: name a file without .gz"),
     ):
         refused(tmp_path / name, format, said)
     for name, format in (("x.ndjson", FileFormat.OPENAI), ("x", FileFormat.CSV), ("x.txt", FileFormat.JSONL)):
         replace(tmp_path / name, format)
+
+
+@pytest.mark.parametrize("input_format", [FileFormat.JSONL, FileFormat.CSV, FileFormat.PARQUET])
+@pytest.mark.parametrize("errors", [False, True])
+def test_rows_of_ours_are_written_in_the_format_of_the_ending(
+    input_format: FileFormat, errors: bool, tmp_path: Path
+) -> None:
+    endings = {
+        ".jsonl": FileFormat.JSONL, ".JSON": FileFormat.JSONL, ".csv": FileFormat.CSV,
+        ".parquet": FileFormat.PARQUET, ".pq": FileFormat.PARQUET, ".txt": input_format, "": input_format,
+    }  # fmt: skip
+    for ending, wanted in endings.items():
+        path = tmp_path / f"out-{errors}{ending}"
+        with vetted(path, input_format, errors=errors) as destination, destination.replace() as file:
+            assert destination.format is file.format is wanted
+            for row in rows(wanted, range(3), errors=errors):
+                file.write(row)
+        with vetted(path, input_format, errors=errors) as again:  # which knows its own rows
+            assert again.holds([f"{number:032x}" for number in range(3)])

@@ -9,20 +9,25 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion
 
-from nightmill.jobs.answers import answer_seed
-from nightmill.jobs.constrained import FORMS, MAX_BYTES, MAX_CHOICES, MAX_REGEX
-from nightmill.jobs.contract import CallFormat, JobState, Markup, Rendering, StopReason, Tools
+from nightmill.jobs.base.contract import CallFormat, JobState, Markup, Rendering, StopReason, Tools
 from nightmill.jobs.errors import RowCode
-from nightmill.jobs.formats import FileFormat, InputFile, error_row, result_row
-from nightmill.jobs.formats.openai import GUIDED, IGNORED, NEUTRAL
+from nightmill.jobs.formats import FileFormat, InputFile, error_row, refusals, result_row
+from nightmill.jobs.formats.openai import GUIDED, IGNORED
 from nightmill.jobs.formats.plain import ROW_KEYS
 from nightmill.jobs.formats.results import ERROR_COLUMNS, RESULT_COLUMNS
-from nightmill.jobs.job import Answer
-from nightmill.jobs.logprobs import pack
-from nightmill.jobs.schemas import MAX_DEPTH, REFUSED
+from nightmill.jobs.reply.answers import answer_seed
+from nightmill.jobs.reply.job import Answer
+from nightmill.jobs.reply.logprobs import pack
+from nightmill.jobs.request.fields import FIELDS
+from nightmill.jobs.request.parameters import GenerationParams
+from nightmill.jobs.request.schemas import MAX_DEPTH, REFUSED
+from nightmill.jobs.request.structured import CONSTRAINT_FIELDS, MAX_BYTES, MAX_CHOICES, MAX_REGEX
+from nightmill.jobs.request.tools import TOOL_KEYS
 from tests.unit.formats.files import job
 
-PAGE = (Path(__file__).parents[3] / "docs" / "file-formats.md").read_text(encoding="utf-8")
+PAGES = Path(__file__).parents[3] / "docs"
+PAGE = (PAGES / "file-formats.md").read_text(encoding="utf-8")
+RENDERING = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 _BLOCK = re.compile(r"```(\w+) (\w+)(?: (\w+))?\n(.*?)```", re.DOTALL)
 EXAMPLES = [(kind, format, text) for _, kind, format, text in _BLOCK.findall(PAGE)]
 
@@ -113,7 +118,7 @@ def test_rows_with_log_probabilities_look_as_the_page_says(format: str, text: st
         len(tokens[0]["top"]),
         {one["id"]: (bytes(one["bytes"]), "") for first in tokens for one in first["top"]}.__getitem__,
     )
-    made = result_row(job(told=data), FileFormat(format))
+    made = result_row(job(packed_logprobs=data), FileFormat(format))
     assert shape(shown) == shape(made)
     assert shown["answers"][0]["logprobs"] == made["answers"][0]["logprobs"]
 
@@ -153,22 +158,52 @@ def test_every_key_of_a_plain_row_is_described() -> None:
     assert named_in_tables(section("## Plain JSONL")) == ROW_KEYS
 
 
+def test_the_page_says_what_each_key_acts_on() -> None:
+    rows = re.findall(r"^\| (`[^|]*) \| ([a-z ]+) \|", section("## Plain JSONL"), re.MULTILINE)
+    said = {name: scope for cell, scope in rows for name in re.findall(r"`([^`]+)`", cell)}
+    assert {said.pop(name) for name in ("prompt", "messages")} == {"prompt"}
+    assert said == {name: FIELDS[name].scope for name in ROW_KEYS - {"prompt", "messages"}}
+
+
+def test_the_page_of_http_says_what_each_parameter_acts_on() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "http.md").read_text(encoding="utf-8")
+    table = page[page.index("| acts on | parameters |") :].split("\n\n")[0]
+    rows = re.findall(r"^\| ([a-z ]+) \| (`.*)\|$", table, re.MULTILINE)
+    said = {name: scope for scope, cell in rows for name in re.findall(r"`([^`]+)`", cell)}
+    asked = (
+        GenerationParams.model_fields.keys() | CONSTRAINT_FIELDS.keys() | TOOL_KEYS.keys() | set(RENDERING)
+    )
+    assert said == {name: FIELDS[name].scope for name in asked}
+
+
 def test_every_key_of_an_openai_body_is_described() -> None:
     described = named_in_tables(section("## OpenAI's batch format").split("### Results")[0])
     frame = {"custom_id", "method", "url", "body"}
     ours = {"top_k", "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids", "min_tokens", "best_of"}
-    ours |= {"presence_penalty", "frequency_penalty", "logit_bias", "bad_words"}
+    ours |= {"include_stop_str_in_output", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words"}
     ours |= {"logprobs", "top_logprobs", "echo", "score"}
+    ours |= {"prompt_logprobs", "return_token_ids", "truncate_prompt_tokens"}
     ours |= {"tools", "tool_choice", "parallel_tool_calls"}
     ours |= {"chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
-    ours |= FORMS.keys() | GUIDED.keys() | {"structured_outputs"}
+    ours |= CONSTRAINT_FIELDS.keys() | GUIDED.keys() | {"structured_outputs"}
     parameters = {"max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "model", "n"}
-    assert described == frame | ours | parameters | {"messages", "prompt"} | NEUTRAL.keys() | IGNORED
+    assert described == frame | ours | parameters | {"messages", "prompt"} | refusals.OF_ROWS.keys() | IGNORED
+
+
+def test_every_key_that_is_refused_stands_in_the_table_with_the_reason_that_is_given() -> None:
+    page = (
+        (PAGES / "http.md").read_text(encoding="utf-8").split("\n## What is refused\n")[1].split("\n## ")[0]
+    )
+    table = [line for line in page.splitlines() if line.startswith("| `")]
+    assert table == [
+        f"| `{name}` | {', '.join(f'`{json.dumps(value)}`' for value in refusal.neutral)} | {refusal.why} |"
+        for name, refusal in refusals.REFUSED.items()
+    ]
 
 
 def test_what_can_be_said_of_an_answer_and_what_cannot_is_described() -> None:
     page = section("## Structured output")
-    assert set(FORMS) - {"response_format"} <= named_in_tables(page)
+    assert set(CONSTRAINT_FIELDS) - {"response_format"} <= named_in_tables(page)
     refused = page.split("names it, not passed over:")[1].split("Remove it")[0]
     assert set(re.findall(r"`([^`]+)`", refused)) == REFUSED
     for bound in (

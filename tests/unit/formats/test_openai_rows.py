@@ -1,12 +1,14 @@
 """Rows of OpenAI's batch format: what becomes a prompt, what is ignored, what is refused by name."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nightmill.jobs.contract import Constrained, ConstraintKind
+from nightmill.jobs.base.contract import Constrained, ConstraintKind
 from nightmill.jobs.formats import FileFormat, InputFile, InputRow
+from nightmill.jobs.formats.refusals import REFUSED
 from tests.unit.formats.files import chat, completion, read_rows, said, write_lines
 
 
@@ -83,6 +85,92 @@ def test_best_of_what_cannot_be_is_an_invalid_value(tmp_path: Path, body: dict[s
     assert error is not None
     assert (error.code, error.field) == ("invalid_value", "body.best_of")
     assert "must be a whole number of at least n, which is" in error.message
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_key_that_is_refused_says_why_and_is_taken_where_it_asks_for_nothing(
+    tmp_path: Path, name: str
+) -> None:
+    refusal = REFUSED[name]
+    for made in (chat, completion):
+        for value in (None, *refusal.neutral):
+            row = only(tmp_path, made(**{name: value}))
+            assert row.error is None and said(row) == {}
+        error = only(tmp_path, made(**{name: {"a": 1}})).error
+        assert error is not None and (error.code, error.field) == ("unsupported_field", f"body.{name}")
+        assert error.message == f'body.{name}: {{"a": 1}} is not supported: {refusal.why}'
+
+
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "string"}}}
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "look"}}]
+
+
+@pytest.mark.parametrize(
+    ("body", "meant"),
+    [
+        ({"top_k": -1}, {}), ({"seed": -1}, {}), ({"n": 2, "best_of": 2}, {"n": 2}),
+        ({"stream_options": {"continuous_usage_stats": False}}, {}),
+        ({"max_completion_tokens": 5}, {"max_tokens": 5}),
+        ({"parallel_tool_calls": False}, {}), ({"tool_choice": "none", "tools": TOOLS}, {}),
+        ({"guided_decoding_backend": "outlines", "cache_prompt": True}, {}),
+        ({"include_stop_str_in_output": True}, {"include_stop_str_in_output": True}),
+        ({"include_stop_str_in_output": False}, {}),
+    ],
+)  # fmt: skip
+def test_values_that_others_take_are_taken(
+    tmp_path: Path, body: dict[str, Any], meant: dict[str, Any]
+) -> None:
+    row = only(tmp_path, chat(**body))
+    assert row.error is None and said(row) == meant
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        {"response_format": {"type": "json_schema", "schema": SCHEMA}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+        {"guided_json": SCHEMA}, {"structured_outputs": {"json": SCHEMA, "disable_fallback": True}},
+        {"json_schema": SCHEMA},
+    ],
+)  # fmt: skip
+def test_a_schema_is_taken_in_the_words_of_openai_vllm_and_llama_cpp(
+    tmp_path: Path, body: dict[str, Any]
+) -> None:
+    spec = only(tmp_path, chat(**body)).spec
+    assert spec is not None and spec.constrained is not None
+    assert spec.constrained.kind is ConstraintKind.JSON_SCHEMA
+    assert json.loads(spec.constrained.text) == SCHEMA | {"additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    "choice",
+    ["look", {"type": "function", "function": {"name": "look"}}, {"type": "function", "name": "look"}],
+)
+def test_a_function_is_chosen_by_its_name(tmp_path: Path, choice: Any) -> None:
+    spec = only(tmp_path, chat(tools=TOOLS, tool_choice=choice)).spec
+    assert spec is not None and spec.tools is not None and spec.tools.function == "look"
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant"])
+def test_who_writes_a_message_may_have_a_name_which_the_template_sees(tmp_path: Path, role: str) -> None:
+    messages = [{"role": role, "content": "x", "name": "Jürgen_2"}, {"role": "user", "content": "y"}]
+    (first, _) = only(tmp_path, chat(messages=messages)).prompt or []
+    assert first == {"role": "system" if role == "developer" else role, "content": "x", "name": "Jürgen_2"}
+    for bad in ("", "<|im_end|>", "[INST]", "a b", 5, "a" * 257):
+        error = only(tmp_path, chat(messages=[messages[0] | {"name": bad}])).error
+        assert error is not None and error.field == "body.messages[0].name"
+
+
+@pytest.mark.parametrize("limit", ["max_tokens", "max_completion_tokens"])
+def test_no_token_may_be_asked_for_with_an_echo_alone(tmp_path: Path, limit: str) -> None:
+    row = only(tmp_path, completion(**{limit: 0}, echo=True, logprobs=1))
+    assert row.error is None and said(row) == {"max_tokens": 0, "echo": True, "logprobs": 1}
+    error = only(tmp_path, completion(**{limit: 0})).error
+    assert (
+        error is not None
+        and error.message == f"body.{limit}: must be at least 1 (got 0), unless echo is true"
+    )
 
 
 def test_text_parts_are_joined_and_developer_is_system(tmp_path: Path) -> None:
@@ -185,7 +273,23 @@ def test_keys_that_would_change_the_answer_are_refused_by_name(
             {"functions": [{}]},
             "body.functions: this list is not supported: it is OpenAI's older word for tools",
         ),
-        ({"audio": {"voice": "x"}}, 'body.audio: {"voice": "x"} is not supported; remove it'),
+        (
+            {"audio": {"voice": "x"}},
+            'body.audio: {"voice": "x"} is not supported: models here read and write',
+        ),
+        (
+            {"stream": True},
+            "body.stream: true is not supported: results are written as they finish; remove it",
+        ),
+        (
+            {"top_n_words": 1},
+            "body.top_n_words: is not supported: remove it; docs/file-formats.md lists what",
+        ),
+        ({"guided_jsn": {}}, "body.guided_jsn: is not supported: did you mean guided_json?"),
+        (
+            {"structured_outputs": {"structural_tag": "x"}},
+            "body.structured_outputs.structural_tag: is not supported: remove it; known are json, regex, ",
+        ),
     ],
 )
 def test_a_refusal_shows_the_value_and_says_what_to_do(
@@ -201,7 +305,8 @@ def test_a_refusal_shows_the_value_and_says_what_to_do(
         ({"temperature": -1}, "temperature"), ({"temperature": "hot"}, "temperature"),
         ({"temperature": 10**400}, "temperature"), ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 1.5}, "max_tokens"), ({"max_tokens": True}, "max_tokens"), ({"top_p": 0}, "top_p"),
-        ({"seed": -1}, "seed"), ({"seed": 2**63}, "seed"), ({"stop": [""]}, "stop"), ({"stop": 5}, "stop"),
+        ({"seed": -2}, "seed"), ({"top_k": -2}, "top_k"),
+        ({"seed": 2**63}, "seed"), ({"stop": [""]}, "stop"), ({"stop": 5}, "stop"),
         ({"stop": ["x"] * 17}, "stop"), ({"model": "no such name"}, "model"), ({"model": 5}, "model"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
@@ -227,7 +332,7 @@ def test_values_out_of_range_are_refused_by_name(tmp_path: Path, body: dict[str,
     [
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content[0]"),
         ([{"role": "user", "content": [{"type": "input_audio"}]}], "messages[0].content[0]"),
-        ([{"role": "user", "content": "x", "name": "Ann"}], "messages[0].name"),
+        ([{"role": "user", "content": "x", "nick": "Ann"}], "messages[0].nick"),
         ([{"role": "user", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls"),
         ([{"role": "assistant", "content": "x", "audio": {"id": "a"}}], "messages[0].audio"),
     ],
@@ -288,20 +393,24 @@ def test_a_prompt_may_be_token_ids(tmp_path: Path) -> None:
     assert (row.error, row.prompt) == (None, [5, 0, 2**31 - 1])
 
 
+@pytest.mark.parametrize("prompt", ["Once", [1, 2]])
+def test_a_list_of_one_prompt_is_that_prompt(tmp_path: Path, prompt: Any) -> None:
+    row = only(tmp_path, completion(prompt=[prompt]))
+    assert (row.error, row.prompt) == (None, prompt)
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        (
-            ["a"],
-            "must be a text or a list of token ids, not a list of prompts; give each prompt a row of its own",
-        ),
-        (
-            [[1, 2]],
-            "must be a text or a list of token ids, not a list of prompts; give each prompt a row of its own",
-        ),
+        (["a", "b"], "has 2 prompts, and a row is one; give each a row and a custom_id of its own"),
+        ([[1], [2], [3]], "has 3 prompts, and a row is one; give each a row and a custom_id of its own"),
         ([], "is empty"),
-        ([True], "must be a text or a list of token ids, not a list"),
-        (5, "must be a text or a list of token ids, not a number"),
+        (
+            [True],
+            "must be a text, a list of token ids, or a list of these, "
+            "not a list that begins with true or false",
+        ),
+        (5, "must be a text, a list of token ids, or a list of these, not a number"),
     ],
 )
 def test_what_is_said_of_other_prompts(tmp_path: Path, prompt: Any, message: str) -> None:
@@ -316,7 +425,7 @@ def test_a_list_with_something_else_than_token_ids_is_refused_by_its_place(tmp_p
     assert (error.code, error.field) == ("invalid_value", "body.prompt[1]")
 
 
-@pytest.mark.parametrize("prompt", [["a"], [[1, 2]], [], {"a": 1}, 5, True])
+@pytest.mark.parametrize("prompt", [["a", "b"], [[1, 2], [3]], [], {"a": 1}, 5, True])
 def test_a_prompt_that_is_no_text_is_refused(tmp_path: Path, prompt: Any) -> None:
     error = only(tmp_path, completion(prompt=prompt)).error
     assert error is not None
@@ -389,7 +498,19 @@ def test_what_the_answer_must_be_in_the_words_of_openai_and_vllm(
             "body.structured_outputs.json: contradicts guided_json; give one of them",
         ),
         ({"regex": "a", "guided_regex": "b"}, "body.guided_regex: contradicts regex; give one of them"),
-        ({"guided_whitespace_pattern": " *"}, "body.guided_whitespace_pattern: is not supported"),
+        ({"guided_whitespace_pattern": " *"}, 'body.guided_whitespace_pattern: " *" is not supported: white'),
+        (
+            {"response_format": {"type": "json_schema", "schema": {}, "json_schema": {"schema": {}}}},
+            "body.response_format.schema: contradicts json_schema; give one of them",
+        ),
+        (
+            {"response_format": {"type": "text", "schema": {}}},
+            "body.response_format.schema: is not supported",
+        ),
+        (
+            {"response_format": {"type": "json_object", "schema": [1]}},
+            "body.response_format.schema: must be an object, not a list",
+        ),
     ],
 )
 def test_what_the_answer_must_be_and_cannot_is_refused(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nightmill.jobs.contract import JobState, StopReason
+from nightmill.jobs.base.contract import JobState, StopReason
 from nightmill.jobs.errors import BatchFileError
 from nightmill.jobs.formats import FileFormat, ResultFile, error_row, result_row
 from tests.unit.formats.files import job

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
-from nightmill.jobs.contract import CallFormat, JobState, Markup, Rendering, StopReason, Tools
+from nightmill.jobs.base.contract import CallFormat, JobState, Markup, Rendering, StopReason, Tools
 from nightmill.jobs.formats import FileFormat, InputFile, ResultFile, RowError, error_row, result_row
 from nightmill.jobs.formats.ours import job_ids
 from nightmill.jobs.formats.results import completion_body
-from nightmill.jobs.job import Answer, Job
-from nightmill.jobs.parameters import GenerationParams
+from nightmill.jobs.formats.rows import OF_PROMPTS
+from nightmill.jobs.reply.job import Answer, Job
+from nightmill.jobs.request.parameters import GenerationParams
 from tests.unit.formats.files import FINISHED, chat, completion, job, write_lines
 
 FAILED = {
@@ -133,7 +134,7 @@ def test_the_error_of_an_attempt_that_died_is_not_taken_for_a_bad_row() -> None:
     assert error_row(failed, FileFormat.OPENAI)["error"]["code"] == "error"
 
 
-@pytest.mark.parametrize("format", list(FileFormat))
+@pytest.mark.parametrize("format", OF_PROMPTS)
 def test_a_duplicate_leaves_its_custom_id_to_the_first_row(format: FileFormat) -> None:
     duplicate = bad(RowError("duplicate_custom_id", "custom_id: 'a' is also that of row 1", "custom_id"))
     assert error_row(duplicate, format)["custom_id"] is None
@@ -154,7 +155,13 @@ def test_several_answers_are_in_one_row_of_each_format(tmp_path: Path) -> None:
         (0, "one", "stop"),
         (1, "two", "length"),
     ]
-    assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": 5, "total_tokens": 10}
+    assert body["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 5,
+        "total_tokens": 10,
+        "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
     assert len(error_row(late, FileFormat.OPENAI)["response"]["body"]["choices"]) == 2
     for format, read in (
         (FileFormat.JSONL, list),
@@ -168,6 +175,25 @@ def test_several_answers_are_in_one_row_of_each_format(tmp_path: Path) -> None:
             with ResultFile(path, format, errors=errors) as file:
                 file.write(row)
             assert list(job_ids(path, format, errors=errors)) == [made.id]
+
+
+def test_one_failed_answer_of_twenty_leaves_the_others_in_the_error() -> None:
+    """The first is the text of the row; that it has none hides none of the others."""
+    ends = [Answer("", StopReason.ERROR, 0, 7), *(Answer(f"a{n}", StopReason.EOS, 2, n) for n in range(19))]
+    for text, several in (("", ends), ("a0", [*ends[1:], ends[0]])):
+        failed = job(text=text, several=tuple(several), messages=MESSAGES, error="answer 7: no way on")
+        failed = replace(failed, state=JobState.FAILED, stop_reason=StopReason.ERROR)
+        row = error_row(failed, FileFormat.OPENAI)
+        assert row["error"]["message"] == "answer 7: no way on"
+        choices = row["response"]["body"]["choices"]
+        assert [one["message"]["content"] for one in choices] == [one.text for one in several]
+        assert [one["stop_reason"] for one in choices] == [str(one.stop_reason) for one in several]
+        for format, read in ((FileFormat.JSONL, list), (FileFormat.CSV, json.loads)):
+            assert [one["text"] for one in read(error_row(failed, format)["answers"])] == [
+                one.text for one in several
+            ]
+    none = replace(failed, text="", several=tuple(replace(one, text="") for one in ends))
+    assert error_row(none, FileFormat.OPENAI)["response"] is None
 
 
 @pytest.mark.parametrize("format", [FileFormat.CSV, FileFormat.PARQUET])
@@ -209,7 +235,7 @@ def test_thoughts_and_calls_are_told_apart_in_each_format(tmp_path: Path) -> Non
     plain = result_row(made, FileFormat.JSONL)
     assert (plain["content"], plain["reasoning"], plain["tool_calls"]) == ("Let me see.", "hm", shown)
     assert plain["text"] == made.text
-    for format in FileFormat:
+    for format in OF_PROMPTS:
         cut = job(**TOLD, text=made.text, state=JobState.FAILED, stop_reason=StopReason.DEADLINE)
         for row, errors in ((result_row(made, format), False), (error_row(cut, format), True)):
             path = tmp_path / f"{errors}.{format}"

@@ -171,5 +171,5 @@ def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.
     path = tmp_path / "in.parquet"
     parquet.write_table(pyarrow.table({"prompt": ["a"]}), path)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"nightmill\[parquet\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install .*\[parquet\]"):
         list(InputFile(path, FileFormat.PARQUET).rows())

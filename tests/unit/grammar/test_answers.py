@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from jsonschema import Draft202012Validator, FormatChecker
 
-from nightmill.jobs.contract import StopReason
+from nightmill.jobs.base.contract import StopReason
+from nightmill.worker.assembly.model import demo_model
 from nightmill.worker.engine.request import Completion
-from nightmill.worker.grammar.matching import Matching
+from nightmill.worker.grammar.matcher import Matcher
 from nightmill.worker.grammar.tokens import SLICES
-from nightmill.worker.link.loading import demo_model
 from nightmill.worker.runners.base import mask_words
-from tests.constrained import Constrained
-from tests.ggufs import byte_vocabulary, sentencepiece_vocabulary, write_model
-from tests.schemas import FAMILIES, schemas
+from tests.support.constrained import Constrained
+from tests.support.ggufs import byte_vocabulary, sentencepiece_vocabulary, write_model
+from tests.support.schemas import FAMILIES, schemas
 
 pytestmark = pytest.mark.heavy
 
@@ -214,14 +214,14 @@ def test_unconstrained_texts_are_the_same_beside_constrained_ones(model: Constra
         }
 
 
-def begin(model: Constrained, asked: dict[str, Any]) -> Matching:
+def begin(model: Constrained, asked: dict[str, Any]) -> Matcher:
     constrained = model.request("j", 1, asked).constrained
     assert constrained is not None
-    made: Matching = model.grammars.compile(constrained).result()()
+    made: Matcher = model.grammars.compile(constrained).result()()
     return made
 
 
-def allowed(matching: Matching, model: Constrained) -> Any:
+def allowed(matching: Matcher, model: Constrained) -> Any:
     """Which tokens (V,) may be next."""
     masks = np.empty((1, mask_words(model.spec.vocab)), dtype=np.int32)
     assert model.grammars.masks({0: matching}, masks) == {}

@@ -8,14 +8,15 @@ import pytest
 from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer
 
-from nightmill.jobs.contract import CallFormat, Constrained, ConstraintKind, Markup, StopReason, Tools
-from nightmill.jobs.parameters import GenerationParams
-from nightmill.jobs.reading import read_reply
+from nightmill.jobs.base.contract import CallFormat, Constrained, ConstraintKind, Markup, StopReason, Tools
+from nightmill.jobs.reply.parsing import read_reply
+from nightmill.jobs.request.parameters import GenerationParams
+from nightmill.jobs.request.structured import constrained_by
 from nightmill.worker.engine.request import Request
 from nightmill.worker.grammar.calls import calls_asked
 from nightmill.worker.grammar.source import complete, lark_of
-from tests import constrained
-from tests.ggufs import CHATML, byte_vocabulary, write_model
+from tests.support import constrained
+from tests.support.ggufs import CHATML, byte_vocabulary, write_model
 
 WEATHER = {
     "type": "object",
@@ -120,6 +121,36 @@ def test_where_functions_are_strict_text_is_free_and_calls_obey(written: CallFor
     assert not obeys(call("news", '{"of": 1}'))
     assert not obeys(call("news", "{}"))
     assert not obeys(call("gossip", '{"of": true}'))
+
+
+@pytest.mark.parametrize("written", CallFormat)
+@pytest.mark.parametrize(
+    ("form", "good", "bad"),
+    [
+        ({"json_schema": SCHEMAS["news"]}, '{"of":false}', '{"of":1}'),
+        ({"regex": "[A-Z]{2}"}, "AB", "ABC"),
+        ({"choice": ["yes", "no {}"]}, "no {}", "maybe"),
+    ],
+    ids=["schema", "regex", "choice"],
+)
+def test_an_answer_is_calls_or_has_the_form(
+    written: CallFormat, form: dict[str, Any], good: str, bad: str
+) -> None:
+    may = Tools(STRICT.functions)
+    grammar = complete(lark_of(calls_asked(may, written, constrained_by(form))))
+    before, after = WRITTEN[written]
+    before = before.removeprefix("I see.").lstrip()
+
+    def whole(text: str) -> bool:
+        matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+        taken = matcher.try_consume_tokens(list(text.encode())) == len(text.encode())
+        return taken and matcher.is_accepting()
+
+    call = before.replace("NAME", "news") + '{"of": true}' + after
+    assert whole(good) and whole(call)
+    assert not whole(bad) and not whole("") and not whole("I see." + call)
+    assert not whole(before.replace("NAME", "news") + '{"of": 1}' + after)  # of a strict function
+    assert whole(before.replace("NAME", "weather") + '{"place": 7}' + after)  # of one that is not
 
 
 def test_what_is_no_tools_fails_alone(model_path: Path) -> None:

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
-from nightmill.jobs.constrained import constrained_by
 from nightmill.jobs.errors import InvalidParameterError
-from nightmill.worker.grammar.checker import Checker, Limits
+from nightmill.jobs.request.structured import constrained_by
+from nightmill.worker.grammar.checker import Checker, CheckerLimits
 from nightmill.worker.grammar.patterns import for_strings
 from nightmill.worker.grammar.source import complete
-from tests.walking import BYTES, accepts, exact_json, matcher_of, validator, walk
+from tests.support.walking import BYTES, accepts, exact_json, matcher_of, validator, walk
 
 ROUNDS = int(os.environ.get("NIGHTMILL_TEST_SCHEMA_SEARCH", "150"))
 """Schemas that are tried of each kind; a search of its own takes 10,000."""
@@ -221,7 +221,7 @@ def test_patterns_of_keys_that_match_named_properties_alone_lead_to_no_dead_end(
         {"properties": {"a": {"type": "integer"}}, "patternProperties": {"^a$": {}}, "required": ["a"]},
         {"properties": {"a": {"type": "integer"}}, "patternProperties": {"^ab?$": {}}, "required": ["a"]},
     ]
-    checker, draw = Checker(Limits()), random.Random(5)
+    checker, draw = Checker(CheckerLimits()), random.Random(5)
     try:
         for schema in schemas:
             schema |= {"type": "object", "additionalProperties": False}

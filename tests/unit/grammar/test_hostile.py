@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from nightmill.jobs.contract import Constrained as Asked
-from nightmill.jobs.contract import ConstraintKind, StopReason
+from nightmill.jobs.base.contract import Constrained as Asked
+from nightmill.jobs.base.contract import ConstraintKind, StopReason
 from nightmill.jobs.errors import ConstraintError, InvalidParameterError, RunnerError
-from nightmill.jobs.schemas import REFUSED
+from nightmill.jobs.request.schemas import REFUSED
 from nightmill.worker.engine.constraints import STUCK
-from nightmill.worker.grammar import Grammar, Limits, matching
+from nightmill.worker.grammar import CheckerLimits, Grammar, matcher
 from nightmill.worker.grammar.checker import Checker, ParserLimits, _Child
 from nightmill.worker.grammar.source import lark_of_schema
-from tests.constrained import QUICK, Constrained
-from tests.ggufs import write_model
-from tests.schemas import hostile
+from tests.support.constrained import QUICK, Constrained
+from tests.support.ggufs import write_model
+from tests.support.schemas import hostile
 
 pytestmark = pytest.mark.heavy
 
@@ -84,10 +84,10 @@ CHAIN = "start: a0\n" + "\n".join(f"a{i}: a{i + 1}" for i in range(8000)) + '\na
         ({"regex": "(?=a)b"}, "regex: look-around, including look-ahead and look-behind, is not supported"),
         ({"regex": r"(a)\1"}, "regex: backreferences are not supported"),
         ({"regex": "("}, "regex: unclosed group"),
-        ({"grammar": "nonsense ="}, "grammar: is neither Lark nor GBNF: Expected"),
+        ({"grammar": "nonsense ="}, "is neither Lark nor GBNF: give it a rule 'root ::= ...' for GBNF"),
         ({"grammar": 'start: "a" b'}, 'unknown name: "b"'),
         ({"grammar": 'start: <|im_end|> "x"'}, "names tokens of the model, with which no answer is spelt"),
-        ({"grammar": "root ::= " + "(" * 3000}, "grammar: is neither Lark nor GBNF: it is nested too deeply"),
+        ({"grammar": "root ::= " + "(" * 3000}, "line 1, column 138, in the rule 'root': parentheses are"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_compiled_is_an_error_that_says_why(
@@ -170,7 +170,7 @@ def test_without_files_left_for_that_process_no_row_is_blamed(monkeypatch: pytes
 
     monkeypatch.setattr("nightmill.worker.grammar.checker.Pipe", full)
     with pytest.raises(RunnerError, match=r"cannot be started: .*Too many open files"):
-        Checker(Limits()).check(Asked(ConstraintKind.REGEX, "a"))
+        Checker(CheckerLimits()).check(Asked(ConstraintKind.REGEX, "a"))
 
 
 @pytest.mark.parametrize("keyword", sorted(REFUSED))
@@ -179,7 +179,9 @@ def test_keywords_that_clients_refuse_are_those_that_the_parser_refuses(
 ) -> None:
     parsed = LLMatcher(LLTokenizer("byte"), lark_of_schema({keyword: {}}), log_level=0)
     assert f'Unimplemented keys: ["{keyword}"]' in parsed.get_error()
-    asked = Asked(ConstraintKind.JSON_SCHEMA, json.dumps({keyword: {}}))
+    needed = {"then": "if", "else": "if", "if": "then", "minContains": "contains", "maxContains": "contains"}
+    said = {keyword: {"a": {"const": 1}}} | ({needed[keyword]: {}} if keyword in needed else {})
+    asked = Asked(ConstraintKind.JSON_SCHEMA, json.dumps(said))
     with pytest.raises(
         ConstraintError, match=re.escape(f"json_schema: cannot be read: the keyword '{keyword}'")
     ):
@@ -196,7 +198,7 @@ def test_formats_that_the_page_names_are_taken(name: str, model: Constrained) ->
 
 
 def test_an_answer_that_needs_too_much_in_a_step_fails_with_a_remedy(model: Constrained) -> None:
-    limits = Limits(parser=ParserLimits(step_lexer_fuel=2_000, max_items_in_row=50))
+    limits = CheckerLimits(parser=ParserLimits(step_lexer_fuel=2_000, max_items_in_row=50))
     with Constrained(model.file.path, limits) as strict:
         asked = {"grammar": "start: " + " | ".join(f"/{chr(97 + n % 26)}{n}.*/" for n in range(200))}
         done = strict.run([strict.request("wide", 1, asked), *free(strict, 1)])
@@ -209,7 +211,22 @@ def test_an_answer_that_needs_too_much_in_a_step_fails_with_a_remedy(model: Cons
 def test_a_dead_end_is_an_error_and_no_answer(model: Constrained) -> None:
     """Where nothing can follow, llguidance would have the text end."""
     done = model.run([model.request("j", 1, {"grammar": 'start: "a" A\nA: /b/ & /c/'})])
-    assert (done["j"].stop_reason, done["j"].error, done["j"].text) == (StopReason.ERROR, STUCK, "a")
+    assert (done["j"].stop_reason, done["j"].text) == (StopReason.ERROR, "a")
+    assert done["j"].error == f"{STUCK}, behind 'a': grammar leads there, and has no way on; " + (
+        "change it so that something can follow"
+    )
+
+
+def test_one_of_twenty_answers_that_comes_to_a_dead_end_costs_no_other(model: Constrained) -> None:
+    """Each answer is a request of its own; other rows, of the same grammar as well, go on beside it."""
+    asked = {"grammar": 'start: ("a" | "b" | "c" A) "d"\nA: /b/ & /c/'}
+    answers = [model.request(f"j.{number}", number, asked) for number in range(20)]
+    others = [model.request(f"other {seed}", seed, {"choice": ["x", "y"]}) for seed in range(4)]
+    done = model.run([*answers, *others, *free(model, 2)], slots=32)
+    failed = {name for name, one in done.items() if one.error}
+    assert 0 < len(failed) < 20 and all(name.startswith("j.") for name in failed)
+    assert all("behind 'c': grammar leads there" in (done[name].error or "") for name in failed)
+    assert {done[one.job_id].text for one in answers if one.job_id not in failed} == {"ad", "bd"}
 
 
 def test_banned_words_that_are_all_an_answer_may_be_are_named(model: Constrained) -> None:
@@ -217,7 +234,7 @@ def test_banned_words_that_are_all_an_answer_may_be_are_named(model: Constrained
     token = model.vocabulary.tokens.index("a")
     done = model.run([replace(asked, banned=((token,),)), *free(model, 1)])
     assert done["j"].stop_reason is StopReason.ERROR
-    assert "do not rule out. Loosen one of them" in (done["j"].error or "")
+    assert "bad_words of the row rule out all that its answer may have here" in (done["j"].error or "")
     assert done["free 0"].error is None
 
 
@@ -225,7 +242,7 @@ def test_a_lexer_that_others_have_filled_fails_nobody(
     model: Constrained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each text then has a small one, and where that is not enough, one as large as that of all."""
-    limits = Limits(parser=ParserLimits(max_lexer_states=150))
+    limits = CheckerLimits(parser=ParserLimits(max_lexer_states=150))
     sizes: list[int | None] = []
     compiled = Grammar.compile
 
@@ -234,7 +251,7 @@ def test_a_lexer_that_others_have_filled_fails_nobody(
         return compiled(grammar, most_states)
 
     monkeypatch.setattr(Grammar, "compile", noted)
-    monkeypatch.setattr(matching, "_OWN_STATES", 40)
+    monkeypatch.setattr(matcher, "_OWN_STATES", 40)
     with Constrained(model.file.path, limits) as strict:
         asked = {"regex": "((a|b)*a(a|b){11}c){3}"}
         requests = [strict.request(str(seed), seed, asked, max_tokens=40) for seed in range(24)]
@@ -272,7 +289,7 @@ def test_few_compiled_grammars_are_kept_and_all_rows_run(
 
 
 def test_a_slow_schema_delays_neither_free_rows_nor_other_schemas(model: Constrained) -> None:
-    slow = Limits(seconds=2.0)
+    slow = CheckerLimits(seconds=2.0)
     with Constrained(model.file.path, slow) as patient:
         requests = [
             patient.request("slow", 1, {"json_schema": {"type": "integer", "multipleOf": 99_999_999}}),

@@ -1,12 +1,13 @@
 """The fewest tokens of an answer, beside answers that must be something and in them."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
-from nightmill.jobs.contract import StopReason
-from tests.constrained import Constrained
-from tests.ggufs import write_model
+from nightmill.jobs.base.contract import StopReason
+from tests.support.constrained import Constrained
+from tests.support.ggufs import write_model
 
 FEWEST = 9
 
@@ -45,3 +46,12 @@ def test_both_kinds_of_masks_in_one_step_change_nothing_of_each_other(model: Con
             assert answer.text in ("yes", "no") and answer.stop_reason is StopReason.EOS
         else:
             assert len(answer.token_ids) > FEWEST
+
+
+def test_an_answer_that_its_own_row_rules_out_is_called_that(model: Constrained) -> None:
+    """And not the work of a damaged file, as of an output that is not a number."""
+    a = model.vocabulary.ordinary()["a"]
+    asked = model.request("j", 1, {"choice": ["a"]}, bad_words=["a"])
+    (answer,) = model.run([replace(asked, banned=((a,),))]).values()
+    assert answer.error is not None and "damaged" not in answer.error
+    assert "bad_words of the row rule out all that its answer may have here (choice, " in answer.error

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nightmill.jobs.contract import StopReason
+from nightmill.jobs.base.contract import StopReason
 from nightmill.worker.engine.request import Completion
 from nightmill.worker.link.preparing import Preparing
-from tests.constrained import Constrained
-from tests.ggufs import write_model
-from tests.schemas import schemas
+from tests.support.constrained import Constrained
+from tests.support.ggufs import write_model
+from tests.support.schemas import schemas
 
 ASKED: list[dict[str, Any]] = [
     *({"json_schema": schema} for _, schema in schemas(seed=7, count=27)),
@@ -53,7 +53,7 @@ def test_sequences_that_give_way_to_each_other_write_the_same_texts(model: Const
     requests = [model.request(str(n), n, asked, max_tokens=50) for n, asked in enumerate(ASKED)]
     roomy = model.run(requests, slots=len(ASKED))
     for depth in (1, 3):
-        engine = model.engine(slots=8, kv_blocks=12, context=128, depth=depth)
+        engine = model.engine(slots=8, kv_pages=12, context=128, depth=depth)
         tight = model.run(requests, engine)
         assert engine.stats.preemptions > 0
         assert {name: outcome(one) for name, one in tight.items()} == {

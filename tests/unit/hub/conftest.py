@@ -7,7 +7,7 @@ import pytest
 from huggingface_hub import constants
 
 from nightmill.worker.model.hub import transfer
-from tests.small_hub import SmallHub, serving
+from tests.support.small_hub import SmallHub, serving
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from nightmill.worker.model.hub import transfer
 from nightmill.worker.model.hub.cached import cached_models
 from nightmill.worker.model.hub.fetch import fetch
 from nightmill.worker.model.hub.transfer import Progress
-from tests.servers import wait_until
-from tests.small_hub import COMMIT, SmallHub, serving
+from tests.support.servers import wait_until
+from tests.support.small_hub import COMMIT, SmallHub, serving
 
 NAME = "hf:owner/repo:q8_0"
 FILE = "model-Q8_0.gguf"

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nightmill.jobs.answers import answer_id, answer_seed, split_answer_id
-from nightmill.jobs.contract import Constrained, ConstraintKind, StopReason
+from nightmill.jobs.base.contract import Constrained, ConstraintKind, StopReason
 from nightmill.jobs.errors import InvalidParameterError
-from nightmill.jobs.job import Answer
-from nightmill.jobs.parameters import MAX_ANSWERS, MAX_SEED, GenerationParams
+from nightmill.jobs.reply.answers import answer_id, answer_seed, split_answer_id
+from nightmill.jobs.reply.job import Answer
+from nightmill.jobs.request.parameters import MAX_ANSWERS, MAX_SEED, GenerationParams
 from tests.unit.formats.files import job
 
 SEEDS = st.integers(0, MAX_SEED)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nightmill.jobs.arithmetic import Arithmetic, difference
+from nightmill.jobs.base.arithmetic import Arithmetic, difference, system_fingerprint
 
 H200 = Arithmetic(
     runner="cuda",
@@ -47,6 +47,19 @@ def test_two_arithmetics_have_one_name_only_if_they_are_one(one: Arithmetic, oth
 def test_the_part_that_differs_is_named_with_both_values(part: str) -> None:
     other = replace(H200, **{part: "another"})
     assert H200.difference(other) == (f"{part}: {getattr(H200, part)}, now another",)
+
+
+def test_a_fingerprint_is_the_name_shortened() -> None:
+    assert system_fingerprint(NAME) == "cuda-f16-k45f98d04-mfedcba98"
+    assert (
+        system_fingerprint(str(replace(H200, weights="fp8 in f16"))) == "cuda-fp8_in_f16-k45f98d04-mfedcba98"
+    )
+    assert system_fingerprint(None) is system_fingerprint("of a later version") is None
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_arithmetics_that_differ_have_other_fingerprints(part: str) -> None:
+    assert system_fingerprint(str(replace(H200, **{part: "another"}))) != system_fingerprint(NAME)
 
 
 def test_all_parts_that_differ_are_named() -> None:

@@ -5,7 +5,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from nightmill.jobs.batch_status import (
+from nightmill.jobs.base.contract import JobState, StopReason
+from nightmill.jobs.reply.batch_status import (
     BatchRecord,
     BatchState,
     ErrorGroup,
@@ -13,8 +14,9 @@ from nightmill.jobs.batch_status import (
     RowCount,
     group_errors,
     make_status,
+    status_values,
+    unserved_sentence,
 )
-from nightmill.jobs.contract import JobState, StopReason
 
 NOW = datetime(2026, 1, 1, 22, 0, tzinfo=UTC)
 SUBMITTED = BatchRecord("night", "model", NOW - timedelta(hours=1), format="jsonl", row_count=10)
@@ -50,6 +52,8 @@ CANCELLED = {"cancel_requested_at": NOW}
         ([BAD, GONE], {}, BatchState.FAILED),
         ([OK, GONE], {"row_count": None} | CANCELLED, BatchState.CANCELLED),  # broken off and cancelled
         ([], {"format": None, "row_count": None}, BatchState.COMPLETED),
+        ([], {"row_count": 0}, BatchState.FAILED),  # a file without rows
+        ([], {"row_count": 0} | CANCELLED, BatchState.FAILED),
         ([OK, WAITING], {"format": None, "row_count": None}, BatchState.QUEUED),
     ],
 )
@@ -91,6 +95,26 @@ def test_the_estimate_is_what_is_left_at_the_pace_of_the_last_minute() -> None:
     assert (ended.tokens_per_second, ended.estimated_end) == (5.0, None)
     scheduled = replace(SUBMITTED, scheduled_at=NOW + timedelta(hours=1))
     assert make_status(scheduled, [OK, WAITING], pace, [], NOW).estimated_end is None
+
+
+def test_rows_that_nobody_serves_have_no_expected_end_and_are_named() -> None:
+    pace = Pace(rows=2, completion_tokens=300, seconds=60.0)
+    status = make_status(SUBMITTED, [OK, WAITING], pace, [], NOW, unserved=["m"])
+    assert (status.unserved, status.estimated_end) == (["m"], None)
+    assert unserved_sentence(["m"]) == "no live worker serves 'm': rows wait for one"
+    assert unserved_sentence([None]) == "no worker is running: rows wait for one"
+    many = unserved_sentence([None, *"abcdefg", "x\x1b"], "at six")
+    assert many == (
+        "no live worker serves 'a', 'b', 'c', 'd', 'e' and 3 others: rows wait for one; unless one comes, "
+        "they expire at six"
+    )
+    assert "\x1b" not in unserved_sentence(["x\x1b"])
+
+
+def test_errors_that_are_left_out_of_a_list_are_counted() -> None:
+    status = make_status(SUBMITTED, [OK, BAD], None, [ErrorGroup(1, "no")], NOW)
+    assert status.unlisted_errors == 2 and status_values(status)["unlisted_errors"] == 2
+    assert make_status(SUBMITTED, [OK, BAD], None, [], NOW).unlisted_errors == 0  # nobody asked for errors
 
 
 def test_errors_that_differ_in_numbers_only_are_one_group() -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from nightmill.jobs.commands.main import main
 from nightmill.jobs.commands.options import first_sentence
-from nightmill.jobs.spec import JobSpec
-from tests.servers import clean_environment
+from nightmill.jobs.request.spec import JobSpec
+from tests.support.servers import clean_environment
 
 HEAVY = {"sqlalchemy", "celery", "redis", "pydantic", "rich", "alembic", "numpy", "tokenizers"}
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nightmill.jobs.contract import FINAL_STATES, JobState, StopReason, unstorable
+from nightmill.jobs.base.contract import FINAL_STATES, JobState, StopReason, unstorable
 from nightmill.jobs.errors import InvalidParameterError, InvalidPromptError, InvalidRequestError
-from nightmill.jobs.parameters import MAX_SEED, GenerationParams
-from nightmill.jobs.spec import JobSpec
+from nightmill.jobs.request.parameters import MAX_SEED, GenerationParams
+from nightmill.jobs.request.spec import JobSpec
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 NUL, SURROGATE = "a\x00b", "ab\ud800"
@@ -57,6 +57,10 @@ def test_the_defaults_of_generation_are_those_of_the_contract() -> None:
         "logprobs": None,
         "echo": False,
         "score": (),
+        "include_stop_str_in_output": False,
+        "prompt_logprobs": None,
+        "return_token_ids": False,
+        "truncate_prompt_tokens": None,
     }
 
 
@@ -91,14 +95,17 @@ def test_the_defaults_of_generation_are_those_of_the_contract() -> None:
         ({"temperature": -0.1}, "temperature", "must be at least 0 (got -0.1)"),
         ({"temperature": True}, "temperature", "must be a number (got True)"),
         ({"temperature": "hot"}, "temperature", "must be a number (got 'hot')"),
-        ({"top_k": -1}, "top_k", "must be at least 0"),
+        ({"top_k": -2}, "top_k", "must be at least 0"),
         ({"top_k": False}, "top_k", "must be a whole number"),
         ({"top_p": 0.0}, "top_p", "must be more than 0"),
         ({"top_p": 1.01}, "top_p", "must be at most 1"),
         ({"min_p": 2.0}, "min_p", "must be at most 1"),
         ({"repetition_penalty": 0}, "repetition_penalty", "must be at least 0.01"),
         ({"repetition_penalty": 1e-39}, "repetition_penalty", "must be at least"),
-        ({"seed": -1}, "seed", "must be at least 0"),
+        ({"seed": -2}, "seed", "must be at least 0"),
+        ({"max_tokens": 0, "score": "x"}, "max_tokens", "must be at least 1 (got 0), unless echo is true"),
+        ({"max_tokens": -1, "echo": True}, "max_tokens", "must be at least 1 (got -1)"),
+        ({"include_stop_str_in_output": 1}, "include_stop_str_in_output", "must be true or false (got 1)"),
         ({"seed": MAX_SEED + 1}, "seed", f"must be at most {MAX_SEED}"),
         ({"seed": True}, "seed", "must be a whole number"),
         ({"ignore_eos": 1}, "ignore_eos", "must be true or false (got 1)"),
@@ -109,14 +116,14 @@ def test_the_defaults_of_generation_are_those_of_the_contract() -> None:
         ({"stop": ["x"] * 17}, "stop", "must have at most 16 entries"),
         ({"stop": [3]}, "stop", "must be a text (got 3)"),
         ({"stop": b"x"}, "stop", "must be a list"),
-        ({"priority": 10}, "priority", "must be a whole number from 0 to 9 (got '10')"),
+        ({"priority": 10}, "priority", "must be a whole number from 0 to 9 (got 10, a number)"),
         ({"priority": -1}, "priority", "must be a whole number from 0 to 9"),
-        ({"priority": True}, "priority", "must be a whole number from 0 to 9 (got 'True')"),
+        ({"priority": True}, "priority", "must be a whole number from 0 to 9 (got true)"),
         ({"priority": 5.0}, "priority", "must be a whole number from 0 to 9"),
         ({"max_attempts": 0}, "max_attempts", "must be a whole number from 1 to 100"),
         ({"deadline": datetime(2026, 1, 1)}, "deadline", "must have a time zone, e.g. datetime.now(timezone"),
         ({"scheduled_at": datetime(2026, 1, 1)}, "scheduled_at", "must have a time zone"),
-        ({"deadline": 60}, "deadline", "must be a datetime or a timedelta (got '60')"),
+        ({"deadline": 60}, "deadline", "must be a datetime or a timedelta (got 60, a number)"),
         ({"deadline": timedelta.max}, "deadline", "lies beyond the calendar"),
         ({"scheduled_at": timedelta.max}, "scheduled_at", "lies beyond the calendar"),
         ({"model": "two words"}, "model", "must be a name of letters, digits and . _ : + / @ - (got 'two"),
@@ -141,7 +148,7 @@ def test_the_defaults_of_generation_are_those_of_the_contract() -> None:
         (
             {"xyzzy": 1},
             "xyzzy",
-            "is not supported: remove it; known are add_generation_prompt, bad_words, batch, ",
+            "is not supported: remove it; docs/file-formats.md lists what there is",
         ),
     ],
 )
@@ -179,11 +186,12 @@ def test_a_bad_value_fails_with_the_name_of_its_field(
         ({"messages": ["hello"]}, "messages[0]", "must be an object"),
         ([{"role": "user"}], "messages[0].content", "is missing"),
         ([{"content": "x"}], "messages[0].role", "is missing"),
-        ([{"role": "robot", "content": "x"}], "messages[0].role", "must be 'system', 'user', "),
+        ([{"role": "robot", "content": "x"}], "messages[0].role", "must be 'system', 'developer', "),
         ([{"role": "user", "content": None}], "messages[0].content", "is missing"),
         ([{"role": "user", "content": 5}], "messages[0].content", "must be a text, not a number"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0]", 'must be {"type": '),
-        ([{"role": "user", "content": "x", "name": "y"}], "messages[0].name", "is not supported"),
+        ([{"role": "user", "content": "x", "name": "<y>"}], "messages[0].name", "must have 1 to 256 letters"),
+        ([{"role": "user", "content": "x", "names": "y"}], "messages[0].names", "is not supported"),
         (
             [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [1]}],
             "messages[1].tool_calls[0]",
@@ -208,6 +216,21 @@ def test_texts_and_chats_of_any_sequence_of_mappings_are_kept_as_they_are() -> N
     for chat in ([message], (message,), [MappingProxyType(message)], iter([message])):
         spec = JobSpec.parse(chat)  # type: ignore[arg-type]
         assert (spec.text, spec.messages, spec.prompt) == (None, [message], [message])
+
+
+def test_minus_one_is_off_for_top_k_and_any_seed_for_seed() -> None:
+    params = JobSpec.defaults({"top_k": -1, "seed": -1, "temperature": 0.5}).params
+    assert params == GenerationParams(temperature=0.5)
+    asked = JobSpec.parse({"prompt": "p", "seed": -1, "top_k": -1}, JobSpec.defaults({"seed": 7, "top_k": 9}))
+    rows = [asked.row("0" * 32, NOW, 3) for _ in range(4)]
+    assert len({row["seed"] for row in rows} - {7}) == 4 and {row["params"]["top_k"] for row in rows} == {0}
+    assert all(0 <= row["seed"] <= MAX_SEED for row in rows)
+
+
+def test_no_token_may_be_asked_for_beside_an_echo() -> None:
+    params = JobSpec.parse({"prompt": "p", "max_tokens": 0, "echo": True, "min_tokens": 3}).params
+    assert params.only_echo and not GenerationParams(max_tokens=1, echo=True).only_echo
+    assert GenerationParams.read(params.stored()) == params
 
 
 def test_whole_numbers_are_good_where_fractions_are_and_one_stop_string_needs_no_list() -> None:

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 from nightmill import jobs
+from nightmill.jobs.request.fields import FIELDS
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -35,7 +36,25 @@ def test_every_keyword_of_enqueue_is_described_with_its_default() -> None:
             said = default[1].strip("`").split(",")[0]
             assert said == str(field.default) or said == "drawn" or float(said) == field.default, name
         else:
-            assert name in ("stop", "stop_token_ids", "logit_bias", "bad_words", "logprobs", "score")
+            without = ("stop", "stop_token_ids", "logit_bias", "bad_words", "logprobs", "score")
+            assert name in (*without, "prompt_logprobs", "truncate_prompt_tokens")
+
+
+def test_it_is_said_of_every_field_what_it_acts_on() -> None:
+    """In the table of plain rows, the scope that it has; times are a file's as a whole."""
+    page = (DOCS / "file-formats.md").read_text(encoding="utf-8")
+    table = page[page.index("| key | acts on |") :].split("\n\n")[0]
+    said = {}
+    for names, scope in re.findall(r"^\| (`[^|]*) \| ([a-z ]+) \|", table, re.M):
+        said |= dict.fromkeys(re.findall(r"`(\w+)`", names), scope)
+    scopes = {name: str(field.scope) for name, field in FIELDS.items()}
+    of_a_file = {"scheduled_at", "deadline", "batch", "idempotency_key"}
+    assert {name: said.get(name) for name in scopes.keys() - of_a_file} == {
+        name: scope for name, scope in scopes.items() if name not in of_a_file
+    }
+    assert {scopes[name] for name in of_a_file} == {"job"}
+    python = (DOCS / "python.md").read_text(encoding="utf-8")
+    assert "file-formats.md#plain-jsonl) says what each acts on:" in python
 
 
 def test_every_public_function_and_error_is_described() -> None:

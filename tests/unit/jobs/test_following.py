@@ -4,12 +4,13 @@ from datetime import UTC, datetime
 
 import pytest
 
-from nightmill.jobs.contract import JobState, StopReason
+from nightmill.jobs.base.contract import JobState, StopReason
 from nightmill.jobs.errors import StreamChangedError
-from nightmill.jobs.following import Reader
-from nightmill.jobs.job import Job
-from nightmill.jobs.parameters import GenerationParams
-from nightmill.jobs.pieces import START
+from nightmill.jobs.reply.job import Job
+from nightmill.jobs.request.parameters import GenerationParams
+from nightmill.jobs.streams.pieces import START
+from nightmill.jobs.streams.reader import Reader
+from nightmill.jobs.streams.redis import TextChunk
 
 
 def _job(state: JobState, text: str | None, reason: StopReason | None = None) -> Job:
@@ -21,7 +22,7 @@ def _job(state: JobState, text: str | None, reason: StopReason | None = None) ->
 
 def _reader(read: str) -> Reader:
     reader = Reader("1", START, lambda: None)
-    assert reader.give(0, read)
+    assert reader.give(TextChunk("", 0, read))
     assert reader.take() == (read, False)
     return reader
 

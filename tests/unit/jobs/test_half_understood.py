@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from nightmill.jobs.base.contract import JobState, StopReason, storable, unstorable
 from nightmill.jobs.commands.printing import job_values, prompt_line
 from nightmill.jobs.commands.terminal import to_json
-from nightmill.jobs.contract import JobState, StopReason, storable, unstorable
 from nightmill.jobs.sql.snapshots import job_from_row
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -40,8 +40,9 @@ def row(**changes: Any) -> Any:
         [
             "batch", "row", "custom_id", "model", "messages", "stop_reason", "text", "prompt_tokens",
             "completion_tokens", "arithmetic", "markup", "error", "errors", "worker", "idempotency_key",
-            "metadata", "owner", "cancel_requested_at", "scheduled_at", "deadline_at", "started_at",
-            "finished_at", "constrained", "prompt_ids", "rendering", "prompt_digest",
+            "metadata", "owner", "request_id", "cancel_requested_at", "scheduled_at", "deadline_at",
+            "started_at", "finished_at", "constrained", "prompt_ids", "rendering", "prompt_digest", "request",
+            "cached_tokens", "reasoning_tokens",
         ]
     )  # fmt: skip
     columns |= {"id": "0" * 32, "state": "queued", "prompt": "hello", "params": {"max_tokens": 3}, "seed": 5}

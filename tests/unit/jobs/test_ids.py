@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nightmill.jobs.ids import IdSource, JobIds
+from nightmill.jobs.base.ids import IdSource, JobIds
 
 hex_ids = st.binary(min_size=16, max_size=16).map(bytes.hex)
 
 
 def test_ids_are_uuid7_of_the_present_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nightmill.jobs.ids.time.time_ns", lambda: 1_700_000_000_123_456_789)
+    monkeypatch.setattr("nightmill.jobs.base.ids.time.time_ns", lambda: 1_700_000_000_123_456_789)
     drawn = uuid.UUID(IdSource().draw())
     assert drawn.version == 7
     assert drawn.variant == uuid.RFC_4122
@@ -26,7 +26,7 @@ def test_ids_increase_within_a_millisecond_and_when_the_clock_goes_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     moments = itertools.chain([5_000_000] * 500, [3_000_000] * 500, itertools.repeat(9_000_000))
-    monkeypatch.setattr("nightmill.jobs.ids.time.time_ns", lambda: next(moments))
+    monkeypatch.setattr("nightmill.jobs.base.ids.time.time_ns", lambda: next(moments))
     source = IdSource()
     drawn = [source.draw() for _ in range(1500)]
     assert drawn == sorted(set(drawn))
@@ -35,8 +35,8 @@ def test_ids_increase_within_a_millisecond_and_when_the_clock_goes_back(
 def test_counting_over_the_end_of_the_random_bits_leaves_version_and_variant_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("nightmill.jobs.ids.os.urandom", lambda count: b"\xff" * count)
-    monkeypatch.setattr("nightmill.jobs.ids.time.time_ns", lambda: 5_000_000)
+    monkeypatch.setattr("nightmill.jobs.base.ids.os.urandom", lambda count: b"\xff" * count)
+    monkeypatch.setattr("nightmill.jobs.base.ids.time.time_ns", lambda: 5_000_000)
     source = IdSource()
     first, second = source.draw(), source.draw()
     assert first < second
@@ -48,8 +48,10 @@ def test_counting_over_the_end_of_the_random_bits_leaves_version_and_variant_alo
 def test_counting_carries_from_the_low_random_bits_into_the_high_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("nightmill.jobs.ids.os.urandom", lambda count: b"\x00\x01" + b"\xff" * (count - 2))
-    monkeypatch.setattr("nightmill.jobs.ids.time.time_ns", lambda: 5_000_000)
+    monkeypatch.setattr(
+        "nightmill.jobs.base.ids.os.urandom", lambda count: b"\x00\x01" + b"\xff" * (count - 2)
+    )
+    monkeypatch.setattr("nightmill.jobs.base.ids.time.time_ns", lambda: 5_000_000)
     source = IdSource()
     first, second = int(source.draw(), 16), int(source.draw(), 16)
     assert (second >> 64) & 0xFFF == ((first >> 64) & 0xFFF) + 1

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nightmill import jobs
-from tests.servers import clean_environment
+from tests.support.servers import clean_environment
 
 pytestmark = pytest.mark.heavy
 

@@ -5,14 +5,17 @@ import io
 import pytest
 from rich.console import Console
 
-from nightmill.jobs.commands.terminal import Line, LiveLine
+from nightmill.jobs.commands.terminal import LiveLine, ProgressLine
 
 
 @pytest.mark.parametrize("estimate", [False, True])
 def test_a_paused_line_is_wiped_first_and_drawn_again_below(estimate: bool) -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=60)
-    with LiveLine(Line(name="texts", total=2), console=console, estimate=estimate) as live, live.paused():
+    with (
+        LiveLine(ProgressLine(name="texts", total=2), console=console, estimate=estimate) as live,
+        live.paused(),
+    ):
         before = screen.getvalue()
         screen.write("an answer\n")
     after = screen.getvalue().partition("an answer\n")[2]
@@ -23,6 +26,6 @@ def test_a_paused_line_is_wiped_first_and_drawn_again_below(estimate: bool) -> N
 
 def test_a_line_that_is_not_shown_can_be_paused() -> None:
     screen = io.StringIO()
-    with LiveLine(Line(name="texts"), console=Console(file=screen)) as live, live.paused():
+    with LiveLine(ProgressLine(name="texts"), console=Console(file=screen)) as live, live.paused():
         pass
     assert screen.getvalue() == ""

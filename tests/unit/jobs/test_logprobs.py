@@ -5,7 +5,7 @@ from array import array
 
 import pytest
 
-from nightmill.jobs.logprobs import LEAST, LikelyToken, TokenLogprob, offsets, pack, read
+from nightmill.jobs.reply.logprobs import LEAST, LikelyToken, TokenLogprob, offsets, pack, read
 
 SPELLINGS = {5: (b"\xe2\x82", ""), 7: (b"\xac!", ""), 9: (b"", "<end>"), 11: ("grün".encode(), "")}
 NAN, INFINITE = math.nan, -math.inf

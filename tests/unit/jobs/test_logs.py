@@ -9,9 +9,9 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nightmill.jobs.logs import fit
-from nightmill.jobs.printable import printable
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.base.logs import fit
+from nightmill.jobs.base.printable import printable
+from nightmill.jobs.base.settings import Settings
 
 SETTINGS = Settings(
     data_dir=Path("/nowhere"), log_format="json", broker_url="redis://:hush-hush@localhost:6379/0"

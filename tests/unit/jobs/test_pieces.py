@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nightmill.jobs.errors import InvalidParameterError, StreamChangedError
-from nightmill.jobs.pieces import START, Cursor, GapError, Piece, Place
+from nightmill.jobs.streams.pieces import START, Cursor, GapError, Piece, TextPosition
 
 texts = st.text(st.sampled_from("abé€\n\U0001f600"), max_size=40)
 
@@ -20,7 +20,7 @@ def test_pieces_joined_are_the_text_whatever_is_lost_repeated_or_begun_again(
         at = 0
         while at < len(text):
             if data.draw(st.booleans(), "reconnect"):
-                cursor = Cursor(Place.parse(str(cursor.place)))
+                cursor = Cursor(TextPosition.parse(str(cursor.place)))
                 at = 0
             length = data.draw(st.integers(1, len(text) - at))
             fate = data.draw(st.sampled_from(["arrives", "arrives", "lost", "source dies"]))
@@ -67,10 +67,10 @@ def test_a_text_that_is_another_than_was_read_is_an_error(
 def test_a_piece_is_a_str_that_knows_its_place() -> None:
     piece = Piece("né", START.past("Sé").past("né"))
     assert (piece, piece + "e", piece.start, piece.place.characters) == ("né", "née", 2, 4)
-    assert Place.parse(str(piece.place)) == piece.place == START.past("Séné")
+    assert TextPosition.parse(str(piece.place)) == piece.place == START.past("Séné")
 
 
 @pytest.mark.parametrize("text", ["", "4", "4-", "-1-00000000", "4-0000000g", "4-00000000 ", "x" * 99])
 def test_what_is_no_place_is_refused(text: str) -> None:
     with pytest.raises(InvalidParameterError, match="after: must be the place of a piece"):
-        Place.parse(text)
+        TextPosition.parse(text)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nightmill.jobs.printable import PrintableRecords, json_printable, printable
+from nightmill.jobs.base.printable import PrintableRecords, json_printable, printable
 
 ANY = st.text(st.characters(exclude_categories=()))
 BIDI = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"

@@ -11,7 +11,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from nightmill.jobs.batch_status import BatchRecord, BatchStatus, Pace, RowCount, make_status
+from nightmill.jobs.base.contract import JobState, StopReason
+from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.commands.progress import (
     BatchProgress,
     describe,
@@ -19,10 +20,9 @@ from nightmill.jobs.commands.progress import (
     log_of_command,
     logged_errors,
 )
-from nightmill.jobs.commands.terminal import Line
-from nightmill.jobs.contract import JobState, StopReason
+from nightmill.jobs.commands.terminal import ProgressLine
 from nightmill.jobs.errors import BatchFileError
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.reply.batch_status import BatchRecord, BatchStatus, Pace, RowCount, make_status
 
 RECORD = BatchRecord("night", "model", datetime.now(UTC), format="jsonl", row_count=1_200)
 
@@ -101,7 +101,7 @@ def test_a_duration_is_as_coarse_as_it_is_long(seconds: float, text: str) -> Non
     assert duration(seconds) == text
 
 
-WHOLE = Line(
+WHOLE = ProgressLine(
     name="nightly-batch",
     done=61_240,
     total=100_000,

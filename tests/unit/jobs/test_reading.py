@@ -6,10 +6,10 @@ from itertools import product
 
 import pytest
 
-from nightmill.jobs.calls import Calls
-from nightmill.jobs.contract import CallFormat, Markup, Tools
-from nightmill.jobs.reading import Reading, Reply, call_id, read_reply
-from nightmill.jobs.thinking import CHANNELS
+from nightmill.jobs.base.contract import CallFormat, Markup, Tools
+from nightmill.jobs.reply.parsing import Reading, Reply, call_id, read_reply
+from nightmill.jobs.reply.reasoning import CHANNELS
+from nightmill.jobs.reply.tool_calls import Calls
 
 TOOLS = Tools([{"type": "function", "function": {"name": name}} for name in ("weather", "news")])
 HERMES, LLAMA, MISTRAL, NAMED, JSON = (
@@ -90,6 +90,36 @@ def test_calls_are_read_and_what_is_none_stays_text(
         assert [(call.name, call.parsed) for call in whole.tool_calls] == calls
         for _ in range(1 if len(text) > 1_000 else 8):
             assert in_pieces(thought + text, markup, draw) == whole
+
+
+MUST = Tools(TOOLS.functions, required=True)
+NEWS_CALL = '{"name": "news", "arguments": {"of": [1, {}]}}'
+TWO = [("news", {"of": [1, {}]}), BONN]
+
+
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        (HERMES, f"<tool_call>\n{NEWS_CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>"),
+        (LLAMA, f"{NEWS_CALL}; {CALL}".replace("arguments", "parameters")),
+        (MISTRAL, f"[TOOL_CALLS][{NEWS_CALL}, {CALL}]"),
+        (NAMED, '[TOOL_CALLS]news[ARGS]{"of": [1, {}]}[TOOL_CALLS]weather[ARGS]{"place": "Bonn"}'),
+        (JSON, f"[{NEWS_CALL}, {CALL}]"),
+    ],
+)
+def test_of_calls_that_had_to_be_made_those_before_a_cut_count(written: CallFormat, text: str) -> None:
+    first = text.index("{}]}") + (4 if written is NAMED else 5)
+    for length in range(len(text) + 1):
+        cut = text[:length]
+        reply = read_reply(cut, Markup(written), MUST, "j")
+        called = [(call.name, call.parsed) for call in reply.tool_calls]
+        assert called == TWO[: len(called)] and (len(called) > 0) == (length >= first)
+        assert not (called and reply.content)  # what begins one more is left out
+        assert called or reply.content == cut
+        joined = Reading(Markup(written), MUST, "j")
+        parts = [part for character in cut for part in joined.push(character)] + joined.end()
+        assert [part.call for part in parts if part.call] == list(reply.tool_calls)
+    assert called == TWO
 
 
 @pytest.mark.parametrize(

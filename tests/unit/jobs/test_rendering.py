@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from nightmill.jobs.contract import AS_USUAL, Rendering
+from nightmill.jobs.base.contract import AS_USUAL, Rendering
 from nightmill.jobs.errors import InvalidParameterError
-from nightmill.jobs.spec import JobSpec
+from nightmill.jobs.request.spec import JobSpec
 
 USER = {"role": "user", "content": "hi"}
 BEGUN = {"role": "assistant", "content": "Well"}

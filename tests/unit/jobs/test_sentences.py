@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from nightmill.jobs.base.sentences import _SENTENCES, sentence
+from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.errors import InvalidParameterError, SettingsError
-from nightmill.jobs.parameters import GenerationParams
-from nightmill.jobs.sentences import _SENTENCES, sentence
-from nightmill.jobs.settings import Settings
-from nightmill.worker.options import merge_options
+from nightmill.jobs.request.parameters import GenerationParams
+from nightmill.worker.assembly.options import merge_options
 
 MODELS: tuple[type[BaseModel], ...] = (GenerationParams, Settings)
 WRONG: tuple[Any, ...] = (

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from nightmill.jobs.base.settings import Settings, default_data_dir
 from nightmill.jobs.errors import SettingsError
-from nightmill.jobs.settings import Settings, default_data_dir
 
 SECRET = "hunter2"
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from nightmill.jobs.contract import CallFormat, Markup, Rendering, Tools
+from nightmill.jobs.base.contract import CallFormat, Markup, Rendering, Tools
 from nightmill.jobs.errors import InvalidRequestError
-from nightmill.jobs.spec import JobSpec
+from nightmill.jobs.request.spec import JobSpec
 
 USER = {"role": "user", "content": "Rain in Bonn?"}
 
@@ -105,7 +105,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [tool()], "tool_choice": {"type": "function"}}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [tool()], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
-    ({"tools": [tool()], "regex": "a"}, "tools"),
+    ({"tools": [tool()], "grammar": 'root ::= "a"'}, "tools"),
     ({"tools": [tool()], "tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
     ({"tools": [tool()], "continue_final_message": True}, "tools"),
     ({"messages": assistant(id="<|im_end|>")}, "messages[1].tool_calls[0].id"),
@@ -120,7 +120,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         for arguments in ("{", "[]", 7, '{"a": ' + "[" * 70 + "]" * 70 + "}", "[" * 100_000, {"a": 1e999})
     ),
     ({"messages": [USER | {"tool_calls": [{}]}]}, "messages[0].tool_calls"),
-    ({"messages": [USER | {"name": "Ada"}]}, "messages[0].name"),
+    ({"messages": [USER | {"name": "<|im_start|>"}]}, "messages[0].name"),
     ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages[0].content"),
     ({"messages": [{"role": "tool", "content": "x", "tool_call_id": 7}]}, "messages[0].tool_call_id"),
 ]  # fmt: skip
@@ -204,3 +204,11 @@ def test_markup_is_read_back_and_strange_markup_is_none() -> None:
     assert newer is not None and newer.calls == "smoke-signals"  # nothing is read as calls
     for strange in (None, [], {}, made.values() | {"opened": 1}, made.values() | {"thinking": ["<think>"]}):
         assert Markup.read(strange) is None
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_call_that_must_be_made_goes_before_the_form_of_an_answer(choice: object) -> None:
+    """Instructor asks for both with the Responses API, to be sure of one."""
+    both = spec(tools=[tool("weather")], tool_choice=choice, json_schema={"type": "object"})
+    alone = spec(tools=[tool("weather")], tool_choice=choice)
+    assert both.constrained is None and both.tools == alone.tools

@@ -12,13 +12,13 @@ from hypothesis import settings as effort
 from hypothesis import strategies as st
 from sqlalchemy.exc import OperationalError
 
+from nightmill.jobs.base.printable import PrintableRecords
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.base.urls import UNREADABLE, scrubbed, shown_url
 from nightmill.jobs.commands.main import main
 from nightmill.jobs.errors import NightmillError, SettingsError
 from nightmill.jobs.messages.broker import Broker
-from nightmill.jobs.printable import PrintableRecords
-from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.database import Database
-from nightmill.jobs.urls import UNREADABLE, scrubbed, shown_url
 
 SECRET = "S3C/RET"
 

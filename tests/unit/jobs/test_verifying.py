@@ -6,9 +6,9 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nightmill.jobs.base.contract import StopReason
 from nightmill.jobs.batches.verifying import Parting, Verdict, choose, compare, part
-from nightmill.jobs.contract import StopReason
-from nightmill.jobs.job import Answer
+from nightmill.jobs.reply.job import Answer
 from tests.unit.formats.files import job
 
 IDS = [f"{number:032x}" for number in range(200)]

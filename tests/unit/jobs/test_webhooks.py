@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from nightmill.jobs import signing
+from nightmill.jobs.base import signing
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.base.targets import Target, parse_allowed
 from nightmill.jobs.errors import SettingsError
-from nightmill.jobs.settings import Settings
-from nightmill.jobs.targets import Target, parse_allowed
 from nightmill.jobs.webhooks import sending
 from nightmill.jobs.webhooks.sending import NotDeliveredError, is_public, post
-from tests.receiver import receiving
+from tests.support.receiver import receiving
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nightmill.jobs.base.times import describe_moment, parse_moment, parse_span
 from nightmill.jobs.errors import InvalidParameterError
-from nightmill.jobs.fields import moment
-from nightmill.jobs.when import describe_moment, parse_moment, parse_span
+from nightmill.jobs.request.fields import moment
 
 EVENING = datetime(2026, 3, 28, 21, 0, tzinfo=UTC)  # 22:00 in Berlin, where clocks go forward that night
 

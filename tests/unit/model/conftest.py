@@ -8,8 +8,8 @@ import pytest
 
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.tokenizer import Tokenizer
-from tests.fetched import Need, missing
-from tests.ggufs import write_model
+from tests.support.ggufs import write_model
+from tests.support.needs import Need, missing
 
 REPOSITORY = Path(__file__).parents[3]
 

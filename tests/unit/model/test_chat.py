@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nightmill.jobs.contract import Rendering
+from nightmill.jobs.base.contract import Rendering
 from nightmill.jobs.errors import ChatTemplateError, InvalidPromptError
 from nightmill.worker.model.chat import ChatTemplate
 from nightmill.worker.model.chat.shield import Prefixes
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.tokenizer import Tokenizer
-from tests.ggufs import CHATML, CONTROL, byte_vocabulary, sentencepiece_vocabulary, write_model
+from tests.support.ggufs import CHATML, CONTROL, byte_vocabulary, sentencepiece_vocabulary, write_model
 from tests.unit.model.conftest import real_tokenizer
 
 pytestmark = pytest.mark.heavy

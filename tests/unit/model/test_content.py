@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 
-from nightmill.jobs.contract import Rendering
+from nightmill.jobs.base.contract import Rendering
 from nightmill.jobs.errors import ChatTemplateError
+from nightmill.jobs.request.spec import JobSpec
 from nightmill.worker.model.chat import ChatTemplate, Limits
 from nightmill.worker.model.chat.content import content_use
 from nightmill.worker.model.chat.renderer import Renderer
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.tokenizer import Tokenizer
-from tests.fetched import Need, missing
-from tests.ggufs import CHATML, write_model
+from tests.support.ggufs import CHATML, write_model
+from tests.support.needs import Need, missing
 from tests.unit.model.conftest import DOWNLOADED
 from tests.unit.model.test_templates import TEMPLATES
 
@@ -107,8 +108,29 @@ def test_a_message_that_says_nothing_may_be_left_out(tokenizer: Tokenizer) -> No
     assert "the second" in rendered(NO_SYSTEM, tokenizer, [{"role": "system", "content": ""}, CHAT[1]])
 
 
+def around(role: str, content: Any) -> list[dict[str, Any]]:
+    """A usual chat in which a message of this role says this."""
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "look_up", "arguments": {"a": "b"}}}
+    chats: dict[str, list[dict[str, Any]]] = {
+        "system": [{"role": "system", "content": content}, {"role": "user", "content": "Hello"}],
+        "user": [{"role": "user", "content": content}],
+        "assistant": [
+            {"role": "user", "content": "Hello"},
+            {"role": "assistant", "content": content},
+            {"role": "user", "content": "Go on"},
+        ],
+        "tool": [
+            {"role": "user", "content": "Hello"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "abcdefghi", "name": "look_up", "content": content},
+        ],
+    }
+    return chats[role]
+
+
 @pytest.mark.parametrize("name", TEMPLATES or ["none"])
 def test_real_templates_show_every_role_or_it_is_known_which_they_leave_out(name: str) -> None:
+    """Each role with a unique text, as a string and as parts: shown, refused, or known to be dropped."""
     if name == "none":
         missing(Need.VOCABULARIES)
     source = Path(DOWNLOADED / "templates" / name).read_text(encoding="utf-8")
@@ -117,21 +139,17 @@ def test_real_templates_show_every_role_or_it_is_known_which_they_leave_out(name
         renderer = Renderer(source, variables, Limits(), name)
     except ChatTemplateError:
         return  # it cannot be served, and `check` says why
+    tool = {"name": "look_up", "description": "Looks up.", "parameters": {"type": "object", "properties": {}}}
     try:
         use = content_use(lambda chat: renderer.render_all([chat])[0])
-        for role in ("system", "user", "assistant"):
-            words = {one: f"unique {one} words" for one in ("system", "user", "assistant")}
-            chat = [{"role": one, "content": text} for one, text in words.items()]
-            chat.append({"role": "user", "content": "and the last"})
-            (text,) = renderer.render_all(
-                [
-                    {
-                        "messages": [dict(use.given(one)) for one in chat],
-                        "tools": None,
-                        "add_generation_prompt": True,
-                    }
-                ]
-            )
-            assert isinstance(text, ChatTemplateError) or role in use.dropped or words[role] in text
+        for role in ("system", "user", "assistant", "tool"):
+            words = f"unique {role} words"
+            for content in (words, [{"type": "text", "text": words}]):
+                row = JobSpec.parse({"messages": around(role, content)})
+                messages = [dict(use.given(one)) for one in row.messages or ()]
+                tools = [{"type": "function", "function": tool}] if role == "tool" else None
+                chat = {"messages": messages, "tools": tools, "add_generation_prompt": True}
+                (text,) = renderer.render_all([chat])
+                assert isinstance(text, ChatTemplateError) or role in use.dropped or words in text, role
     finally:
         renderer.close()

@@ -10,7 +10,7 @@ from nightmill.worker.model.families import FAMILIES
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.catalogue import check_spec
 from nightmill.worker.runners.gpu.weights.dequantizer import SUPPORTED
-from tests.unit.model.test_family_keys import FILES
+from tests.support.family_cases import FILES
 
 PAGE = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
 

@@ -9,7 +9,13 @@ from gguf import TokenType
 from nightmill.worker.model.chat import ChatTemplate
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.tokenizer import Tokenizer
-from tests.ggufs import CONTROL, TestVocabulary, byte_vocabulary, sentencepiece_vocabulary, write_model
+from tests.support.ggufs import (
+    CONTROL,
+    TestVocabulary,
+    byte_vocabulary,
+    sentencepiece_vocabulary,
+    write_model,
+)
 
 NORMAL, USER_DEFINED = TokenType.NORMAL, TokenType.USER_DEFINED
 

@@ -13,7 +13,7 @@ from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.rope import Rope, RopeScaling, RopeStyle
 from nightmill.worker.model.spec import Attention, FeedForward, LayerSpec, ModelSpec, Norm, Role, Weight
-from tests.ggufs import byte_vocabulary, sentencepiece_vocabulary, write_model
+from tests.support.ggufs import byte_vocabulary, sentencepiece_vocabulary, write_model
 
 TOKENS = len(byte_vocabulary().tokens)
 
@@ -32,7 +32,7 @@ def test_qwen2_has_bias_halves_and_a_tied_head(tmp_path: Path) -> None:
     norm = Norm(pytest.approx(1e-6))
     layer = LayerSpec(
         attention_norm=norm,
-        attention=Attention(
+        mixer=Attention(
             heads=4,
             kv_heads=2,
             head_dim=16,

@@ -21,8 +21,8 @@ from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.tokenizer import Tokenizer
 from nightmill.worker.runners.gpu.weights.dequantizer import SUPPORTED
-from tests.blocks import random_blocks
-from tests.ggufs import write_model
+from tests.support.blocks import random_blocks
+from tests.support.ggufs import write_model
 
 U32, U64, F32, STRING, ARRAY, BOOL, I32 = 4, 10, 6, 8, 9, 7, 5
 

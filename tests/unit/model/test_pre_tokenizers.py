@@ -14,7 +14,7 @@ from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.tokenizer import Tokenizer
 from nightmill.worker.model.tokenizer.engines import splitter
 from nightmill.worker.model.tokenizer.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
-from tests.ggufs import byte_vocabulary, write_model
+from tests.support.ggufs import byte_vocabulary, write_model
 
 pytestmark = pytest.mark.heavy
 

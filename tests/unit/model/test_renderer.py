@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from nightmill.jobs.contract import unstorable
+from nightmill.jobs.base.contract import unstorable
 from nightmill.jobs.errors import ChatTemplateError, RunnerError
 from nightmill.worker.model.chat import renderer as module
 from nightmill.worker.model.chat.renderer import Limits, Renderer

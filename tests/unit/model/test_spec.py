@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from nightmill.worker.model.spec import Norm, Role, Weight
-from tests.specs import PLAIN, VARIANTS
+from tests.support.specs import PLAIN, VARIANTS
 
 
 def test_what_shares_an_input_is_stacked_in_order() -> None:
@@ -33,7 +33,7 @@ def test_a_tensor_that_the_file_has_fused_takes_the_place_of_the_stack() -> None
 
 def test_layers_that_compute_the_same_are_one_key() -> None:
     layer = PLAIN.layers[0]
-    other = replace(layer, attention=replace(layer.attention, window=9))
+    other = replace(layer, mixer=replace(layer.attention, window=9))
     assert len({layer, replace(layer), other}) == 2
 
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.errors import ModelFileError
-from nightmill.jobs.settings import Settings
-from nightmill.worker.link.loading import load_model, name_of
-from nightmill.worker.link.reporting import ReportingFile
+from nightmill.worker.assembly.model import load_model, name_of
+from nightmill.worker.assembly.reporting import ReportingFile
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
-from tests.ggufs import write_model
+from tests.support.ggufs import write_model
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from nightmill.worker.model.chat.renderer import Limits, Renderer
-from tests.fetched import Need, missing
+from tests.support.needs import Need, missing
 from tests.unit.model.conftest import DOWNLOADED
 
 pytestmark = pytest.mark.heavy

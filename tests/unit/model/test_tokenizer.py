@@ -22,7 +22,13 @@ from nightmill.worker.model.tokenizer import Tokenizer
 from nightmill.worker.model.tokenizer.engines import MAX_SQUARES
 from nightmill.worker.model.tokenizer.pre_tokenizers import PRE_TOKENIZERS
 from nightmill.worker.model.tokenizer.vocabulary import MAX_SPECIAL
-from tests.ggufs import CONTROL, TestVocabulary, byte_vocabulary, sentencepiece_vocabulary, write_model
+from tests.support.ggufs import (
+    CONTROL,
+    TestVocabulary,
+    byte_vocabulary,
+    sentencepiece_vocabulary,
+    write_model,
+)
 
 pytestmark = pytest.mark.heavy
 

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from nightmill.jobs.contract import CallFormat, Markup, Rendering, Tools
+from nightmill.jobs.base.contract import CallFormat, Markup, Rendering, Tools
 from nightmill.jobs.errors import ChatTemplateError
-from nightmill.jobs.thinking import CHANNELS
+from nightmill.jobs.reply.reasoning import CHANNELS
 from nightmill.worker.model.chat import ChatTemplate
 from nightmill.worker.model.chat.template import thinking_marks
 from nightmill.worker.model.chat.tools import tool_use
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.tokenizer import Tokenizer
-from tests.fetched import Need, missing
-from tests.ggufs import CHATML, byte_vocabulary, write_model
+from tests.support.ggufs import CHATML, byte_vocabulary, write_model
+from tests.support.needs import Need, missing
 from tests.unit.model.conftest import DOWNLOADED
 from tests.unit.model.test_templates import plain_jinja
 

@@ -15,8 +15,14 @@ from nightmill.jobs.errors import ModelFileError
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.tokenizer import Tokenizer
 from nightmill.worker.model.tokenizer.pre_tokenizers import PRE_TOKENIZERS
-from tests.fetched import Need, missing
-from tests.ggufs import CONTROL, TestVocabulary, byte_vocabulary, sentencepiece_vocabulary, write_model
+from tests.support.ggufs import (
+    CONTROL,
+    TestVocabulary,
+    byte_vocabulary,
+    sentencepiece_vocabulary,
+    write_model,
+)
+from tests.support.needs import Need, missing
 from tests.unit.model.conftest import DOWNLOADED, real_tokenizer
 
 pytestmark = pytest.mark.heavy

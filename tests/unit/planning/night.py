@@ -1,17 +1,39 @@
 """A runner of known speed, and the time by its own clock."""
 
 import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from nightmill.jobs.base.contract import Prompt
 from nightmill.worker.commands.planning.survey import Survey
 from nightmill.worker.engine.engine import Engine
-from nightmill.worker.engine.limits import Limits
+from nightmill.worker.engine.limits import RequestLimits
+from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import Request
 from nightmill.worker.runners.base import StepBatch
 from tests.unit.engine.scripted import EOS, PieceStream, ScriptedRunner
 
 PER_STEP, PER_TOKEN = 0.01, 0.0005
 SLOTS = 8
-LIMITS = Limits(vocab=EOS + 1, context=200, block_size=4, pages=8 * 50)
+LIMITS = RequestLimits(vocab=EOS + 1, context=200, page_size=4, pages=8 * 50)
+
+
+@dataclass(frozen=True)
+class ByteReader:
+    """Reads prompts by a function, texts to score as a token for each byte, and `<|x|>` as special tokens."""
+
+    encode: Callable[..., tuple[int, ...]]
+    vocab: int = 256
+
+    def tokenize_texts(self, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(byte % self.vocab for byte in text.encode()) for text in texts)
+
+    def marks_in(self, prompt: Prompt) -> set[str]:
+        return set(re.findall(r"<\|[a-z]+\|>", prompt)) if isinstance(prompt, str) else set()
+
+    def template_fault(self) -> str | None:
+        return "the chat template writes <|x|>"
 
 
 class TimedRunner(ScriptedRunner):
@@ -29,14 +51,11 @@ class TimedRunner(ScriptedRunner):
 
 
 def timed_engine() -> tuple[TimedRunner, Engine]:
-    runner = TimedRunner(kv_blocks=LIMITS.pages or 0, block_size=LIMITS.block_size, slots=SLOTS)
+    runner = TimedRunner(kv_pages=LIMITS.pages or 0, page_size=LIMITS.page_size, slots=SLOTS)
     return runner, Engine(
         runner,
-        text_stream=PieceStream,
-        eos_ids=frozenset({EOS}),
-        context_length=LIMITS.context,
-        max_sequences=SLOTS,
-        token_budget=64,
+        Detokenizer(text_stream=PieceStream, eos_ids=frozenset({EOS})),
+        EngineSizes(context_length=LIMITS.context, max_sequences=SLOTS, token_budget=64),
         clock=runner.clock,
     )
 

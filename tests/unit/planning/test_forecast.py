@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nightmill.jobs.parameters import GenerationParams
+from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.worker.commands.planning.forecast import (
     draw_lengths,
     expected_lengths,
@@ -66,6 +66,7 @@ def test_the_forecast_of_a_night_is_close_to_the_night(rows: int, workers: int) 
     assert told.tokens_per_second == pytest.approx(tokens / seconds, rel=0.1)
 
 
+@pytest.mark.slow  # seldom changes
 def test_prompt_tokens_that_rows_share_are_not_paid_for_again() -> None:
     prefix = tuple(random.Random(2).randrange(12) for _ in range(100))
     night = [replace(request, prompt_ids=prefix + request.prompt_ids) for request in requests(400)]
@@ -76,6 +77,7 @@ def test_prompt_tokens_that_rows_share_are_not_paid_for_again() -> None:
     assert forecast(found, sample, slots=SLOTS).seconds == pytest.approx(real, rel=0.1)
 
 
+@pytest.mark.slow  # the other measurements of this file are made in full
 def test_a_measurement_that_is_broken_off_tells_nearly_the_same() -> None:
     night = requests(600)
     found = surveyed(night, sample=250)
@@ -177,10 +179,10 @@ def test_pages_are_counted_row_by_row() -> None:
         for n, (prompt, limit) in enumerate([(3, 1), (4, 1), (10, 30), (1, 1)])
     ]
     found = surveyed(night, sample=0)
-    pages = pages_needed(found, expected_lengths(found, None), 2, block_size=4)
+    pages = pages_needed(found, expected_lengths(found, None), 2, page_size=4)
     assert (pages.whole, pages.running_at_most) == (1 + 2 + 10 + 1, 10 + 2)
     assert pages.running == 7  # two rows of the mean of 3.5
     found.answers[1] = 3
-    pages = pages_needed(found, lengths := expected_lengths(found, None), 3, block_size=4)
+    pages = pages_needed(found, lengths := expected_lengths(found, None), 3, page_size=4)
     assert (pages.whole, pages.running_at_most) == (1 + 3 * 2 + 10 + 1, 10 + 2 + 2)
     assert lengths.tolist() == [1, 1, 1, 1, 30, 1] == draw_lengths(found, np.ones(1)).tolist()

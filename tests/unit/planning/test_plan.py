@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from nightmill.jobs.contract import Prompt, Rendering
+from nightmill.jobs.base.contract import Prompt, Rendering
 from nightmill.jobs.formats import InputFile
-from nightmill.worker.commands.planning.plan import Plan, make_plan
+from nightmill.worker.commands.planning.plan import Measuring, Plan, PlannedModel, Schedule, make_plan
 from nightmill.worker.commands.planning.report import describe_plan
 from tests.unit.formats.files import chat, completion, write_lines
-from tests.unit.planning.night import LIMITS, SLOTS, timed_engine
+from tests.unit.planning.night import LIMITS, SLOTS, ByteReader, timed_engine
 
 pytestmark = pytest.mark.heavy
 
@@ -25,13 +25,18 @@ def encode(prompt: Prompt, rendering: Rendering | None = None) -> tuple[int, ...
     return tuple(byte % 12 for byte in prompt.encode())
 
 
+READER = ByteReader(encode, 12)
+
+
 def planned(path: Path, *, measured: bool = True, **options: Any) -> Plan:
     runner, engine = timed_engine()
-    more: dict[str, Any] = {"engine": engine, "clock": runner.clock} if measured else {}
+    measuring = Measuring(engine, 60.0, runner.clock) if measured else None
     return make_plan(
-        InputFile(path), encode, LIMITS, model="demo", slots=SLOTS, measure_seconds=60.0, now=lambda: NOW,
-        **more, **options,
-    )  # fmt: skip
+        InputFile(path),
+        PlannedModel(name="demo", reader=READER, limits=LIMITS, slots=SLOTS),
+        Schedule(now=lambda: NOW, **options),
+        measuring=measuring,
+    )
 
 
 @pytest.fixture
@@ -112,9 +117,11 @@ def test_rows_that_the_kv_cache_has_no_pages_for_do_not_run_at_once(tmp_path: Pa
     runner, engine = timed_engine()
     tight = replace(LIMITS, pages=150)
     plan = make_plan(
-        InputFile(path), encode, tight, model="demo", slots=SLOTS, engine=engine, clock=runner.clock,
-        measure_seconds=60.0, now=lambda: NOW,
-    )  # fmt: skip
+        InputFile(path),
+        PlannedModel(name="demo", reader=READER, limits=tight, slots=SLOTS),
+        Schedule(now=lambda: NOW),
+        measuring=Measuring(engine, 60.0, runner.clock),
+    )
     assert plan.estimate is not None
     assert plan.estimate.forecast.slots == 3  # of 50 pages each
 
@@ -152,6 +159,17 @@ def test_a_plan_says_what_rows_ask_for_besides_a_text(tmp_path: Path) -> None:
     text = "\n".join(describe_plan(plan))
     assert "note: 6 rows say what their answer must be (6 by choice)" in text
     assert "note: 2 rows ask for log-probabilities, or for scores of texts" in text
+
+
+def test_a_plan_says_which_prompts_hold_special_tokens(tmp_path: Path) -> None:
+    rows = [completion(str(n), prompt="<|im|>hello" if n else "hello") for n in range(4)]
+    plan = planned(write_lines(tmp_path / "night.jsonl", rows), measured=False)
+    assert plan.as_json()["rows_with_special_tokens"] == 3
+    assert plan.as_json()["special_tokens_in_prompts"] == {"<|im|>": 3}
+    assert "note: the chat template writes <|x|>" in list(describe_plan(plan))
+    assert plan.as_json()["chat_template_fault"] == "the chat template writes <|x|>"
+    (line,) = [line for line in describe_plan(plan) if "special tokens" in line]
+    assert line.startswith("note: 3 plain prompts with special tokens of the model spelt out (<|im|>): ")
 
 
 def test_every_key_of_the_json_is_described(night: Path) -> None:

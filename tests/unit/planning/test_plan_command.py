@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from nightmill.jobs.client import Client
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.main import main
 from nightmill.jobs.errors import RunnerError
-from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.claims import Claims
+from nightmill.worker.assembly.model import demo_model
 from nightmill.worker.commands.plan import live_workers
-from nightmill.worker.link.loading import demo_model
-from tests.servers import Clock
+from tests.support.servers import Clock
 from tests.unit.formats.files import chat, write_lines
 
 pytestmark = pytest.mark.heavy
@@ -152,7 +152,26 @@ def test_where_the_runner_fails_the_way_around_it_is_named(
     def fail(*_: object) -> None:
         raise RunnerError("no memory is left")
 
-    monkeypatch.setattr("nightmill.worker.link.loading.build_engine", fail)
+    monkeypatch.setattr("nightmill.worker.assembly.engine.build_engine", fail)
     done = plan(str(write_lines(tmp_path / "in.jsonl", haiku(1))))
     assert done.exit_code == 1
     assert "the speed cannot be measured (--no-measure plans without): no memory is left" in done.output
+
+
+def test_without_a_model_rows_are_checked_all_the_same(tmp_path: Path) -> None:
+    path = write_lines(
+        tmp_path / "in.jsonl", [chat("a", model="m"), chat("a"), {"custom_id": "b", "prompt": "p"}]
+    )
+    env = {"NIGHTMILL_DATA_DIR": str(tmp_path / "data")}
+    done = CliRunner().invoke(main, ["plan", str(path)], env=env)
+    assert done.exit_code == 3, done.output
+    assert "3 rows (openai), 1 good, 2 bad" in done.stdout
+    assert "line 2 'a': custom_id: 'a' is also that of row 1" in done.stdout
+    assert "line 3 'b': prompt: is a key of plain rows" in done.stdout
+    assert "note: 1 row ask for model 'm'" in done.stdout and "give --model FILE" in done.stdout
+    as_json = json.loads(CliRunner().invoke(main, ["plan", str(path), "--json"], env=env).stdout)
+    assert (as_json["model"], as_json["good"], [row["line"] for row in as_json["bad"]]) == (None, 1, [2, 3])
+    good = write_lines(tmp_path / "good.jsonl", [chat("a")])
+    assert CliRunner().invoke(main, ["plan", str(good)], env=env).exit_code == 0
+    late = CliRunner().invoke(main, ["plan", str(good), "--deadline", "8h"], env=env)
+    assert late.exit_code == 1 and "give --model FILE" in late.stderr

@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 
-from nightmill.jobs.contract import Prompt, Rendering
+from nightmill.jobs.base.contract import Prompt, Rendering
 from nightmill.jobs.errors import ChatTemplateError
 from nightmill.jobs.formats import FileFormat, InputFile
-from nightmill.jobs.spec import JobSpec
+from nightmill.jobs.request.spec import JobSpec
 from nightmill.worker.commands.planning.survey import Survey, survey
-from nightmill.worker.engine.limits import Limits
+from nightmill.worker.engine.limits import RequestLimits
 from tests.unit.formats.files import chat, completion, write_lines
+from tests.unit.planning.night import ByteReader
 
-LIMITS = Limits(vocab=256, context=40, block_size=4)
+LIMITS = RequestLimits(vocab=256, context=40, page_size=4)
 
 
 def encode(prompt: Prompt, rendering: Rendering | None = None) -> tuple[int, ...]:
@@ -31,7 +32,7 @@ def encode(prompt: Prompt, rendering: Rendering | None = None) -> tuple[int, ...
 
 
 def look(path: Path, **options: Any) -> Survey:
-    return survey(InputFile(path, FileFormat.OPENAI), encode, LIMITS, **options)
+    return survey(InputFile(path, FileFormat.OPENAI), ByteReader(encode), LIMITS, **options)
 
 
 BAD: list[tuple[str, Any]] = [
@@ -81,8 +82,9 @@ def test_a_row_over_the_context_is_refused_in_the_engines_words(tmp_path: Path) 
     (bad,) = look(path).bad
     assert (bad.line, bad.custom_id, bad.field) == (1, "a", "prompt")
     assert bad.message == (
-        "the prompt has 40 tokens; this worker's context holds 40, of which at least one must be left for "
-        "the answer: shorten it or start the worker with --context 49, if the model allows it"
+        "the prompt has 40 tokens, which exceeds the available context size: this worker's context "
+        "holds 40, of which at least one must be left for the answer: shorten it or start the worker "
+        "with --context 49, if the model allows it"
     )
 
 
@@ -95,9 +97,35 @@ def test_a_prompt_that_leaves_one_token_is_good_and_its_answer_may_be_cut(tmp_pa
 
 def test_a_smaller_kv_cache_limits_rows_too(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "in.jsonl", [completion("a", prompt="x" * 20)])
-    small = Limits(vocab=256, context=40, block_size=4, pages=5)
-    (bad,) = survey(InputFile(path), encode, small).bad
+    small = RequestLimits(vocab=256, context=40, page_size=4, pages=5)
+    (bad,) = survey(InputFile(path), ByteReader(encode), small).bad
     assert "KV cache holds 20 (5 pages of 4)" in bad.message
+
+
+def test_a_row_to_score_may_fill_the_context_and_is_checked_whole(tmp_path: Path) -> None:
+    rows = [
+        completion("fills", prompt="x" * 36, score=["yes", "four"]),
+        completion("prompt alone", prompt="x" * 40, max_tokens=0, echo=True),
+        completion("beyond", prompt="x" * 36, score=["no", "fiver", "yes"]),
+        completion("prompt beyond", prompt="x" * 41, score="y"),
+        completion("draws", prompt="x" * 40),
+    ]
+    found = look(write_lines(tmp_path / "in.jsonl", rows))
+    assert [(row.custom_id, row.field) for row in found.bad] == [
+        ("beyond", "score"), ("prompt beyond", "prompt"), ("draws", "prompt"),
+    ]  # fmt: skip
+    assert found.bad[0].message.startswith("the prompt, with what is scored behind it, has 41 tokens, which ")
+    assert "left for the answer" not in found.bad[0].message
+    assert "left for the answer" in found.bad[2].message
+
+
+def test_special_tokens_in_plain_prompts_are_counted(tmp_path: Path) -> None:
+    rows = [
+        completion("a", prompt="<|im|>hello<|end|>"), completion("b", prompt="<|end|>"),
+        completion("c", prompt="hello"), chat("d", messages=[{"role": "user", "content": "<|end|>"}]),
+    ]  # fmt: skip
+    found = look(write_lines(tmp_path / "in.jsonl", rows))
+    assert (found.marked, found.marks) == (2, Counter({"<|end|>": 2, "<|im|>": 1}))
 
 
 def test_what_the_good_rows_ask_for_is_counted(tmp_path: Path) -> None:

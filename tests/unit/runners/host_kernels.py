@@ -5,6 +5,8 @@ timing: blocks come one after the other, their threads take turns.
 """
 
 import ctypes
+import hashlib
+import os
 import re
 import shutil
 import struct
@@ -23,13 +25,16 @@ from nightmill.worker.runners.gpu.attention import decode, general, prefill, wid
 from nightmill.worker.runners.gpu.device.compiler import kernel_directory
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.sources import Source, for_element
-from nightmill.worker.runners.gpu.products import packed_rows
-from nightmill.worker.runners.gpu.rows import activate, embedding, logits, norms, quantise, rotation
+from nightmill.worker.runners.gpu.products.fp8 import quantise
+from nightmill.worker.runners.gpu.products.packed import packed_rows
+from nightmill.worker.runners.gpu.rows import activate, embedding, logits, norms, rotation
 from nightmill.worker.runners.gpu.weights import repacker
 from nightmill.worker.runners.kv_format import KvFormat
-from tests.fetched import Need, missing
+from tests.support.needs import Need, missing
 
 HERE = Path(__file__).parent / "cuda_on_host"
+KEPT = Path(__file__).parents[3] / "build" / "host_kernels"
+"""Compiled kernels, for all test processes and for later runs, named by a digest of all they are made of."""
 _DYNAMIC = re.compile(r"extern __shared__[^;]*?(\w+)\[\];")
 _LAUNCH = """
 #include "{path}"
@@ -186,19 +191,37 @@ def _compiled(
 ) -> ctypes.CDLL:
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     assert compiler is not None
+    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
+    flags.append("-U_FORTIFY_SOURCE")  # which forbids jumps from one stack to another
+    flags.append("-D__CUDA_ARCH_FEAT_SM90_ALL")
+    made_of = repr((_sources_digest(), compiler, path.name, flags, options, kernels, stands))
+    library = KEPT / f"{path.stem}-{hashlib.sha256(made_of.encode()).hexdigest()[:32]}.so"
+    if library.exists():
+        return ctypes.CDLL(str(library))
     place = Path(tempfile.mkdtemp(prefix=f"{kernels[0]}{''.join(options)}", dir=folder))
-    source, library = place / path.name, place / "launch.so"
+    source, made = place / path.name, place / "launch.so"
     text = path.read_text(encoding="utf-8")
     source.write_text(_DYNAMIC.sub(r"unsigned char* const \1 = host::dynamic_shared;", text))
     launch = place / "launch.cpp"
     launchers = "\n".join(f"LAUNCHER({kernel})" for kernel in kernels)
     launch.write_text(_LAUNCH.format(path=source, launchers=launchers))
     includes = [f"-I{one}" for one in (HERE / stands, HERE, kernel_directory())]
-    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
-    flags.append("-U_FORTIFY_SOURCE")  # which forbids jumps from one stack to another
-    flags.append("-D__CUDA_ARCH_FEAT_SM90_ALL")
-    subprocess.run([compiler, *flags, *options, *includes, launch, "-o", library], check=True)
+    subprocess.run([compiler, *flags, *options, *includes, launch, "-o", made], check=True)
+    KEPT.mkdir(parents=True, exist_ok=True)
+    coming = library.with_name(f"{library.name}.{os.getpid()}")
+    shutil.copy(made, coming)
+    coming.rename(library)  # whole, or not there
     return ctypes.CDLL(str(library))
+
+
+@cache
+def _sources_digest() -> str:
+    """Of all that kernels on the host are made of."""
+    seen = hashlib.sha256(_LAUNCH.encode())
+    for folder in (kernel_directory(), HERE):
+        for file in sorted(path for path in folder.rglob("*") if path.suffix in (".cu", ".cuh", ".h")):
+            seen.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes())
+    return seen.hexdigest()
 
 
 def run_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:

@@ -15,12 +15,12 @@ import pytest
 
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, PANEL_ROWS, Buffer, Format, Matrix
-from nightmill.worker.runners.gpu.products import packed_few, packed_tiles, unpacked
-from nightmill.worker.runners.gpu.products.packed_few import PackedFew
-from nightmill.worker.runners.gpu.products.packed_tiles import PACKED_TILES, PackedTile, PackedTiles
-from nightmill.worker.runners.gpu.products.shapes import SUMMED, Candidate, Kind, Shape, padded_rows
-from nightmill.worker.runners.gpu.products.unpacked import Unpacked
-from tests.real_products import RealProduct
+from nightmill.worker.runners.gpu.products.packed import packed_few, packed_gemm, unpack
+from nightmill.worker.runners.gpu.products.packed.packed_few import PackedFew
+from nightmill.worker.runners.gpu.products.packed.packed_gemm import PACKED_TILES, PackedTile, PackedTiles
+from nightmill.worker.runners.gpu.products.packed.unpack import Unpacked
+from nightmill.worker.runners.gpu.shapes import SUMMED, Candidate, Kind, Shape, padded_rows
+from tests.support.real_products import RealProduct
 
 MULTIPROCESSORS = 132  # of an H100 or H200
 CHUNK = 256  # inputs in a stage of packets
@@ -89,15 +89,15 @@ class RecordedLaunchers:
         """Per candidate that makes elements first, in so much memory: the products that it is."""
         asked: list[Shape] = []
 
-        def way(one: Shape) -> Any:
+        def kernel(one: Shape) -> Any:
             asked.append(one)
             return lambda x, weight, y: None
 
-        ways = Unpacked(self._device, size, lambda one: [Candidate("elements", way)])
+        ways = Unpacked(self._device, size, lambda one: [Candidate("elements", kernel)])
         found = []
         for candidate in ways.candidates(shape):
             asked.clear()
-            candidate.way(shape)
+            candidate.kernel(shape)
             found.append(list(asked))
         return found
 
@@ -128,9 +128,9 @@ def recorded_launchers() -> Iterator[RecordedLaunchers]:
 
     stub = SimpleNamespace(of=lambda device, source: SimpleNamespace(function=function))
     with pytest.MonkeyPatch.context() as patch:
-        for module in (packed_few, packed_tiles, unpacked):
+        for module in (packed_few, packed_gemm, unpack):
             patch.setattr(module, "Module", stub)
-        patch.setattr(packed_tiles, "TensorMaps", _Maps)
+        patch.setattr(packed_gemm, "TensorMaps", _Maps)
         yield RecordedLaunchers(launches)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from nightmill.jobs.parameters import GenerationParams
+from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.worker.runners.adjusting import adjustment_of
 from nightmill.worker.runners.base import NOT_A_NUMBER, Admission
 from nightmill.worker.runners.sampling import PARAMETERS, SamplingRows, parameters_of, sample

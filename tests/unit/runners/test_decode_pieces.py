@@ -12,7 +12,7 @@ from nightmill.worker.runners.gpu.attention import decode
 from nightmill.worker.runners.gpu.attention.decode import DecodeAttention
 from nightmill.worker.runners.gpu.attention.pieces import SECTION, WAVES, Planner, decode_pieces
 from nightmill.worker.runners.kv_format import KvFormat
-from tests.specs import dense_spec
+from tests.support.specs import dense_spec
 
 SEGMENT = 256
 LENGTHS = st.lists(st.integers(0, 40_000), min_size=1, max_size=80)

@@ -20,9 +20,9 @@ from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.sources import for_element, source_of
 from nightmill.worker.runners.gpu.weights.dequantizer import SUPPORTED
 from nightmill.worker.runners.gpu.weights.grids import grid_of
-from tests.blocks import random_blocks
-from tests.elements import as_words
-from tests.fetched import Need, missing
+from tests.support.blocks import random_blocks
+from tests.support.elements import as_words
+from tests.support.needs import Need, missing
 
 pytestmark = pytest.mark.heavy
 

@@ -7,17 +7,18 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.base.settings import Settings
+from nightmill.worker.assembly.engine import build_engine, describe
+from nightmill.worker.assembly.model import load_model, open_model
 from nightmill.worker.engine.stats import EngineStats
-from nightmill.worker.link import loading
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.runners.gpu import runner as cuda
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.element_choice import ElementChoice, choose_element
-from nightmill.worker.runners.gpu.numbers import Numbers, WeightNumbers
-from tests.ggufs import write_model
-from tests.unit.model.test_family_keys import FILES, file_of
+from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
+from tests.support.family_cases import FILES, file_of
+from tests.support.ggufs import write_model
 
 Kind = GGMLQuantizationType
 
@@ -64,21 +65,19 @@ def test_a_worker_gives_its_runner_the_element_and_says_which_and_why(
     settings = Settings.model_validate({"model": path, "gpu": 0, "dtype": dtype})
     given: dict[str, Any] = {}
 
-    def noted(file: GgufFile, spec: Any, **options: Any) -> None:
+    def noted(file: GgufFile, spec: Any, sizes: Any, **options: Any) -> None:
         given.update(options)
         raise InterruptedError
 
     monkeypatch.setattr(cuda, "CudaRunner", noted)
     with pytest.raises(InterruptedError):
-        loading.build_engine(settings, loading.open_model(settings))
-    assert given["numbers"] == Numbers(element, WeightNumbers.AUTO)
-    model = loading.load_model(settings)
+        build_engine(settings, open_model(settings))
+    assert given["precision"] == Precision(element, WeightsFormat.AUTO)
+    model = load_model(settings)
     model.close()
     why = "as asked for" if dtype == "f16" else "as most of the file's weights are"
     nothing = EngineStats(**dict.fromkeys(EngineStats.__dataclass_fields__, 0))
-    assert f"CUDA runner on GPU 0 in {element.name} ({why}), up to" in loading.describe(
-        settings, model, nothing
-    )
+    assert f"CUDA runner on GPU 0 in {element.name} ({why}), up to" in describe(settings, model, nothing)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +95,7 @@ def test_a_worker_without_a_gpu_says_what_numpy_rounds(
 ) -> None:
     path = write_model(tmp_path / "model.gguf")
     settings = Settings.model_validate({"model": path, "reference": True, **asked})
-    model = loading.load_model(settings)
+    model = load_model(settings)
     model.close()
     nothing = EngineStats(**dict.fromkeys(EngineStats.__dataclass_fields__, 0))
-    assert said in loading.describe(settings, model, nothing)
+    assert said in describe(settings, model, nothing)

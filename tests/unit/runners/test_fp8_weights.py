@@ -10,14 +10,14 @@ from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import Role
 from nightmill.worker.runners.gpu.device.operands import Format
-from nightmill.worker.runners.gpu.numbers import Numbers, WeightNumbers
-from nightmill.worker.runners.gpu.products.hopper_fp8 import FP8_TILES, fp8_tiles
-from nightmill.worker.runners.gpu.products.shapes import Kind
+from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
+from nightmill.worker.runners.gpu.products.fp8.hopper_fp8 import FP8_TILES, fp8_tiles
+from nightmill.worker.runners.gpu.shapes import Kind
 from nightmill.worker.runners.gpu.weights.layout import formats_in, weight_bytes
 from nightmill.worker.runners.reference.rounding import as_fp8, to_fp8
-from tests.ggufs import write_model
-from tests.gpu.driving import BLOCK, Chunk, Pages, Reference, logits_of
-from tests.specs import dense_spec
+from tests.support.driving import BLOCK, Chunk, Pages, Reference, logits_of
+from tests.support.ggufs import write_model
+from tests.support.specs import dense_spec
 
 SHARED = 227 << 10  # bytes that a block of Hopper can have
 REGISTERS = 65_536  # of a multiprocessor
@@ -60,7 +60,7 @@ def test_matrices_of_layers_are_fp8_and_their_scales_are_counted() -> None:
     spec = dense_spec(layers=2)
     types = {name: "Q8_0" for _, weight in spec.all_weights() if weight.is_matrix for name in weight.names}
     spec = replace(spec, tensor_types=types)
-    fp8, half = Numbers(weights=WeightNumbers.FP8), Numbers()
+    fp8, half = Precision(weights=WeightsFormat.FP8), Precision()
     inner = (Role.QKV, Role.ATTN_OUTPUT, Role.GATE_UP, Role.FFN_DOWN)
     assert formats_in(spec, fp8, *inner) == {Format.FP8}
     assert formats_in(spec, fp8, Role.EMBEDDING, Role.HEAD) == {Format.F16}
@@ -76,7 +76,7 @@ def test_the_reference_rounds_and_a_row_does_not_depend_on_others(tmp_path: Path
     chunks = [Chunk(slot, tokens[slot], 0, 20, 20) for slot in range(2)]
 
     def logits(wanted: list[Chunk], *, fp8: bool) -> np.ndarray:
-        reference = Reference(file, spec, slots=2, kv_blocks=8, fp8=fp8)
+        reference = Reference(file, spec, slots=2, kv_pages=8, fp8=fp8)
         assert reference.runner.arithmetic.weights == ("fp8 in f32" if fp8 else "f32")
         return logits_of(reference, Pages(2, 64 // BLOCK), wanted, admit=True)
 

@@ -7,13 +7,13 @@ import pytest
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.catalogue import check_spec
-from tests.specs import PLAIN, VARIANTS, dense_spec
+from tests.support.specs import PLAIN, VARIANTS, dense_spec
 
 WHOLE = VARIANTS["norms of whole Q and K"]
 WHOLE_AFTER = replace(WHOLE.layers[0].attention, qk_norm_rotated=True)
 LACKING = {
     "norms of whole Q and K after rotation": (
-        replace(WHOLE, layers=(replace(WHOLE.layers[0], attention=WHOLE_AFTER),)), "qk_norm_rotated",
+        replace(WHOLE, layers=(replace(WHOLE.layers[0], mixer=WHOLE_AFTER),)), "qk_norm_rotated",
     ),
 }  # fmt: skip
 

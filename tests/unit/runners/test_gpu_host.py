@@ -11,11 +11,11 @@ from nightmill.worker.runners.gpu.device.device import NoDeviceError
 from nightmill.worker.runners.gpu.device.functions import bindings
 from nightmill.worker.runners.gpu.device.graphs import buckets
 from nightmill.worker.runners.gpu.products import clock as products_clock
-from nightmill.worker.runners.gpu.products.clock import Choices, Clock, nearest
-from nightmill.worker.runners.gpu.products.hopper_qkv import QKV_TILES
-from nightmill.worker.runners.gpu.products.hopper_tiles import TILES, Tile
-from nightmill.worker.runners.gpu.products.shapes import MANY_ROWS, Kind, first_sum, padded_rows
-from nightmill.worker.runners.gpu.products.split import SPLIT_TILES, SplitTile, split_tiles
+from nightmill.worker.runners.gpu.products.clock import Choices, KernelClock, nearest
+from nightmill.worker.runners.gpu.products.elements.hopper_gemm import TILES, Tile
+from nightmill.worker.runners.gpu.products.elements.hopper_qkv import QKV_TILES
+from nightmill.worker.runners.gpu.products.elements.hopper_split import SPLIT_TILES, SplitTile, split_tiles
+from nightmill.worker.runners.gpu.shapes import MANY_ROWS, Kind, first_sum, padded_rows
 
 SHARED_OF_A_BLOCK = 227 << 10  # on Hopper
 
@@ -131,7 +131,7 @@ def test_what_multiplies_many_rows_is_what_is_fastest_on_a_gpu_at_work(
         device.recorded.append(way)
 
     ways = [(1e-3, 1e-3), quick_at_rest, (7.5e-4, 7.6e-4), quick_when_warm]
-    choices = Choices(Clock(device, 0, 32 << 20), lambda rows: ways)
+    choices = Choices(KernelClock(device, 0, 32 << 20), lambda rows: ways)
     assert choices.tune(rows, lambda way: partial(run, way), lambda: None)
     assert choices.best(rows) == (quick_when_warm if lasting else quick_at_rest)
 

@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 from annotated_types import Le
 
+from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.errors import RunnerError
-from nightmill.jobs.parameters import GenerationParams
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import Request
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
@@ -34,19 +35,20 @@ from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.graphs import Graph
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, Buffer, Matrix
 from nightmill.worker.runners.gpu.kv_cache import PAGE
-from nightmill.worker.runners.gpu.numbers import HALF, Numbers, WeightNumbers
+from nightmill.worker.runners.gpu.precision import HALF, Precision, WeightsFormat
 from nightmill.worker.runners.gpu.products.chooser import Product
-from nightmill.worker.runners.gpu.products.few_rows import MAX_ROWS
-from nightmill.worker.runners.gpu.products.hopper_fp8 import FP8_TILES
-from nightmill.worker.runners.gpu.products.shapes import Kind, padded_rows
-from nightmill.worker.runners.gpu.runner import CudaRunner
+from nightmill.worker.runners.gpu.products.elements.few_rows import MAX_ROWS
+from nightmill.worker.runners.gpu.products.fp8.hopper_fp8 import FP8_TILES
+from nightmill.worker.runners.gpu.shapes import Kind, padded_rows
 from nightmill.worker.runners.kv_format import KvFormat
-from tests.engines import NoText
-from tests.ggufs import write_model
-from tests.gpu.driving import Chunk, Pages
-from tests.gpu.operands import all_products, cache_of, inputs_of, room, shape_of
-from tests.specs import dense_spec
-from tests.unit.model.test_family_keys import FILES, file_of
+from tests.support.cuda_runners import cuda_runner
+from tests.support.driving import Chunk, Pages
+from tests.support.engines import NoText
+from tests.support.family_cases import GPU_FILES, file_of
+from tests.support.ggufs import write_model
+from tests.support.hybrid_cases import HYBRID_FILES
+from tests.support.operands import all_products, cache_of, inputs_of, room, shape_of
+from tests.support.specs import dense_spec
 from tests.unit.runners.recorded_cuda import RecordedDriver, nvcc_is_there
 
 pytestmark = pytest.mark.heavy  # kernels are compiled where nvcc is
@@ -55,7 +57,7 @@ ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "models" / "nightmill-demo.gguf"
 HOPPER, AMPERE = (9, 0), (8, 0)
 SLOTS, CONTEXT = 48, 128
-FP8_WEIGHTS = Numbers(weights=WeightNumbers.FP8)
+FP8_WEIGHTS = Precision(weights=WeightsFormat.FP8)
 SAMPLING = {"admit", "gather_tokens", "apply_masks", "adjust", "sample", "sample_filtered"}
 ANYWHERE = SAMPLING | {"embed", "gather_rows", "rms_norm_1", "library"}
 ATTENTION = {"decode_attention_8_2", "decode_attention_8_4", "split_attention_8"}
@@ -106,8 +108,8 @@ def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, cubi
 def test_steps_of_all_sizes_launch_kernels_as_they_were_compiled(driver: RecordedDriver) -> None:
     file = GgufFile.open(MODEL)
     spec = read_spec(file)
-    runner = CudaRunner(
-        file, spec, slots=SLOTS, context=CONTEXT, kv_blocks=SLOTS * CONTEXT // 16, max_tokens=2048
+    runner = cuda_runner(
+        file, spec, slots=SLOTS, context=CONTEXT, kv_pages=SLOTS * CONTEXT // 16, max_tokens=2048
     )
     pages = Pages(SLOTS, CONTEXT // 16)
     tokens = [1] * CONTEXT
@@ -147,9 +149,9 @@ def test_steps_of_all_sizes_launch_kernels_as_they_were_compiled(driver: Recorde
 def test_weights_as_in_the_file_launch_kernels_for_their_type(driver: RecordedDriver) -> None:
     """Of the bundled model, Q8_0; in room for its weights that the plan counts."""
     file = GgufFile.open(MODEL)
-    numbers = Numbers(weights=WeightNumbers.FILE)
-    options = {"context": CONTEXT, "kv_blocks": 64, "tune": False, "graphs": False, "numbers": numbers}
-    with closing(CudaRunner(file, read_spec(file), slots=4, **options)) as runner:  # type: ignore[arg-type]
+    precision = Precision(weights=WeightsFormat.FILE)
+    options = {"context": CONTEXT, "kv_pages": 64, "tune": False, "graphs": False, "precision": precision}
+    with closing(cuda_runner(file, read_spec(file), slots=4, **options)) as runner:  # type: ignore[arg-type]
         pages = Pages(4, CONTEXT // 16)
         prompts = [Chunk(slot, [1] * CONTEXT, 0, length, 1) for slot, length in enumerate((3, 9, 100))]
         for step in ([prompts[0]], [prompts[1]], [prompts[2]], [Chunk(0, [1] * CONTEXT, 3, 1, 1, True)]):
@@ -169,7 +171,7 @@ def test_weights_as_in_the_file_launch_kernels_for_their_type(driver: RecordedDr
 def test_an_fp8_cache_is_written_and_read_by_kernels_of_its_own(hopper: RecordedDriver) -> None:
     file = GgufFile.open(MODEL)
     spec, tokens, pages = read_spec(file), [1] * CONTEXT, Pages(8, CONTEXT // 16)
-    options: dict[str, Any] = {"slots": 8, "context": CONTEXT, "kv_blocks": 8 * CONTEXT // 16, "tune": False}
+    options: dict[str, Any] = {"slots": 8, "context": CONTEXT, "kv_pages": 8 * CONTEXT // 16, "tune": False}
     steps = [
         [Chunk(slot, tokens, 0, 9 + slot) for slot in range(8)],
         [Chunk(0, tokens, 9, 1, 1, True)],
@@ -177,7 +179,7 @@ def test_an_fp8_cache_is_written_and_read_by_kernels_of_its_own(hopper: Recorded
     ]
     memory = []
     for kv in KvFormat:
-        with closing(CudaRunner(file, spec, numbers=Numbers(kv=kv), **options)) as runner:
+        with closing(cuda_runner(file, spec, precision=Precision(kv=kv), **options)) as runner:
             memory.append(runner.memory.cache)
             for step in steps:
                 runner.launch(pages.batch(step, admit=step is steps[0]))
@@ -196,8 +198,8 @@ def test_an_fp8_cache_is_written_and_read_by_kernels_of_its_own(hopper: Recorded
 def test_steps_with_fp8_weights_launch_kernels_as_they_were_compiled(hopper: RecordedDriver) -> None:
     """Of the sizes at which other tiles are taken; by a model that kernels would fuse more of in 16 bits."""
     file = GgufFile.open(MODEL)
-    options = {"slots": SLOTS, "context": CONTEXT, "kv_blocks": SLOTS * CONTEXT // 16, "max_tokens": 2048}
-    with closing(CudaRunner(file, read_spec(file), numbers=FP8_WEIGHTS, **options)) as runner:  # type: ignore[arg-type]
+    options = {"slots": SLOTS, "context": CONTEXT, "kv_pages": SLOTS * CONTEXT // 16, "max_tokens": 2048}
+    with closing(cuda_runner(file, read_spec(file), precision=FP8_WEIGHTS, **options)) as runner:  # type: ignore[arg-type]
         pages = Pages(SLOTS, CONTEXT // 16)
         for count, length in ((40, 30), (1, 9), (3, 20), (1, 100)):
             prompts = [Chunk(slot, [1] * CONTEXT, 0, length) for slot in range(count)]
@@ -216,7 +218,7 @@ def test_fp8_weights_are_refused_where_nothing_multiplies_them(
     record(AMPERE, monkeypatch, cubins)
     file = GgufFile.open(MODEL)
     with pytest.raises(RunnerError, match=r"FP8 weights need .* 9\.0 .* another --weights"):
-        CudaRunner(file, read_spec(file), slots=1, numbers=FP8_WEIGHTS)
+        cuda_runner(file, read_spec(file), slots=1, precision=FP8_WEIGHTS)
     with pytest.raises(RunnerError, match=r"FP8 weights do not take an FFN width of 200 .*another --weights"):
         check_spec(dense_spec(ffn_width=200), FP8_WEIGHTS)
 
@@ -235,13 +237,14 @@ def test_nothing_is_captured_in_the_middle_of_a_night(
         replayed.append(graph)
         launch(graph)
 
-    with closing(CudaRunner(file, spec, slots=SLOTS)) as runner:
+    with closing(cuda_runner(file, spec, slots=SLOTS)) as runner:
         monkeypatch.setattr(Graph, "launch", noted)
         monkeypatch.setattr(Graph, "__init__", lambda *_: pytest.fail("captured late"))
         engine = Engine(
-            runner, text_stream=NoText, eos_ids=frozenset(), context_length=context,
-            max_sequences=SLOTS, token_budget=8192,
-        )  # fmt: skip
+            runner,
+            Detokenizer(text_stream=NoText, eos_ids=frozenset()),
+            EngineSizes(context_length=context, max_sequences=SLOTS, token_budget=8192),
+        )
         draw = random.Random(1)
         for number in range(3 * SLOTS):
             prompt = draw.randint(5, 4000 if number % 9 == 0 else 60)
@@ -259,7 +262,7 @@ def decode_all(slots: int, pages: IntArray) -> StepBatch:
     everyone, at = np.arange(slots, dtype=np.int32), np.full(slots, 20, dtype=np.int32)
     return StepBatch(
         tokens=np.full(slots, FROM_SLOT, dtype=np.int32), positions=at, cache_rows=pages[:, 1] * 16 + 4,
-        sequence_starts=np.arange(slots + 1, dtype=np.int32), context_lengths=at + 1, block_tables=pages,
+        sequence_starts=np.arange(slots + 1, dtype=np.int32), context_lengths=at + 1, page_tables=pages,
         slots=everyone, draws=make_draws(everyone, everyone, at + 1), drawn=slots,
     )  # fmt: skip
 
@@ -271,7 +274,7 @@ def prefill_all(slots: int, pages: IntArray) -> StepBatch:
     return StepBatch(
         tokens=np.ones(slots, dtype=np.int32), positions=np.tile(np.arange(2, dtype=np.int32), half),
         cache_rows=(pages[:half, :1] * 16 + np.arange(2, dtype=np.int32)).reshape(-1), sequence_starts=starts,
-        context_lengths=np.full(half, 2, dtype=np.int32), block_tables=pages[:half, :1],
+        context_lengths=np.full(half, 2, dtype=np.int32), page_tables=pages[:half, :1],
         slots=everyone, draws=make_draws(starts[1:] - 1, everyone, np.full_like(everyone, 2)), drawn=0,
     )  # fmt: skip
 
@@ -287,8 +290,8 @@ def test_the_most_sequences_that_settings_allow_fit_the_grid_of_every_launch(
     file = GgufFile.open(write_model(tmp_path / "wide.gguf", layers=1, **options))
     spec = read_spec(file)
     pages = np.arange(2 * slots, dtype=np.int32).reshape(slots, 2)
-    runner = CudaRunner(
-        file, spec, slots=slots, context=32, kv_blocks=2 * slots, max_tokens=slots, tune=False, graphs=False
+    runner = cuda_runner(
+        file, spec, slots=slots, context=32, kv_pages=2 * slots, max_tokens=slots, tune=False, graphs=False
     )
     with closing(runner):
         runner.launch(prefill_all(slots, pages))
@@ -308,7 +311,7 @@ def test_the_most_sequences_that_settings_allow_fit_the_grid_of_every_launch(
 def test_more_sequences_than_a_grid_has_rows_are_refused(hopper: RecordedDriver) -> None:
     file = GgufFile.open(MODEL)
     with pytest.raises(RunnerError, match=r"70,000 sequences .* a GPU takes 65,535: lower --max-sequences"):
-        CudaRunner(file, read_spec(file), slots=70_000, context=32, max_tokens=70_000)
+        cuda_runner(file, read_spec(file), slots=70_000, context=32, max_tokens=70_000)
 
 
 def test_the_last_layer_computes_what_the_rows_that_draw_need(
@@ -326,8 +329,8 @@ def test_the_last_layer_computes_what_the_rows_that_draw_need(
             rows.append(count)
         compute(product, x, weight, y, count)
 
-    options = {"slots": 4, "context": CONTEXT, "kv_blocks": 64, "max_draws": 18}
-    with closing(CudaRunner(file, spec, tune=False, **options)) as runner:  # type: ignore[arg-type]
+    options = {"slots": 4, "context": CONTEXT, "kv_pages": 64, "max_draws": 18}
+    with closing(cuda_runner(file, spec, tune=False, **options)) as runner:  # type: ignore[arg-type]
         monkeypatch.setattr(Product, "__call__", noted)
         for draws, attentions in (((1, 0, 1), 2), ((0, 0, 0), 1), ((8, 9, 1), 2)):
             lengths = enumerate(zip((8, 9, 1), draws, strict=True))
@@ -354,7 +357,7 @@ def test_all_kernels_are_compiled_at_once(
 
     monkeypatch.setattr(compiler, "_run_compiler", compile_nothing)
     file = GgufFile.open(MODEL)
-    CudaRunner(file, read_spec(file), slots=4, context=CONTEXT, kv_blocks=64).close()
+    cuda_runner(file, read_spec(file), slots=4, context=CONTEXT, kv_pages=64).close()
     jobs = [(name, options) for name, options, _ in compiled]
     assert sorted(jobs) == sorted(set(jobs))
     assert ("hopper_split.cu" in dict(jobs)) == (driver.capability == HOPPER)
@@ -403,7 +406,7 @@ def test_attention_of_all_kinds_is_launched_as_it_was_compiled(
         qkv, out = (room(device, (rows, width), ELEMENT) for width in (attention.qkv, attention.queries))
         numbers = np.zeros(1024, dtype=np.int32)
         inputs = inputs_of(
-            device, table_width=256, block_tables=numbers, context_lengths=numbers, pieces=numbers,
+            device, table_width=256, page_tables=numbers, context_lengths=numbers, pieces=numbers,
             tiles=numbers, sequence_starts=numbers,
         )  # fmt: skip
         for count in (1, 20, 128):
@@ -414,24 +417,31 @@ def test_attention_of_all_kinds_is_launched_as_it_was_compiled(
     assert sum("attention" in name for name in driver.launches) >= 2
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", GPU_FILES)
 def test_every_family_is_launched_as_it_was_compiled(
     driver: RecordedDriver, name: str, tmp_path: Path
 ) -> None:
     """A prompt in two chunks, the second with a drawn token of another sequence; then steps of those."""
-    file = file_of(tmp_path, *FILES[name])
+    file = file_of(tmp_path, *GPU_FILES[name])
     tokens, pages = [1] * CONTEXT, Pages(2, CONTEXT // 16)
     steps = [
         [Chunk(0, tokens, 0, 40), Chunk(1, tokens, 0, 9)],
         [Chunk(1, tokens, 9, 1, 1, True), Chunk(0, tokens, 40, 30)],
         [Chunk(1, tokens, 10, 1, 1, True), Chunk(0, tokens, 70, 1, 1, True)],
     ]
-    options = {"slots": 2, "context": CONTEXT, "kv_blocks": 16, "max_tokens": 64}
-    with closing(CudaRunner(file, read_spec(file), **options)) as runner:  # type: ignore[arg-type]
+    options = {"slots": 2, "context": CONTEXT, "kv_pages": 16, "max_tokens": 64}
+    with closing(cuda_runner(file, read_spec(file), **options)) as runner:  # type: ignore[arg-type]
         for step in steps:
             runner.launch(pages.batch(step, admit=step is steps[0]))
             assert runner.collect() is not None
     assert driver.launches.keys() - {"library"} <= driver.checked
+
+
+@pytest.mark.parametrize("name", HYBRID_FILES)
+def test_layers_with_a_state_are_refused_by_name(name: str) -> None:
+    _, spec = HYBRID_FILES[name]
+    with pytest.raises(RunnerError, match=r"layers with(out)? .*--reference"):
+        check_spec(spec)
 
 
 REFUSED = {
@@ -459,17 +469,17 @@ def test_layers_may_differ_in_what_a_spec_says_but_for_their_heads(
     first, second = spec.layers
 
     def with_second(**changes: Any) -> ModelSpec:
-        return replace(spec, layers=(first, replace(second, attention=replace(second.attention, **changes))))
+        return replace(spec, layers=(first, replace(second, mixer=replace(second.attention, **changes))))
 
     mixed = with_second(rope=replace(second.attention.rope, base=500.0))
-    with closing(CudaRunner(file, mixed, slots=4, context=CONTEXT, kv_blocks=64)) as runner:
+    with closing(cuda_runner(file, mixed, slots=4, context=CONTEXT, kv_pages=64)) as runner:
         one, other = (layer.kernels for layer in runner._model.layers)
         assert one != other
         assert (one.decode, one.prefill) == (other.decode, other.prefill)
         runner.launch(Pages(4, CONTEXT // 16).batch([Chunk(0, [1] * CONTEXT, 0, 70)], admit=True))
         assert runner.collect() is not None
     windowed = with_second(window=20)
-    with closing(CudaRunner(file, windowed, slots=4, context=CONTEXT, kv_blocks=64)) as runner:
+    with closing(cuda_runner(file, windowed, slots=4, context=CONTEXT, kv_pages=64)) as runner:
         one, other = (layer.kernels for layer in runner._model.layers)
         assert one.decode is not other.decode
         assert one.prefill is not other.prefill
@@ -500,8 +510,8 @@ def test_the_memory_plan_covers_all_that_is_taken_and_little_more(
     monkeypatch.setattr(Device, "free", freed)
     file = GgufFile.open(MODEL)
     kv = KvFormat.FP8 if driver.capability == HOPPER else KvFormat.ELEMENT  # which takes more, and less
-    options = {"slots": SLOTS, "context": CONTEXT, "kv_blocks": 64, "numbers": Numbers(kv=kv)}
-    with closing(CudaRunner(file, read_spec(file), tune=False, graphs=False, **options)) as runner:  # type: ignore[arg-type]
+    options = {"slots": SLOTS, "context": CONTEXT, "kv_pages": 64, "precision": Precision(kv=kv)}
+    with closing(cuda_runner(file, read_spec(file), tune=False, graphs=False, **options)) as runner:  # type: ignore[arg-type]
         plan = runner.memory
         planned = plan.weights + plan.workspace + plan.cache
         assert 0 <= planned - sum(taken.values()) < 64 << 10
@@ -516,7 +526,7 @@ def test_only_buffers_that_are_declared_to_share_memory_do(hopper: RecordedDrive
             for (one, first), (other, second) in permutations(buffers.items(), 2)
             if first.address <= second.address < first.address + first.bytes
         }
-        declared = {("qkv", "mixed_drawing"), ("tokens", "numbers"), ("normed", "entering")}
+        declared = {("qkv", "mixed_drawing"), ("tokens", "no_rows"), ("normed", "entering")}
         assert sharing == declared | {pair[::-1] for pair in declared}
 
 
@@ -530,12 +540,12 @@ def test_a_runner_of_bfloat16_launches_its_kernels_and_says_so_in_the_name_of_it
         options = {
             "slots": 8,
             "context": CONTEXT,
-            "kv_blocks": 64,
+            "kv_pages": 64,
             "tune": False,
-            "numbers": Numbers(element),
+            "precision": Precision(element),
         }
         driver.types.clear()
-        with closing(CudaRunner(file, read_spec(file), **options)) as runner:  # type: ignore[arg-type]
+        with closing(cuda_runner(file, read_spec(file), **options)) as runner:  # type: ignore[arg-type]
             pages, tokens = Pages(8, CONTEXT // 16), [1] * CONTEXT
             runner.launch(pages.batch([Chunk(slot, tokens, 0, 70) for slot in range(8)], admit=True))
             runner.launch(decode_all(8, pages.tables))

@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 
 from nightmill.worker.runners.gpu.device import compiler
-from nightmill.worker.runners.gpu.device.compiler import KernelCompileError, cubin_name, kernel_directory
+from nightmill.worker.runners.gpu.device.compiler import (
+    KernelCompileError,
+    cubin_name,
+    kernel_directory,
+    kernel_revision,
+)
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.sources import for_element, source_of
 
@@ -30,7 +35,7 @@ def test_a_kernel_file_is_found_in_its_folder_by_its_name() -> None:
     assert set(names.values()) == {1}
     for name in names:
         path, options = source_of(name)
-        assert (path.is_file(), path.parent.parent, options) == (True, kernel_directory(), ())
+        assert (path.is_file(), kernel_directory() in path.parents, options) == (True, True, ())
 
 
 def test_a_changed_header_is_compiled_again_in_every_file_that_reaches_it(kernels: Path) -> None:
@@ -60,3 +65,32 @@ def test_a_missing_header_is_named(kernels: Path) -> None:
     (kernels / "common" / "hopper.cuh").unlink()
     with pytest.raises(KernelCompileError, match=r"common/hopper\.cuh: cannot be read"):
         cubins(kernels)
+
+
+def test_the_revision_is_of_code_not_of_comments_and_folders(kernels: Path) -> None:
+    revision = kernel_revision.__wrapped__
+    before = revision()
+    source = kernels / "products" / "packed" / "packed_few.cu"
+    text = source.read_text()
+    source.unlink()
+    moved = kernels / "packed_few.cu"
+    moved.write_text("// Explained otherwise.\n\n" + text.replace('"products/packed/', '"packed/'))
+    assert revision() == before
+    moved.write_text(text + "\n__device__ int more;\n")
+    assert revision() != before
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("int a; // one", "int a; // other", True),
+        ("int a; /* one\n two */ int b;", "int a;\n\n  int b;", True),
+        ('printf("// %d");', 'printf("// %u");', False),
+        ('#include "common/a.cuh"\n', '#include "other/a.cuh"\n', True),
+        ('#include "common/a.cuh"\n', '#include "common/b.cuh"\n', False),
+        ("int a = 1;", "int a = 2;", False),
+        ("char a = '\"'; // one", "char a = '\"'; // other", True),
+    ],
+)
+def test_what_counts_as_code(one: str, other: str, same: bool) -> None:
+    assert (compiler._code(one.encode()) == compiler._code(other.encode())) == same

@@ -5,8 +5,8 @@ import numpy as np
 from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
 from nightmill.worker.runners.kv_format import KvFormat
 from nightmill.worker.runners.reference.fp8 import POWERS_OF_HALF, as_kept, exponents_of, round_e4m3
-from tests.kept import VALUES
-from tests.specs import dense_spec
+from tests.support.fp8_pages import VALUES
+from tests.support.specs import dense_spec
 
 LARGEST = 448.0
 

@@ -8,12 +8,12 @@ import pytest
 from nightmill.worker.model.rope import RopeStyle
 from nightmill.worker.model.spec import Activation, LayerSpec, Norm
 from nightmill.worker.runners.gpu.device.operands import Format
-from nightmill.worker.runners.gpu.products.few_rows import FewRows
-from nightmill.worker.runners.gpu.products.kinds import kinds_of, layer_kinds
-from nightmill.worker.runners.gpu.products.shapes import Kind
+from nightmill.worker.runners.gpu.kinds import kinds_of, layer_kinds
+from nightmill.worker.runners.gpu.products.elements.few_rows import FewRows
+from nightmill.worker.runners.gpu.shapes import Kind
 from nightmill.worker.runners.gpu.weights.head_order import HeadOrder
 from nightmill.worker.runners.reference import ops
-from tests.specs import PLAIN, VARIANTS, dense_spec
+from tests.support.specs import PLAIN, VARIANTS, dense_spec
 
 FUSED = (Kind.RESIDUAL, Kind.SWIGLU, Kind.RESIDUAL)
 KINDS = {
@@ -41,9 +41,9 @@ def test_the_fused_layer_takes_nothing_that_it_does_not_compute() -> None:
 
     assert suits(plain)
     attention = replace(plain.attention, window=100, softcap=30.0, scale=0.5)  # attention's own kernels do
-    assert suits(replace(plain, attention=attention))
+    assert suits(replace(plain, mixer=attention))
     others = [
-        replace(plain, attention=replace(plain.attention, output_bias=True)),
+        replace(plain, mixer=replace(plain.attention, output_bias=True)),
         replace(plain, residual_scale=0.5),
         replace(plain, parallel=True),
         replace(plain, attention_norm=None),

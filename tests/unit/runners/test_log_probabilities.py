@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from nightmill.jobs.parameters import GenerationParams
-from nightmill.worker.link.loading import demo_model
+from nightmill.jobs.request.parameters import GenerationParams
+from nightmill.worker.assembly.model import demo_model
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.runners.adjusting import Adjustment
@@ -50,7 +50,7 @@ def test_they_are_of_what_masks_biases_and_penalties_leave() -> None:
 
 def test_a_prompts_tokens_are_told_beside_the_token_that_is_drawn() -> None:
     file = GgufFile.open(demo_model())
-    runner = ReferenceRunner(file, read_spec(file), kv_blocks=4, slots=1)
+    runner = ReferenceRunner(file, read_spec(file), kv_pages=4, slots=1)
     prompt = np.array([5, 90, 17, 300], dtype=np.int32)
     drawn = make_draws(*(np.array([n], dtype=np.int32) for n in (3, 0, 4)))
     given = make_draws(np.arange(3, dtype=np.int32), np.full(3, -1, dtype=np.int32), np.array([1, 2, 3]))
@@ -74,7 +74,7 @@ def test_a_prompts_tokens_are_told_beside_the_token_that_is_drawn() -> None:
         runner.launch(
             StepBatch(
                 prompt[:place], positions[:place], positions[:place], np.array([0, place], dtype=np.int32),
-                np.array([place], dtype=np.int32), batch.block_tables, batch.slots, alone, drawn=0,
+                np.array([place], dtype=np.int32), batch.page_tables, batch.slots, alone, drawn=0,
                 admissions=batch.admissions,
             )
         )  # fmt: skip

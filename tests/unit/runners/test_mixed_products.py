@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from nightmill.worker.runners.gpu.device.operands import Format
-from nightmill.worker.runners.gpu.products.packed_few import PackedFew, _kernels
-from nightmill.worker.runners.gpu.products.packed_tiles import PACKED_TILES, PackedTiles
-from nightmill.worker.runners.gpu.products.shapes import Kind, Shape
+from nightmill.worker.runners.gpu.products.packed.packed_few import PackedFew, _kernels
+from nightmill.worker.runners.gpu.products.packed.packed_gemm import PACKED_TILES, PackedTiles
+from nightmill.worker.runners.gpu.shapes import Kind, Shape
 
 FORMATS = (Format.Q4_K, Format.Q6_K)
 ROWS = (1, 8, 9, 16, 17, 64)

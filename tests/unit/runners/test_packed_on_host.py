@@ -15,14 +15,14 @@ from gguf.quants import dequantize
 from nightmill.worker.runners.gpu.device.compiler import kernel_directory
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, FLOAT, Format, Matrix
-from nightmill.worker.runners.gpu.products.packed_rows import PackedRows
-from nightmill.worker.runners.gpu.products.shapes import Kind, Shape
+from nightmill.worker.runners.gpu.products.packed.packed_rows import PackedRows
 from nightmill.worker.runners.gpu.rows.activate import Activate
+from nightmill.worker.runners.gpu.shapes import Kind, Shape
 from nightmill.worker.runners.gpu.weights.repacker import Repacker
-from tests.blocks import random_blocks
-from tests.elements import as_words, rounded, without_signs_of_zeros
-from tests.fetched import Need, missing
-from tests.gpu.operands import fetched, poisoned
+from tests.support.blocks import random_blocks
+from tests.support.elements import as_words, rounded, without_signs_of_zeros
+from tests.support.needs import Need, missing
+from tests.support.operands import fetched, poisoned
 from tests.unit.runners.host_kernels import HostDevice, run_packed_on_host
 
 pytestmark = pytest.mark.heavy
@@ -49,7 +49,7 @@ def kernels(element: Element, tmp_path_factory: pytest.TempPathFactory) -> ctype
         missing(Need.COMPILER)
     folder = tmp_path_factory.mktemp("kernels")
     source, library = folder / "packed.cpp", folder / "packed.so"
-    source.write_text('#include "weights/repack.cu"\n#include "weights/unpack.cu"\n')
+    source.write_text('#include "weights/repack.cu"\n#include "products/packed/unpack.cu"\n')
     includes = [f"-I{path}" for path in (HERE / "rows", HERE, kernel_directory())]
     flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
     subprocess.run([compiler, *flags, *element.options, *includes, source, "-o", library], check=True)
@@ -150,7 +150,7 @@ def test_products_of_few_rows(
     products = PackedRows(device, [kept], Activate(device), ABSENT)
     shape = Shape(rows, outputs, inputs, Kind.RESIDUAL, Format.MIXED, pitch=outputs + 3)
     (candidate,) = products.candidates(shape)
-    candidate.way(shape)(x, weight, y)
+    candidate.kernel(shape)(x, weight, y)
     found = fetched(device, y)
     wanted = before + values.astype(np.float64) @ np.concatenate(exact).astype(np.float64).T
     np.testing.assert_allclose(found[:rows, :outputs], wanted, atol=1e-4)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nightmill.worker.runners.gpu.products.packed_qkv import shares
+from nightmill.worker.runners.gpu.products.packed.packed_qkv import shares
 
 
 def test_each_tile_has_a_block_where_all_run_at_once() -> None:

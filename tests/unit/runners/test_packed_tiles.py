@@ -8,9 +8,9 @@ from itertools import chain
 import pytest
 
 from nightmill.worker.runners.gpu.device.operands import Format
-from nightmill.worker.runners.gpu.products.packed_qkv import PACKED_QKV_TILES
-from nightmill.worker.runners.gpu.products.packed_tiles import PACKED_TILES, PackedTile
-from nightmill.worker.runners.gpu.products.shapes import Kind, Shape
+from nightmill.worker.runners.gpu.products.packed.packed_gemm import PACKED_TILES, PackedTile
+from nightmill.worker.runners.gpu.products.packed.packed_qkv import PACKED_QKV_TILES
+from nightmill.worker.runners.gpu.shapes import Kind, Shape
 
 TILES = list(dict.fromkeys([*PACKED_QKV_TILES, *chain.from_iterable(PACKED_TILES.values())]))
 RELAYS = [tile for tile in TILES if tile.relay]

@@ -6,18 +6,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nightmill.jobs.contract import StopReason
-from nightmill.jobs.parameters import GenerationParams
+from nightmill.jobs.base.contract import StopReason
+from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import Completion, Request
 from nightmill.worker.engine.stats import EngineStats
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.runners.base import FROM_SLOT, NOT_A_NUMBER, Admission, StepBatch, make_draws
 from nightmill.worker.runners.reference import ReferenceRunner
-from tests.engines import complete
-from tests.ggufs import write_model
-from tests.poisoned import EMBEDDING, POISON, forty, note_acquittals
+from tests.support.engines import complete
+from tests.support.ggufs import write_model
+from tests.support.poisoned import EMBEDDING, POISON, forty, note_acquittals
 
 
 class Numbers:
@@ -44,11 +45,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[GgufFile, GgufFile]
 def generate(
     file: GgufFile, requests: list[Request], *, depth: int, pages: int, sharing: bool
 ) -> tuple[dict[str, Completion], EngineStats]:
-    runner = ReferenceRunner(file, read_spec(file), kv_blocks=pages, slots=9, depth=depth, block_size=4)
+    runner = ReferenceRunner(file, read_spec(file), kv_pages=pages, slots=9, depth=depth, page_size=4)
     engine = Engine(
-        runner, text_stream=Numbers, eos_ids=frozenset(), context_length=256, max_sequences=9,
-        token_budget=150, prefix_sharing=sharing,
-    )  # fmt: skip
+        runner,
+        Detokenizer(text_stream=Numbers, eos_ids=frozenset()),
+        EngineSizes(context_length=256, max_sequences=9, token_budget=150),
+        prefix_sharing=sharing,
+    )
     done = complete(engine, requests)
     runner.close()
     return done, engine.stats
@@ -123,7 +126,7 @@ def decoding(tokens: tuple[int, ...], position: int, admitted: tuple[Admission, 
     return StepBatch(
         tokens=ints(*tokens), positions=places, cache_rows=slots * 16 + places,
         sequence_starts=np.arange(len(tokens) + 1, dtype=np.int32), context_lengths=places + 1,
-        block_tables=slots[:, None], slots=slots, draws=make_draws(slots, slots, places + 1),
+        page_tables=slots[:, None], slots=slots, draws=make_draws(slots, slots, places + 1),
         drawn=len(tokens) if position else 0, admissions=admitted,
     )  # fmt: skip
 
@@ -136,7 +139,7 @@ def test_a_slot_goes_on_as_if_token_0_had_been_drawn_unseen(
     params = GenerationParams(temperature=0.0, repetition_penalty=penalty)
     drawn = []
     for file in files:
-        runner = ReferenceRunner(file, read_spec(file), kv_blocks=2, slots=2, depth=4)
+        runner = ReferenceRunner(file, read_spec(file), kv_pages=2, slots=2, depth=4)
         admitted = (Admission(0, (7,), params, 1), Admission(1, (POISON,), params, 2))
         runner.launch(decoding((7, POISON), 0, admitted))
         runner.launch(decoding((FROM_SLOT, FROM_SLOT), 1))

@@ -11,14 +11,14 @@ from gguf.quants import dequantize
 from nightmill.worker.model.spec import Activation
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import Format
-from nightmill.worker.runners.gpu.products.shapes import Kind
+from nightmill.worker.runners.gpu.shapes import Kind
 from nightmill.worker.runners.reference import ops
 from tests.gpu import product_trials, qkv_trials
 from tests.gpu.product_trials import Trial, activated, group_of, groups
 from tests.gpu.qkv_trials import QkvTrial
 from tests.gpu.resident import ResidentWeights
 from tests.gpu.watched_process import run_watched
-from tests.real_products import RealProduct, real_products
+from tests.support.real_products import RealProduct, real_products
 from tests.unit.runners.recorded_cuda import install_uncompiled
 
 HOPPER = (9, 0)

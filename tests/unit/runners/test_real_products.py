@@ -6,10 +6,10 @@ import pytest
 
 from nightmill.worker.runners.gpu.activations import LOGIT_ROWS
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, Format
-from nightmill.worker.runners.gpu.products.packed_tiles import PACKED_TILES
-from nightmill.worker.runners.gpu.products.shapes import MANY_ROWS, Kind, padded_rows
-from nightmill.worker.runners.gpu.products.unpacked import Unpacked
-from tests.real_products import (
+from nightmill.worker.runners.gpu.products.packed.packed_gemm import PACKED_TILES
+from nightmill.worker.runners.gpu.products.packed.unpack import Unpacked
+from nightmill.worker.runners.gpu.shapes import MANY_ROWS, Kind, padded_rows
+from tests.support.real_products import (
     HEAD_ROWS,
     IN_FILE,
     RealProduct,
@@ -51,7 +51,7 @@ def check(launchers: RecordedLaunchers, product: RealProduct, rows: int) -> None
     for candidate in found:
         assert candidate.suits(shape), f"{product}: {candidate.name} is not said to suit {rows} rows"
         launchers.launches.clear()
-        candidate.way(shape)(x, weight, y)
+        candidate.kernel(shape)(x, weight, y)
         try:
             check_launches(launchers.launches, x, weight, y, shape)
         except AssertionError as error:

@@ -11,8 +11,9 @@ import numpy.typing as npt
 import pytest
 
 from nightmill.jobs.errors import RunnerError
-from nightmill.jobs.parameters import GenerationParams
+from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import Completion, Request
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
@@ -20,15 +21,16 @@ from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.base import NOT_A_NUMBER, Admission, StepBatch, make_draws, mask_words
 from nightmill.worker.runners.kv_format import KvFormat
 from nightmill.worker.runners.philox import token_words, uniform
-from nightmill.worker.runners.reference import ReferenceRunner, choose_kv_blocks
+from nightmill.worker.runners.reference import ReferenceRunner, choose_kv_pages, choose_slots
 from nightmill.worker.runners.sampling import gumbel
-from tests.constraints import EveryNth
-from tests.engines import NoText, complete
-from tests.ggufs import byte_vocabulary, write_model, write_spec
-from tests.gpu.comparing import compare_logits
-from tests.gpu.driving import Chunk, Pages, Reference, logits_of
-from tests.specs import PLAIN, VARIANTS
-from tests.straightforward import straightforward_logits
+from tests.support.comparing import compare_logits
+from tests.support.constraints import EveryNth
+from tests.support.driving import Chunk, Pages, Reference, logits_of
+from tests.support.engines import NoText, complete
+from tests.support.float64_oracle import straightforward_logits
+from tests.support.ggufs import byte_vocabulary, write_model, write_spec
+from tests.support.one_by_one import OneByOne
+from tests.support.specs import HYBRIDS, PLAIN, VARIANTS
 
 Array = npt.NDArray[np.float32]
 VOCAB = len(byte_vocabulary().tokens)
@@ -53,17 +55,23 @@ class Bench:
     def __init__(self, file: GgufFile, spec: ModelSpec) -> None:
         self.file, self.spec = file, spec
 
-    def runner(self, *, kv_blocks: int = 64, slots: int = 4, **options: Any) -> ReferenceRunner:
-        return ReferenceRunner(self.file, self.spec, kv_blocks=kv_blocks, slots=slots, **options)
+    def runner(self, *, kv_pages: int = 64, slots: int = 4, **options: Any) -> ReferenceRunner:
+        return ReferenceRunner(self.file, self.spec, kv_pages=kv_pages, slots=slots, **options)
 
     def generate(
         self, requests: list[Request], *, budget: int = 512, at_once: int | None = None, **options: Any
     ) -> dict[str, Completion]:
         runner = self.runner(**options)
         engine = Engine(
-            runner, text_stream=NoText, eos_ids=frozenset(), context_length=self.spec.context_length,
-            max_sequences=at_once or runner.slots, token_budget=max(budget, at_once or 1),
-        )  # fmt: skip
+            runner,
+            Detokenizer(text_stream=NoText, eos_ids=frozenset()),
+            EngineSizes(
+                context_length=self.spec.context_length,
+                max_sequences=at_once or runner.slots,
+                token_budget=max(budget, at_once or 1),
+            ),
+            constraints=OneByOne(),
+        )
         done = complete(engine, requests)
         assert all(completion.error is None for completion in done.values())
         self.stats = engine.stats
@@ -90,8 +98,8 @@ MakeBench = Callable[..., Bench]
 def make_bench(tmp_path: Path) -> MakeBench:
     def make(name: str = "qwen2", **options: Any) -> Bench:
         path = tmp_path / f"{name}-{len(list(tmp_path.iterdir()))}.gguf"
-        if name in VARIANTS:
-            return Bench(GgufFile.open(write_spec(path, VARIANTS[name])), VARIANTS[name])
+        if (spec := (VARIANTS | HYBRIDS).get(name)) is not None:
+            return Bench(GgufFile.open(write_spec(path, spec)), spec)
         file = GgufFile.open(write_model(path, **(MODELS[name] | options)))
         return Bench(file, read_spec(file))
 
@@ -116,7 +124,7 @@ def mixed_requests(count: int, **more: Any) -> list[Request]:
     return [request(f"j{n}", random_prompt(n, 1 + n * 37 % 90), seed=n, **params[n]) for n in range(count)]
 
 
-@pytest.mark.parametrize("name", [*MODELS, *VARIANTS])
+@pytest.mark.parametrize("name", [*MODELS, *VARIANTS, *HYBRIDS])
 def test_logits_agree_with_a_straightforward_model_in_float64(name: str, make_bench: MakeBench) -> None:
     bench = make_bench(name)
     prompt = random_prompt(1, 150)
@@ -137,33 +145,35 @@ def test_what_a_spec_says_beyond_its_weights_counts(name: str, make_bench: MakeB
     assert np.linalg.norm(ours[40:] - plain[40:]) > 0.02 * np.linalg.norm(plain[40:])
 
 
-@pytest.mark.parametrize("name", [*MODELS, *VARIANTS])
+@pytest.mark.parametrize("name", [*MODELS, *VARIANTS, *HYBRIDS])
 def test_chunks_of_any_size_give_the_same_bits(name: str, make_bench: MakeBench) -> None:
     bench = make_bench(name)
     prompt = random_prompt(2, 135)
     answer, whole = bench.logits(prompt)
-    for budget in (13, 64, *([1] if name == "qwen2" else [])):
+    for budget in (64, 100) if name in HYBRIDS else (13, 64, *([1] if name == "qwen2" else [])):
         other, chunked = bench.logits(prompt, budget=budget)
         assert other == answer
         np.testing.assert_allclose(chunked, whole, rtol=1e-4, atol=1e-5)
         assert (chunked == whole).all()
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen2-seven-to-one", "llama", "qwen3"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen2-seven-to-one", "llama", "qwen3", *HYBRIDS])
 def test_a_job_gets_the_same_tokens_alone_and_in_a_crowd(name: str, make_bench: MakeBench) -> None:
     bench = make_bench(name)
     requests = mixed_requests(32)
-    crowd = bench.generate(requests, slots=32, kv_blocks=400)
+    crowd = bench.generate(requests, slots=32, kv_pages=400)
     shuffled = [requests[n] for n in np.random.default_rng(0).permutation(32)]
-    other = bench.generate(shuffled, slots=7, kv_blocks=400, budget=50, block_size=4)
+    budget = 50 if bench.spec.state_bytes == 0 else 90
+    other = bench.generate(shuffled, slots=7, kv_pages=400, budget=budget, page_size=4)
     assert {job: c.token_ids for job, c in other.items()} == {job: c.token_ids for job, c in crowd.items()}
     for alone in requests[::5]:
         assert bench.generate([alone], slots=1)[alone.job_id].token_ids == crowd[alone.job_id].token_ids
     assert len({completion.token_ids for completion in crowd.values()}) == 32
 
 
-def test_logits_have_the_same_bits_alone_and_in_a_crowd(make_bench: MakeBench) -> None:
-    bench = make_bench("qwen2-fourteen-to-two")
+@pytest.mark.parametrize("name", ["qwen2-fourteen-to-two", *HYBRIDS])
+def test_logits_have_the_same_bits_alone_and_in_a_crowd(name: str, make_bench: MakeBench) -> None:
+    bench = make_bench(name)
     alone = bench.logits(random_prompt(3, 60), answer=4)[1]
     rows: list[Array] = []
 
@@ -174,18 +184,19 @@ def test_logits_have_the_same_bits_alone_and_in_a_crowd(make_bench: MakeBench) -
     # All prompts end in the first step, so row 0 of every step belongs to "j", the highest in rank.
     crowd = [request("j", random_prompt(3, 60), max_tokens=4, temperature=0.0, priority=9)]
     crowd += [request(f"k{n}", random_prompt(n, 1 + 5 * n), seed=n, max_tokens=9) for n in range(31)]
-    bench.generate(crowd, slots=32, kv_blocks=400, budget=10_000, trace=keep)
+    bench.generate(crowd, slots=32, kv_pages=400, budget=10_000, trace=keep)
     assert [len(row) for row in rows[:4]] == [32] * 4
     assert (np.stack([row[0] for row in rows[:4]]) == alone).all()
 
 
+@pytest.mark.parametrize("name", ["qwen2", *HYBRIDS])
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_preemption_and_running_ahead_change_no_token(depth: int, make_bench: MakeBench) -> None:
-    bench = make_bench()
+def test_preemption_and_running_ahead_change_no_token(depth: int, name: str, make_bench: MakeBench) -> None:
+    bench = make_bench(name)
     requests = mixed_requests(12, max_tokens=60)
-    roomy = bench.generate(requests, slots=12, kv_blocks=300)
+    roomy = bench.generate(requests, slots=12, kv_pages=300)
     assert bench.stats.preemptions == 0
-    tight = bench.generate(requests, slots=12, kv_blocks=26, depth=depth)
+    tight = bench.generate(requests, slots=12, kv_pages=26, depth=depth)
     assert bench.stats.preemptions > 0
     assert {job: c.token_ids for job, c in tight.items()} == {job: c.token_ids for job, c in roomy.items()}
 
@@ -197,12 +208,12 @@ def test_masked_draws_are_of_what_is_allowed_and_change_nobody_else(
     """Every third text is constrained; a constraint that allows everything changes no text either."""
     bench = make_bench()
     free = mixed_requests(18, max_tokens=30)
-    clean = bench.generate(free, slots=18, kv_blocks=300)
+    clean = bench.generate(free, slots=18, kv_pages=300)
     for step, pages in ((1, 300), (5, 300), (5, 26)):  # with 26, sequences give way
         asked = [
             replace(one, constraint=None if n % 3 else EveryNth(VOCAB, step)) for n, one in enumerate(free)
         ]
-        done = bench.generate(asked, slots=18, kv_blocks=pages, depth=depth)
+        done = bench.generate(asked, slots=18, kv_pages=pages, depth=depth)
         assert (bench.stats.preemptions > 0) == (pages == 26)
         for n, one in enumerate(free):
             tokens = done[one.job_id].token_ids
@@ -237,11 +248,14 @@ def test_masks_come_between_launch_and_collect(make_bench: MakeBench) -> None:
     assert everything.tokens.tolist() == free.tokens.tolist()
 
 
-def test_what_must_not_be_read_is_not_read(make_bench: MakeBench) -> None:
-    bench = make_bench()
+@pytest.mark.parametrize("name", ["qwen2", *HYBRIDS])
+def test_what_must_not_be_read_is_not_read(name: str, make_bench: MakeBench) -> None:
+    bench = make_bench(name)
     requests = mixed_requests(6)
     clean = bench.generate(requests, slots=6)
     runner = bench.runner(slots=6)
+    for slot in range(6):
+        runner.states.fill(slot, np.nan)
     caches = [*runner._cache.keys, *runner._cache.values]
     for cache in caches:
         cache[:-1] = np.nan  # every page; the row of zeros behind them is no page
@@ -323,7 +337,7 @@ def one_token_batch(tokens: list[int]) -> StepBatch:
 
     return StepBatch(
         tokens=ints(*tokens), positions=ints(0), cache_rows=ints(0), sequence_starts=ints(0, 1),
-        context_lengths=ints(1), block_tables=ints(0)[None], slots=ints(0),
+        context_lengths=ints(1), page_tables=ints(0)[None], slots=ints(0),
         draws=make_draws(ints(0), ints(0), ints(1)), drawn=0,
         admissions=(Admission(0, tuple(tokens), GenerationParams(), 0),),
     )  # fmt: skip
@@ -363,10 +377,30 @@ def test_results_queue_up_to_the_depth(make_bench: MakeBench) -> None:
 
 def test_the_cache_is_as_large_as_needed_and_memory_allows(make_bench: MakeBench) -> None:
     spec = make_bench().spec  # 2 layers, 2 KV heads of 16: 512 bytes a token
-    assert choose_kv_blocks(spec, max_sequences=3, context=100) == 3 * 7
-    assert choose_kv_blocks(spec, max_sequences=3, context=100, memory=16 * 512 * 5 + 1) == 5
+    assert choose_kv_pages(spec, max_sequences=3, context=100) == 3 * 7
+    assert choose_kv_pages(spec, max_sequences=3, context=100, memory=16 * 512 * 5 + 1) == 5
     with pytest.raises(RunnerError, match="one page of this model takes 8192"):
-        choose_kv_blocks(spec, max_sequences=3, context=100, memory=8191)
+        choose_kv_pages(spec, max_sequences=3, context=100, memory=8191)
+
+
+def test_there_are_as_many_slots_as_states_fit() -> None:
+    spec, one = HYBRIDS["Mamba-2"], HYBRIDS["Mamba-2"].state_bytes
+    assert one == 3 * 4 * (3 * (6 * 20 + 2 * 2 * 24) + 6 * 24 * 20)
+    assert [choose_slots(spec, count, memory=10 * one + 1) for count in (4, 5, 6)] == [4, 5, 5]
+    assert choose_slots(PLAIN, 1000, memory=0) == 1000
+    with pytest.raises(
+        RunnerError, match=f"given {one:,} bytes, but those of one sequence take {2 * one:,} with"
+    ):
+        choose_slots(spec, 1, memory=one)
+
+
+def test_a_piece_of_a_prompt_begins_on_the_grid(make_bench: MakeBench) -> None:
+    bench = make_bench("Mamba-2")
+    subject = Reference(bench.file, bench.spec, slots=1, kv_pages=8)
+    text, pages = random_prompt(1, 80), Pages(1, 8)
+    logits_of(subject, pages, [Chunk(0, text, 0, 10)], admit=True)
+    with pytest.raises(RunnerError, match=r"begins at position 10: .* multiples of 64"):
+        logits_of(subject, pages, [Chunk(0, text, 10, 20)], admit=False)
 
 
 def test_an_fp8_cache_changes_logits_a_little_and_the_name_of_the_arithmetic(tmp_path: Path) -> None:
@@ -374,7 +408,7 @@ def test_an_fp8_cache_changes_logits_a_little_and_the_name_of_the_arithmetic(tmp
     spec, text = read_spec(file), list(range(5, 45))
     rows = []
     for kv in KvFormat:
-        subject = Reference(file, spec, kv=kv, slots=1, kv_blocks=4)
+        subject = Reference(file, spec, kv=kv, slots=1, kv_pages=4)
         pages = Pages(1, 4)
         rows.append(logits_of(subject, pages, [Chunk(0, text, 0, 40, 40)], admit=True))
         assert subject.runner.arithmetic.kv == {KvFormat.ELEMENT: "f32", KvFormat.FP8: "fp8"}[kv]

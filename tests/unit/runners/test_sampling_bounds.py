@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nightmill.jobs.parameters import GenerationParams
+from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.worker.runners.base import NOT_A_NUMBER
 from nightmill.worker.runners.sampling import PARAMETERS, penalise, sample
 from tests.unit.runners.test_sampling import rows

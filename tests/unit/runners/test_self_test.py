@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from benchmarks.quantised_models import write
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
@@ -20,7 +19,9 @@ from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, Buffer,
 from nightmill.worker.runners.gpu.self_test import ROWS, CheckedProduct, FileRows, _sampled, check_products
 from nightmill.worker.runners.gpu.weights.head_order import HeadOrder
 from nightmill.worker.runners.reference import ops
+from nightmill.worker.runners.reference.rounding import as_fp8
 from nightmill.worker.runners.starting import SelfTestError
+from tests.support.quantised_models import write
 from tests.unit.test_quantised_models import SMALL
 
 OUTPUTS, INPUTS = 48, 64
@@ -62,15 +63,17 @@ def device() -> StubDevice:
 
 def product(
     device: StubDevice, *, activation: Activation | None = None, floats: bool = False,
-    kept: Format = Format.Q4_K, fault: Callable[[Floats, int], None] = lambda y, rows: None,
+    kept: Format = Format.Q4_K, fault: Callable[[Floats, int], None] = lambda y, rows: None, seed: int = 3,
 ) -> CheckedProduct:  # fmt: skip
-    """One that computes as it should, but for a fault."""
+    """One that computes as it should, but for a fault; FP8 rounds activations and weights."""
     rows_of_weight = OUTPUTS * (2 if activation else 1)
-    weight = np.random.default_rng(3).standard_normal((rows_of_weight, INPUTS)) / 8
+    weight = np.random.default_rng(seed).standard_normal((rows_of_weight, INPUTS)).astype(np.float16) / 8
+    rounds = as_fp8 if kept is Format.FP8 else np.asarray
     gated = ops.swiglu if activation is Activation.SILU else ops.geglu
 
     def compute(x: Buffer, matrix: Matrix, y: Buffer, rows: int) -> None:
-        sums = device.memory[x.address].view(np.float16)[:rows].astype(np.float64) @ weight.T
+        halves = device.memory[x.address].view(np.float16)[:rows]
+        sums = rounds(halves.astype(np.float64)) @ rounds(weight.astype(np.float64)).T
         results = gated(sums) if activation else sums
         fault(results, rows)
         device.memory[y.address] = results.astype(np.float32 if floats else np.float16)
@@ -117,13 +120,20 @@ def test_a_wrong_product_is_named_with_its_place_and_the_remedy(
     assert ("for 64 rows" in str(raised.value)) == (fault is only_many_rows)
 
 
-def test_what_fp8_rounds_is_no_fault(device: StubDevice) -> None:
-    def rounded(y: Floats, rows: int) -> None:
-        y *= 1.05
-
-    check(device, product(device, kept=Format.FP8, fault=rounded))
+@pytest.mark.parametrize("seed", range(12))
+def test_what_fp8_rounds_is_no_fault(device: StubDevice, seed: int) -> None:
+    one = product(device, activation=Activation.SILU, kept=Format.FP8, seed=seed)
+    check(device, one)
     with pytest.raises(SelfTestError):
-        check(device, product(device, fault=rounded))
+        check(device, replace(one, matrix=replace(one.matrix, format=Format.Q4_K)))
+
+
+def test_an_fp8_product_that_is_a_little_off_is_found(device: StubDevice) -> None:
+    def one_output_of_one_row(y: Floats, rows: int) -> None:
+        y[0, 0] += 0.5 * np.sqrt(np.mean(np.square(y)))
+
+    with pytest.raises(SelfTestError, match="row 0, output 0"):
+        check(device, product(device, kept=Format.FP8, fault=one_output_of_one_row))
 
 
 def test_a_trap_goes_up_as_it_is(device: StubDevice) -> None:

@@ -12,15 +12,15 @@ import pytest
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.runners.gpu import self_test
-from nightmill.worker.runners.gpu.numbers import Numbers, WeightNumbers
-from nightmill.worker.runners.gpu.runner import CudaRunner
+from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.self_test import CheckedProduct
 from nightmill.worker.runners.starting import SelfTestError, StartStep
+from tests.support.cuda_runners import cuda_runner
 from tests.unit.runners.recorded_cuda import RecordedDriver, install_uncompiled
 
 MODEL = Path(__file__).parents[3] / "models" / "nightmill-demo.gguf"
 HOPPER = (9, 0)
-IN_FILE = Numbers(weights=WeightNumbers.FILE)
+IN_FILE = Precision(weights=WeightsFormat.FILE)
 
 
 @pytest.fixture
@@ -33,8 +33,8 @@ def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RecordedDriver:
 def test_each_step_of_a_start_is_reported_before_it_begins() -> None:
     told: list[tuple[StartStep, str]] = []
     file = GgufFile.open(MODEL)
-    runner = CudaRunner(
-        file, read_spec(file), slots=8, context=128, kv_blocks=64, max_tokens=2048, numbers=IN_FILE,
+    runner = cuda_runner(
+        file, read_spec(file), slots=8, context=128, kv_pages=64, max_tokens=2048, precision=IN_FILE,
         progress=lambda step, news: told.append((step, news)),
     )  # fmt: skip
     runner.close()
@@ -53,17 +53,17 @@ def test_each_step_of_a_start_is_reported_before_it_begins() -> None:
 @pytest.mark.usefixtures("driver")
 def test_nobody_has_to_listen() -> None:
     file = GgufFile.open(MODEL)
-    options = {"slots": 4, "context": 128, "kv_blocks": 64, "tune": False, "graphs": False}
-    with closing(CudaRunner(file, read_spec(file), **options)) as runner:  # type: ignore[arg-type]
+    options = {"slots": 4, "context": 128, "kv_pages": 64, "tune": False, "graphs": False}
+    with closing(cuda_runner(file, read_spec(file), **options)) as runner:  # type: ignore[arg-type]
         assert runner.max_tokens
 
 
-def started(driver: RecordedDriver, numbers: Numbers) -> list[str]:
+def started(driver: RecordedDriver, precision: Precision) -> list[str]:
     """Names of the kernels that a start launches, its news of the self-test before them."""
     told: list[str] = []
     file = GgufFile.open(MODEL)
-    runner = CudaRunner(
-        file, read_spec(file), slots=8, context=128, kv_blocks=64, max_tokens=512, numbers=numbers,
+    runner = cuda_runner(
+        file, read_spec(file), slots=8, context=128, kv_pages=64, max_tokens=512, precision=precision,
         progress=lambda step, news: told.append(news) if step is StartStep.SELF_TEST else None,
     )  # fmt: skip
     runner.close()
@@ -71,15 +71,15 @@ def started(driver: RecordedDriver, numbers: Numbers) -> list[str]:
 
 
 def test_products_that_take_packed_or_fp8_weights_are_tested(driver: RecordedDriver) -> None:
-    for numbers in (IN_FILE, Numbers(weights=WeightNumbers.FP8)):
-        told = [line for line in started(driver, numbers) if line.endswith(" rows")]
+    for precision in (IN_FILE, Precision(weights=WeightsFormat.FP8)):
+        told = [line for line in started(driver, precision) if line.endswith(" rows")]
         parts = ("qkv", "attn_output", "gate_up", "ffn_down")
-        tested = parts if numbers.weights is WeightNumbers.FP8 else (*parts, "head")
+        tested = parts if precision.weights is WeightsFormat.FP8 else (*parts, "head")
         for part in tested:
             assert any(line.startswith(part) and line.endswith(", 1 rows") for line in told), part
         fused = [line for line in told if line.startswith("rotated qkv")]
-        assert bool(fused) == (numbers.weights is WeightNumbers.FILE)
-    assert not [line for line in started(driver, Numbers()) if line.endswith(" rows")]
+        assert bool(fused) == (precision.weights is WeightsFormat.FILE)
+    assert not [line for line in started(driver, Precision()) if line.endswith(" rows")]
 
 
 def test_plain_products_launch_no_kernel_that_takes_packed_weights(driver: RecordedDriver) -> None:
@@ -107,4 +107,4 @@ def test_a_runner_whose_products_are_wrong_is_not_built(
     monkeypatch.setattr(self_test, "_compare", wrong)
     with pytest.raises(SelfTestError, match=r"qkv of layer 0.* is wrong for 1 rows"):
         started(driver, IN_FILE)
-    assert started(driver, Numbers())
+    assert started(driver, Precision())

@@ -5,12 +5,12 @@ from dataclasses import replace
 from nightmill.worker.model.spec import ModelSpec, Role
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import Format
-from nightmill.worker.runners.gpu.numbers import HALF, Numbers, WeightNumbers
-from nightmill.worker.runners.gpu.products.unpacked import Unpacked
+from nightmill.worker.runners.gpu.precision import HALF, Precision, WeightsFormat
+from nightmill.worker.runners.gpu.products.packed.unpack import Unpacked
 from nightmill.worker.runners.gpu.weights.layout import Run, formats_in, runs_of, weight_bytes
-from tests.specs import dense_spec
+from tests.support.specs import dense_spec
 
-FILE = Numbers(weights=WeightNumbers.FILE)
+FILE = Precision(weights=WeightsFormat.FILE)
 
 
 def model(**types: str) -> ModelSpec:
@@ -20,8 +20,8 @@ def model(**types: str) -> ModelSpec:
     return replace(spec, tensor_types={name: types.get(name.split(".")[-2], "Q4_K") for name in names})
 
 
-def stack(spec: ModelSpec, role: Role, numbers: Numbers = FILE) -> list[Run]:
-    return runs_of(spec, role, spec.layer_weights(1)[role], numbers)
+def stack(spec: ModelSpec, role: Role, precision: Precision = FILE) -> list[Run]:
+    return runs_of(spec, role, spec.layer_weights(1)[role], precision)
 
 
 def test_tensors_of_one_type_are_one_matrix_and_others_a_stack() -> None:
@@ -34,13 +34,13 @@ def test_tensors_of_one_type_are_one_matrix_and_others_a_stack() -> None:
 
 def test_types_that_cannot_be_packed_become_elements_with_all_their_stack() -> None:
     spec = model(attn_v="IQ4_XS", ffn_down="F16")
-    numbers = replace(FILE, element=Element.BF16)
+    precision = replace(FILE, element=Element.BF16)
     (qkv,), (down,), (gate_up,) = (
-        stack(spec, role, numbers) for role in (Role.QKV, Role.FFN_DOWN, Role.GATE_UP)
+        stack(spec, role, precision) for role in (Role.QKV, Role.FFN_DOWN, Role.GATE_UP)
     )
     assert (qkv.format, down.format, gate_up.format) == (Format.BF16, Format.BF16, Format.Q4_K)
-    assert formats_in(spec, numbers) == {Format.BF16, Format.Q4_K}
-    assert formats_in(spec, numbers, Role.FFN_DOWN) == {Format.BF16}
+    assert formats_in(spec, precision) == {Format.BF16, Format.Q4_K}
+    assert formats_in(spec, precision, Role.FFN_DOWN) == {Format.BF16}
 
 
 def test_weights_take_the_files_bytes_and_sixteen_bits_where_these_are_asked_for() -> None:

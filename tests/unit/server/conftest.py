@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,19 +11,23 @@ import pytest
 import uvicorn
 from openai import AsyncOpenAI, OpenAI
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import WorkerState
+from nightmill.jobs.base.contract import WorkerState
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.server.app import make_app
 from nightmill.jobs.server.connections import Connection
-from nightmill.jobs.server.desk import Limits
-from nightmill.jobs.server.keys import Keys
-from nightmill.jobs.settings import Settings
-from tests.servers import free_port, wait_until
-from tests.unit.engine.scripted import ScriptedRunner, expected, make_request
+from nightmill.jobs.server.job_service import ServerLimits
+from nightmill.jobs.server.keys import ApiKeys
+from tests.support.servers import free_port, wait_until
+from tests.unit.engine.scripted import ARITHMETIC, ScriptedRunner, expected, make_request
 from tests.unit.worker.bench import PROMPT, Bench, stop
 
 ALICE, BOB, EVE, OPS = "alice-has-a-long-key", "bob-has-a-long-key", "eve-reads-all-jobs", "ops-does-anything"
 KEYS = f"alice={ALICE}, bob={BOB}, eve:read={EVE}, ops:admin={OPS}"
+
+
+STATS = {"context": 200, "arithmetic": str(ARITHMETIC)}
+"""What the worker says of itself."""
 
 
 class Slow(ScriptedRunner):
@@ -73,7 +77,7 @@ def working(client: Client, bench: Bench) -> Iterator[None]:
     def pump() -> None:
         begun: set[tuple[str, int]] = set()
         while not over.wait(0.02):  # more often, and looking takes the time of the tests
-            bench.claims.beat(WorkerState.READY)
+            bench.claims.beat(WorkerState.READY, stats=STATS)
             queued = [job for job in client.list_jobs(state="queued") if (job.id, job.attempt) not in begun]
             begun.update((job.id, job.attempt) for job in queued)
             if queued:
@@ -89,10 +93,12 @@ def working(client: Client, bench: Bench) -> Iterator[None]:
 
 
 @contextmanager
-def listening(client: Client, keys: str | None, limits: Limits | None = None) -> Iterator[int]:
+def listening(
+    client: Client, keys: str | None, limits: ServerLimits | None = None, origins: Sequence[str] = ()
+) -> Iterator[int]:
     """A server on a free port, which this gives."""
     port = free_port()
-    app = make_app(client, Keys.parse(keys), limits)
+    app = make_app(client, ApiKeys.parse(keys), limits, origins)
     config = uvicorn.Config(app, port=port, log_config=None, timeout_graceful_shutdown=5, http=Connection)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
@@ -107,16 +113,20 @@ def listening(client: Client, keys: str | None, limits: Limits | None = None) ->
 
 @pytest.fixture
 def start(sqlite_settings: Settings) -> Iterator[Callable[..., Any]]:
-    """Starts servers: `with start(keys=..., limits=..., worker=True) as server`."""
+    """Starts servers: `with start(keys=..., limits=..., worker=True, **settings) as server`."""
 
     @contextmanager
     def started(
-        keys: str | None = KEYS, limits: Limits | None = None, worker: bool = True
+        keys: str | None = KEYS,
+        limits: ServerLimits | None = None,
+        worker: bool = True,
+        origins: Sequence[str] = (),
+        **settings: Any,
     ) -> Iterator[Server]:
-        with Client(sqlite_settings) as client:
+        with Client(sqlite_settings.model_copy(update=settings)) as client:
             bench = Bench(client, Slow())
             try:
-                with listening(client, keys, limits) as port:
+                with listening(client, keys, limits, origins) as port:
                     if worker:
                         with working(client, bench):
                             yield Server(client, bench, port)

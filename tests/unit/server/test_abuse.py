@@ -1,4 +1,4 @@
-"""What strangers do to a server: it answers all the others meanwhile. `benchmarks.abuse` does more of it."""
+"""What strangers do to a server: it answers the others meanwhile. `benchmarks.endurance` does more of it."""
 
 import contextlib
 import logging
@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from nightmill.jobs.ids import IdSource
+from nightmill.jobs.base.ids import IdSource
 from nightmill.jobs.server import connections
 from nightmill.jobs.server.connections import Connection, is_news
-from tests.servers import wait_until
+from tests.support.odd_requests import ODD_BODIES, ODD_HEADS, POSTED_TO
+from tests.support.servers import wait_until
 from tests.unit.server.conftest import BOB, Server
-from tests.unit.server.odd_requests import ODD_BODIES, ODD_HEADS, POSTED_TO
 
 
 @pytest.fixture

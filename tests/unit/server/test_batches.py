@@ -8,10 +8,12 @@ from typing import Any
 import openai
 import pytest
 
-from nightmill.jobs.server import keeping
-from nightmill.jobs.server.desk import Limits
-from tests.servers import wait_until
+from nightmill.jobs.server import batch_processor
+from nightmill.jobs.server.job_service import ServerLimits
+from nightmill.worker.service import answering
+from tests.support.servers import wait_until
 from tests.unit.server.conftest import BOB, EVE, Server, text_of
+from tests.unit.worker.bench import ScriptedPrompting
 
 CHAT = "/v1/chat/completions"
 PLAIN = "/v1/completions"
@@ -19,7 +21,7 @@ PLAIN = "/v1/completions"
 
 @pytest.fixture(autouse=True)
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(batch_processor, "_LOOK_SECONDS", 0.05)
 
 
 def row(custom_id: str, url: str = PLAIN, **body: Any) -> dict[str, Any]:
@@ -159,7 +161,7 @@ BAD: list[tuple[dict[str, Any], int, str]] = [
 
 
 def test_what_is_refused_leaves_nothing_and_limits_are_said(start: Callable[..., Any]) -> None:
-    with start(worker=False, limits=Limits(batches=2)) as server, server.http() as http:
+    with start(worker=False, limits=ServerLimits(batches=2)) as server, server.http() as http:
         file = server.openai().files.create(file=file_of(row("a")), purpose="batch")
         asked = {"input_file_id": file.id, "endpoint": PLAIN, "completion_window": "24h"}
         for more, status, param in BAD:
@@ -184,7 +186,7 @@ def test_files_that_cannot_be_run_fail_and_say_why(server: Server) -> None:
     for content, code, line in (
         ([b"\xff" * 50], "invalid_encoding", 1),
         ([b" \n "], "invalid_file", None),
-        ([b'{"prompt": "plain"}', b"[]"], "missing_field", 1),
+        ([b'{"prompt": "plain"}', b"[]"], "unsupported_field", 1),
         ([row("x", CHAT)], "invalid_value", 1),
     ):
         batch = ended(client, submit(client, *content))
@@ -298,3 +300,22 @@ def test_night_takes_any_format_and_tells_how_it_goes(server: Server) -> None:
         assert server.client.get(done["id"]).priority == 2
     with server.http(BOB) as http:
         assert http.get(url).status_code == http.delete(url).status_code == 404
+
+
+def test_usage_of_a_batch_says_what_was_cached_and_thought(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = tuple(number % 11 for number in range(22))  # five pages and a half
+    monkeypatch.setattr(ScriptedPrompting, "tokenize_all", lambda self, claims: [prompt] * len(claims))
+    monkeypatch.setattr(answering, "reasoning_tokens", lambda token_ids, markup, spell: len(token_ids) // 2)
+    with start() as server:
+        client = server.openai()
+        rows = [row(f"r{number}", CHAT, seed=number, max_tokens=60) for number in range(3)]
+        batch = ended(client, submit(client, *rows, endpoint=CHAT))
+        bodies = [one["response"]["body"]["usage"] for one in lines(client, batch.output_file_id)]
+        cached = sum(one["prompt_tokens_details"]["cached_tokens"] for one in bodies)
+        thought = sum(one["completion_tokens_details"]["reasoning_tokens"] for one in bodies)
+        (listed,) = client.batches.list()
+        for shown in (batch, client.batches.retrieve(batch.id), listed):
+            assert shown.usage.input_tokens_details.cached_tokens == cached == 40
+            assert shown.usage.output_tokens_details.reasoning_tokens == thought > 0

@@ -9,12 +9,15 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from nightmill.jobs.answers import answer_seed
-from nightmill.jobs.contract import Constrained, ConstraintKind, JobState
-from nightmill.jobs.fields import INTERACTIVE
+from nightmill.jobs.base.arithmetic import system_fingerprint
+from nightmill.jobs.base.contract import Constrained, ConstraintKind, JobState
 from nightmill.jobs.formats.openai import IGNORED, NEUTRAL
-from nightmill.jobs.server.desk import Limits
-from tests.servers import wait_until
+from nightmill.jobs.reply.answers import answer_seed
+from nightmill.jobs.request.fields import INTERACTIVE
+from nightmill.jobs.server.job_service import ServerLimits
+from nightmill.jobs.sql.claims import Claims
+from tests.support.servers import wait_until
+from tests.unit.engine.scripted import ARITHMETIC
 from tests.unit.server.conftest import BOB, Server, Slow, text_of
 from tests.unit.worker.bench import PROMPT as IDS
 
@@ -75,6 +78,8 @@ def test_a_stream_gives_the_same_text_and_reason_as_the_whole(server: Server, se
     assert (last.choices, last.usage) == ([], whole.usage)
     assert {chunk.usage for chunk in chunks[:-1]} == {None}
     assert len({(chunk.id, chunk.model, chunk.created, chunk.object) for chunk in chunks}) == 1
+    fingerprint = system_fingerprint(str(ARITHMETIC))
+    assert {chunk.system_fingerprint for chunk in chunks} == {whole.system_fingerprint} == {fingerprint}
     plain = list(client.chat.completions.create(**CHAT, **limit, stream=True))
     assert len([chunk for chunk in plain if not chunk.choices]) == 0
 
@@ -187,7 +192,7 @@ def test_a_bad_request_is_refused_by_the_name_of_its_field(
 
 def test_what_files_take_and_ignore_is_taken_and_ignored_here(server: Server) -> None:
     neutral = {name: values[0] for name, values in NEUTRAL.items() if values and name != "suffix"}
-    ignored = dict.fromkeys(IGNORED - {"stream_options"}, "x")
+    ignored = dict.fromkeys(IGNORED - {"stream_options", "service_tier"}, "x") | {"service_tier": "auto"}
     answer: Any = server.openai().post(
         "/chat/completions", body=CHAT | {"max_tokens": 3, "user": None} | neutral | ignored, cast_to=object
     )
@@ -239,12 +244,63 @@ def test_a_prompt_that_the_worker_refuses_is_a_bad_request(server: Server) -> No
     client = server.openai()
     with pytest.raises(openai.BadRequestError, match="the template refuses"):
         client.completions.create(model="model", prompt="unspeakable")
-    with pytest.raises(openai.APIError, match="the template refuses"):
-        list(client.completions.create(model="model", prompt="unspeakable", stream=True))
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_status_of_a_stream_is_that_of_its_answer(server: Server, n: int) -> None:
+    asked: dict[str, Any] = PLAIN | {"prompt": "unspeakable", "n": n}
+    with server.http() as http:
+        whole = http.post("/v1/completions", json=asked)
+        with http.stream("POST", "/v1/completions", json=asked | {"stream": True}) as answer:
+            assert answer.headers["content-type"] == "application/json"
+            streamed = json.loads(answer.read())
+    assert (answer.status_code, streamed) == (whole.status_code, whole.json())
+    assert whole.status_code == 400 and streamed["error"]["message"] == "the template refuses"
+
+
+@pytest.mark.parametrize("model", ["nobody", "elsewhere"])
+def test_a_stream_from_a_model_that_is_not_served_has_the_status_that_says_so(
+    server: Server, model: str
+) -> None:
+    Claims(server.client.database, "b" * 32).register("host", 2, "elsewhere", None)
+    Claims(server.client.database, "b" * 32).sign_off()
+    with server.http() as http:
+        answers = [
+            http.post("/v1/completions", json=PLAIN | {"model": model, "stream": stream})
+            for stream in (True, False)
+        ]
+    assert [answer.status_code for answer in answers] == [503 if model == "elsewhere" else 404] * 2
+    assert answers[0].json() == answers[1].json()
+
+
+def test_a_stream_that_has_to_wait_begins_with_comments_and_then_says_what_went_wrong(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nightmill.jobs.server.events.PAUSE_SECONDS", 0.1)
+    with start(limits=ServerLimits(request_seconds=1.0, grace_seconds=0)) as server:
+        server.bench.runner.pause_at = 0
+        with server.http() as http:
+            answer = http.post("/v1/completions", json=PLAIN | {"stream": True})
+        server.bench.runner.pause_at = 1 << 30
+    *comments, error, rest = answer.text.split("\n\n")
+    assert (answer.status_code, rest) == (200, "")
+    assert set(comments) == {": still there"} and len(comments) > 3
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] in ("deadline", "timeout")
+
+
+def test_a_stream_that_ends_before_its_first_piece_has_the_status_of_the_end(
+    start: Callable[..., Any],
+) -> None:
+    with (
+        start(limits=ServerLimits(request_seconds=0.5, grace_seconds=0), worker=False) as server,
+        server.http() as http,
+    ):
+        answer = http.post("/v1/completions", json=PLAIN | {"stream": True})
+    assert answer.status_code == 504
 
 
 def test_an_answer_that_is_late_says_so(start: Callable[..., Any]) -> None:
-    with start(limits=Limits(request_seconds=0.5)) as server:
+    with start(limits=ServerLimits(request_seconds=0.5)) as server:
         server.bench.runner.seconds = 0.05
         long: dict[str, Any] = {"seed": 1, "max_tokens": 150, "extra_body": {"ignore_eos": True}}
         with pytest.raises(openai.InternalServerError, match="not complete in time") as caught:
@@ -286,7 +342,7 @@ def test_a_key_of_idempotency_is_one_job_for_its_owner(server: Server) -> None:
 
 
 def test_retries_of_the_client_come_through_once_there_is_room(start: Callable[..., Any]) -> None:
-    with start(limits=Limits(requests=1)) as server:
+    with start(limits=ServerLimits(requests=1)) as server:
         server.bench.runner.seconds = 0.01
         with server.openai().chat.completions.create(
             **CHAT, max_tokens=100, stream=True, extra_body={"ignore_eos": True}
@@ -365,8 +421,11 @@ def test_log_probabilities_scores_and_echoes_have_openais_shapes_and_ours(server
     assert choice.text == f"Once{said}"
     told = choice.logprobs
     assert [told.token_logprobs[0], told.top_logprobs[0], told.text_offset[0]] == [None, None, 0]
-    assert len(told.tokens) == len(told.text_offset) == len(IDS) + len(content)
-    assert told.token_logprobs[len(IDS) :] == [one.logprob for one in content]
+    assert (
+        choice.finish_reason == "stop"
+    )  # by a token that is no part of the text, and is told behind an echo
+    assert len(told.tokens) == len(told.text_offset) == len(IDS) + len(content) + 1
+    assert told.token_logprobs[len(IDS) : -1] == [one.logprob for one in content]
     for token, logprob, top in list(zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True))[
         1:
     ]:

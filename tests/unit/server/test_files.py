@@ -13,17 +13,17 @@ from typing import Any
 import openai
 import pytest
 
-from nightmill.jobs.client import Client
+from nightmill.jobs.base.ids import IdSource
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import DatabaseUnreachableError
-from nightmill.jobs.ids import IdSource
 from nightmill.jobs.server import bodies
-from nightmill.jobs.server.desk import Limits
 from nightmill.jobs.server.files import PREFIX
 from nightmill.jobs.server.folder import Folder
-from nightmill.jobs.server.forms import Form
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.server.forms import MultipartForm
+from nightmill.jobs.server.job_service import ServerLimits
 from nightmill.jobs.sql.files import FileStore, StoredFile
-from tests.servers import wait_until
+from tests.support.servers import wait_until
 from tests.unit.server.conftest import ALICE, BOB, EVE, KEYS, OPS, Server, listening
 
 
@@ -172,7 +172,7 @@ def test_a_form_is_the_same_however_it_is_cut() -> None:
         if f"\r\n--{boundary}".encode() in b"\r\n" + content:
             continue
         body = form(PURPOSE, (FILE, content), boundary=boundary)
-        made = Form(f'multipart/form-data; boundary="{boundary}"')
+        made = MultipartForm(f'multipart/form-data; boundary="{boundary}"')
         got, at = bytearray(), 0
         while at < len(body):
             step = chance.choice([1, 2, 3, 40])
@@ -185,7 +185,7 @@ def test_a_form_is_the_same_however_it_is_cut() -> None:
 
 
 def test_limits_of_a_file_and_of_a_key(start: Callable[..., Any]) -> None:
-    limits = Limits(file_bytes=1_000_000, stored_bytes=2_000_000, keep_files=timedelta(days=1))
+    limits = ServerLimits(file_bytes=1_000_000, stored_bytes=2_000_000, keep_files=timedelta(days=1))
     with start(worker=False, limits=limits) as server:
         client = server.openai()
         with pytest.raises(openai.APIStatusError, match="a file may have 1,000,000 bytes") as caught:
@@ -209,7 +209,7 @@ def test_an_upload_that_is_too_large_or_slow_or_lost_leaves_nothing(
 ) -> None:
     begin = form((FILE, b"x" * 1000))[:900]
     endless = b"186a0\r\n" + begin + b"y" * (100_000 - len(begin)) + b"\r\n"
-    with start(worker=False, limits=Limits(file_bytes=1_000_000)) as server:
+    with start(worker=False, limits=ServerLimits(file_bytes=1_000_000)) as server:
         port = int(server.url.rpartition(":")[2])
         for length, sent, answered in (
             ("Content-Length: 99999999999", b"", b"HTTP/1.1 413 "),
@@ -252,7 +252,7 @@ def test_an_upload_whose_row_is_in_doubt_is_removed_unless_the_row_is_there(
             away.setattr(FileStore, "add", add)
             if blind:
                 away.setattr(FileStore, "get", get)
-            with pytest.raises(openai.InternalServerError, match="the database does not answer"):
+            with pytest.raises(openai.InternalServerError, match="the database cannot be used now"):
                 upload(file=("a.jsonl", b"first"), purpose="batch")
             assert len(folder_of(server)) == int(done or blind)
         upload(file=("b.jsonl", b"second"), purpose="batch")

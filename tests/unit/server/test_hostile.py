@@ -14,11 +14,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from starlette.routing import Route
 
-from nightmill.jobs.fields import FIELDS
-from nightmill.jobs.ids import IdSource
+from nightmill.jobs.base.ids import IdSource
+from nightmill.jobs.request.fields import FIELDS
 from nightmill.jobs.server.app import make_app
-from nightmill.jobs.server.desk import Limits
-from nightmill.jobs.server.keys import Keys
+from nightmill.jobs.server.job_service import ServerLimits
+from nightmill.jobs.server.keys import ApiKeys
 from tests.unit.server.conftest import ALICE, KEYS, Server
 
 ID = IdSource().draw()
@@ -135,14 +135,14 @@ values: st.SearchStrategy[Any] = st.recursive(
 )
 TOKEN = "x" * 43
 PAGES = ("/", "/batch?name=night", "/job", "/try", "/hand-in", "/job/events")
-IMPATIENT = Limits(request_seconds=0.05, grace_seconds=0.05)
+IMPATIENT = ServerLimits(request_seconds=0.05, grace_seconds=0.05)
 
 
 def routes(server: Server) -> list[tuple[str, str]]:
     """Every method and path that the server has."""
     return sorted(
         (method, route.path)
-        for route in make_app(server.client, Keys.parse(None)).routes
+        for route in make_app(server.client, ApiKeys.parse(None)).routes
         if isinstance(route, Route)
         for method in (route.methods or ())
     )

@@ -8,23 +8,23 @@ from typing import Any
 
 import pytest
 
+from nightmill.jobs.base.contract import StopReason
+from nightmill.jobs.base.ids import IdSource
+from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.batches import grouping
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import StopReason
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import InvalidTransitionError
 from nightmill.jobs.formats import ResultFile
-from nightmill.jobs.ids import IdSource
-from nightmill.jobs.server import keeping
+from nightmill.jobs.server import batch_processor
+from nightmill.jobs.server.batch_processor import BatchProcessor
 from nightmill.jobs.server.folder import Folder
-from nightmill.jobs.server.keeping import Keeper
 from nightmill.jobs.server.validating import Validator
-from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.claims import Claims
 from nightmill.jobs.sql.claims import Outcome as RowOutcome
 from nightmill.jobs.sql.files import FileStore, StoredFile
 from nightmill.jobs.sql.http_batches import HttpBatch, HttpBatchStore, HttpStatus
-from tests.servers import Clock
+from tests.support.servers import Clock
 
 COUNT = 40
 SILENCE = Settings().stale_seconds + 1
@@ -47,8 +47,8 @@ class World:
         self.claims = Claims(client.database, "a" * 32)
         self.claims.register("host", 1, "model", None)
 
-    def keeper(self) -> Keeper:
-        return Keeper(self.client, self.folder)
+    def keeper(self) -> BatchProcessor:
+        return BatchProcessor(self.client, self.folder)
 
     def hand_in(self, count: int = COUNT, bad: int = 1, owner: str | None = None) -> HttpBatch:
         content = "".join(
@@ -92,7 +92,7 @@ class World:
         assert found is not None
         return found.status
 
-    def finish(self, batch: HttpBatch, keeper: Keeper) -> None:
+    def finish(self, batch: HttpBatch, keeper: BatchProcessor) -> None:
         """Work on as another server, once claims have run out, until the batch has ended; look at it all."""
         for _ in range(6):
             self.clock.advance(SILENCE)
@@ -125,7 +125,7 @@ class World:
 @pytest.fixture
 def world(server_settings: Settings, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr(grouping, "ROWS_PER_TRANSACTION", 8)
-    monkeypatch.setattr(keeping, "_SLICE_SECONDS", 60.0)  # the work of a test is done in one slice
+    monkeypatch.setattr(batch_processor, "_SLICE_SECONDS", 60.0)  # the work of a test is done in one slice
     with Client(server_settings, clock=clock) as client:
         yield World(client, clock)
 
@@ -244,7 +244,7 @@ def test_cancelling_in_every_status(world: World, monkeypatch: pytest.MonkeyPatc
     entering = world.hand_in()
     keeper = world.keeper()
     with monkeypatch.context() as patched:
-        patched.setattr(keeping, "_SLICE_SECONDS", 0.0)
+        patched.setattr(batch_processor, "_SLICE_SECONDS", 0.0)
         while len(world.client.list_jobs(batch=entering.batch, limit=COUNT)) < 16:
             keeper.look()
     assert world.store.cancel(entering.id)
@@ -275,7 +275,7 @@ def test_files_and_batches_that_were_kept_for_long_enough_are_deleted(world: Wor
     world.clock.advance(days=2)
     world.keeper().forget()
     assert len(list(world.folder.path.iterdir())) == 5
-    keeper = Keeper(world.client, world.folder, timedelta(days=30))
+    keeper = BatchProcessor(world.client, world.folder, timedelta(days=30))
     keeper.forget()
     assert world.store.get(old.id) is None and world.store.get(young.id) is not None
     left = world.files.page(owner=None, purpose=None, after=None, oldest_first=True, limit=99)

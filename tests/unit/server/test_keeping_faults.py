@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from nightmill.jobs.base.contract import JobState
+from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.batches import grouping
-from nightmill.jobs.client import Client
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.main import main
-from nightmill.jobs.contract import JobState
 from nightmill.jobs.errors import BatchFileError, BatchFileUnavailableError
 from nightmill.jobs.formats import InputFile
-from nightmill.jobs.server import keeping
+from nightmill.jobs.server import batch_processor
+from nightmill.jobs.server.batch_processor import BatchProcessor
 from nightmill.jobs.server.batches import batch_object
 from nightmill.jobs.server.inputs import EndpointFile
-from nightmill.jobs.server.keeping import Keeper
 from nightmill.jobs.server.validating import Validator
-from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.http_batches import HttpBatch, HttpBatchStore, HttpStatus
-from tests.servers import Clock, worker_env
+from tests.support.servers import Clock, worker_env
 from tests.unit.server.test_keeping import COUNT, SILENCE, Death, World
 
 Break = Callable[[World, HttpBatch, pytest.MonkeyPatch], object]
@@ -33,19 +33,19 @@ Break = Callable[[World, HttpBatch, pytest.MonkeyPatch], object]
 @pytest.fixture
 def world(server_settings: Settings, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr(grouping, "ROWS_PER_TRANSACTION", 8)
-    monkeypatch.setattr(keeping, "_SLICE_SECONDS", 0.0)  # one row a slice
-    monkeypatch.setattr(keeping, "_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(batch_processor, "_SLICE_SECONDS", 0.0)  # one row a slice
+    monkeypatch.setattr(batch_processor, "_AGAIN_SECONDS", 0.0)
     with Client(server_settings, clock=clock) as client:
         yield World(client, clock)
 
 
-def read_rows(world: World, keeper: Keeper, batch: HttpBatch, rows: int) -> None:
+def read_rows(world: World, keeper: BatchProcessor, batch: HttpBatch, rows: int) -> None:
     """Look until so many rows of it are entered."""
     while len(world.client.list_jobs(batch=batch.batch, limit=COUNT)) < rows:
         keeper.look()
 
 
-def look_until(world: World, keeper: Keeper, batch: HttpBatch, *statuses: HttpStatus) -> HttpBatch:
+def look_until(world: World, keeper: BatchProcessor, batch: HttpBatch, *statuses: HttpStatus) -> HttpBatch:
     for _ in range(10 * COUNT):
         keeper.look()
         found = world.store.get(batch.id)
@@ -128,7 +128,7 @@ def test_a_folder_that_fails_for_a_while_costs_time_alone(
     if (hidden := world.folder.path / "elsewhere").exists():
         hidden.rename(world.folder.path / batch.input_file)
     look_until(world, keeper, batch, HttpStatus.IN_PROGRESS)
-    monkeypatch.setattr(keeping, "_SLICE_SECONDS", 60.0)
+    monkeypatch.setattr(batch_processor, "_SLICE_SECONDS", 60.0)
     world.finish(batch, keeper)
     found = world.store.get(batch.id)
     assert found is not None and found.note is None

@@ -7,12 +7,12 @@ from typing import Any
 import httpx2
 import pytest
 
-from nightmill.jobs.constrained import FORMS
-from nightmill.jobs.contract import JobState
-from nightmill.jobs.fields import FIELDS, INTERACTIVE, PARAMETERS
-from nightmill.jobs.pieces import START
-from nightmill.jobs.server.desk import Limits
-from tests.servers import wait_until
+from nightmill.jobs.base.contract import JobState
+from nightmill.jobs.request.fields import FIELDS, INTERACTIVE, PARAMETERS
+from nightmill.jobs.request.structured import CONSTRAINT_FIELDS
+from nightmill.jobs.server.job_service import ServerLimits
+from nightmill.jobs.streams.pieces import START
+from tests.support.servers import wait_until
 from tests.unit.server.conftest import ALICE, BOB, EVE, KEYS, OPS, Server, listening, text_of
 
 ASKED: dict[str, Any] = {"prompt": "Once", "seed": 4, "max_tokens": 40}
@@ -74,7 +74,7 @@ def test_generate_gives_the_job_at_once_or_events(server: Server) -> None:
 
 
 def test_a_job_that_takes_longer_than_a_request_goes_on(start: Callable[..., Any]) -> None:
-    with start(limits=Limits(request_seconds=0.3, grace_seconds=0)) as server, server.http() as http:
+    with start(limits=ServerLimits(request_seconds=0.3, grace_seconds=0)) as server, server.http() as http:
         server.bench.runner.seconds = 0.05
         answer = http.post("/v1/generate", json=ASKED | {"ignore_eos": True})
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
@@ -105,7 +105,11 @@ def test_everything_that_enqueue_may_be_told_may_be_said_here(server: Server) ->
         "bad_words": ["x"],
         "logprobs": 2,
         "echo": False,
+        "prompt_logprobs": 1,
+        "return_token_ids": True,
+        "truncate_prompt_tokens": 3,
         "score": [],
+        "include_stop_str_in_output": True,
         "tools": [{"type": "function", "function": {"name": "weather"}}],
         "tool_choice": "auto",
         "parallel_tool_calls": False,
@@ -119,7 +123,7 @@ def test_everything_that_enqueue_may_be_told_may_be_said_here(server: Server) ->
         "scheduled_at": "2030-01-01T01:00+00:00",
         "deadline": "8h",
     }
-    assert said.keys() == FIELDS.keys() - {"batch", "idempotency_key"} - FORMS.keys()
+    assert said.keys() == FIELDS.keys() - {"batch", "idempotency_key"} - CONSTRAINT_FIELDS.keys()
     with server.http() as http:
         answer = http.post("/v1/jobs", json=said | {"messages": [{"role": "user", "content": "Hello"}]})
         assert answer.status_code == 202
@@ -212,7 +216,7 @@ def test_a_key_sees_and_changes_its_own_jobs_and_pages_through_them(start: Calla
 
 
 def test_a_key_may_queue_so_many_jobs_and_others_are_not_hindered(start: Callable[..., Any]) -> None:
-    with start(worker=False, limits=Limits(queued=3)) as server, server.http() as http:
+    with start(worker=False, limits=ServerLimits(queued=3)) as server, server.http() as http:
         first = http.post("/v1/jobs", json=ASKED | {"job_id": "mine"})
         answers = [first, *(http.post("/v1/jobs", json=ASKED) for _ in range(3))]
         assert [answer.status_code for answer in answers] == [202, 202, 202, 429]

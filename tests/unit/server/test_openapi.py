@@ -4,6 +4,7 @@ import base64
 import hashlib
 import html
 import re
+from collections.abc import Callable
 from typing import Any
 
 import httpx2
@@ -12,13 +13,15 @@ from jsonschema import Draft202012Validator
 from starlette.routing import Route
 
 from nightmill.jobs.server.app import make_app
-from nightmill.jobs.server.keys import Keys
+from nightmill.jobs.server.keys import ApiKeys
 from nightmill.jobs.server.openapi import ENDPOINTS, document
-from tests.servers import wait_until
+from nightmill.worker.assembly.model import demo_model
+from tests.support.servers import wait_until
 from tests.unit.server.conftest import Server
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
 PLAIN: dict[str, Any] = {"prompt": "Once"}
+INPUT: dict[str, Any] = {"input": "Hello", "max_output_tokens": 3}
 BATCH: dict[str, Any] = {"endpoint": "/v1/completions", "completion_window": "1h", "metadata": {"a": "b"}}
 ROWS = b"""{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
 {"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": {"prompt": 5}}
@@ -38,7 +41,7 @@ def validator(name: str) -> Draft202012Validator:
 
 
 def test_it_names_the_endpoints_that_there_are(server: Server) -> None:
-    routes = make_app(server.client, Keys.parse(None)).routes
+    routes = make_app(server.client, ApiKeys.parse(None)).routes
     there = {
         (method, route.path.replace(":path", ""))
         for route in routes
@@ -59,17 +62,34 @@ def test_its_schemas_are_schemas_and_all_that_are_named_are_there() -> None:
     assert used <= said["components"]["schemas"].keys()
 
 
-def test_answers_are_as_it_says(server: Server) -> None:
-    with server.http() as http:
+def test_answers_are_as_it_says(start: Callable[..., Any]) -> None:
+    tokenizer_files = f"model={demo_model()}"
+    with start(tokenizer_files=tokenizer_files) as server, server.http() as http:
         short, later = {"max_tokens": 3}, {"scheduled_at": "8h"}
         job = http.post("/v1/jobs", json=PLAIN | short).json()
         cancelled = http.post("/v1/jobs", json=PLAIN | later).json()["id"]
         server.client.wait(job["id"], timeout=60)
+        several = http.post("/v1/completions", json=PLAIN | short | {"prompt": ["a", [1, 2]], "logprobs": 1})
+        validator("Completion").validate(several.json())
         answers = {
             ("POST", "/v1/chat/completions"): http.post(
                 "/v1/chat/completions", json=CHAT | {"max_tokens": 3}
             ),
             ("POST", "/v1/completions"): http.post("/v1/completions", json=PLAIN | {"max_tokens": 3}),
+            ("POST", "/v1/responses"): (response := http.post("/v1/responses", json=INPUT)),
+            ("GET", "/v1/responses/{response_id}"): http.get(f"/v1/responses/{response.json()['id']}"),
+            ("GET", "/v1/responses/{response_id}/input_items"): http.get(
+                f"/v1/responses/{response.json()['id']}/input_items"
+            ),
+            ("POST", "/v1/responses/{response_id}/cancel"): http.post(
+                f"/v1/responses/{response.json()['id']}/cancel"
+            ),
+            ("DELETE", "/v1/responses/{response_id}"): http.delete(f"/v1/responses/{response.json()['id']}"),
+            ("POST", "/v1/messages"): http.post("/v1/messages", json=CHAT | {"max_tokens": 3}),
+            ("POST", "/v1/messages/count_tokens"): http.post("/v1/messages/count_tokens", json=CHAT),
+            ("POST", "/tokenize"): http.post("/tokenize", json={"messages": CHAT["messages"]}),
+            ("POST", "/detokenize"): http.post("/detokenize", json={"tokens": [1, 2]}),
+            ("GET", "/tokenizer_info"): http.get("/tokenizer_info"),
             ("GET", "/v1/models"): http.get("/v1/models"),
             ("GET", "/v1/models/{name}"): http.get("/v1/models/model"),
             ("POST", "/v1/generate"): http.post("/v1/generate", json=PLAIN | short),
@@ -77,6 +97,7 @@ def test_answers_are_as_it_says(server: Server) -> None:
             ("GET", "/v1/jobs/{job_id}"): http.get(f"/v1/jobs/{job['id']}"),
             ("POST", "/v1/jobs"): http.post("/v1/jobs", json=PLAIN | later),
             ("DELETE", "/v1/jobs/{job_id}"): http.delete(f"/v1/jobs/{cancelled}"),
+            ("DELETE", "/v1/jobs"): http.delete(f"/v1/jobs?request={several.headers['x-request-id']}"),
             ("POST", "/v1/files"): (
                 uploaded := http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("x", ROWS)})
             ),
@@ -109,6 +130,7 @@ def test_answers_are_as_it_says(server: Server) -> None:
             validator(ENDPOINTS[endpoint][2] or "").validate(answer.json())
         for answer in (http.post("/v1/embeddings", json={}), http.get("/v1/jobs/x"), http.get("/nothing")):
             validator("Error").validate(answer.json())
+        validator("MessageError").validate(http.post("/v1/messages", json={}).json())
 
 
 BODIES: list[tuple[dict[str, Any], bool]] = [
@@ -118,8 +140,11 @@ BODIES: list[tuple[dict[str, Any], bool]] = [
     ({"stop_token_ids": 3, "min_tokens": 0}, True),
     ({"stop_token_ids": [3, 4]}, True),
     ({"stop_token_ids": ["x"]}, False),
-    ({"seed": -1}, False),
+    ({"seed": -1, "top_k": -1, "include_stop_str_in_output": True}, True),
+    ({"seed": -2}, False),
+    ({"top_k": -2}, False),
     ({"max_tokens": 0}, False),
+    ({"max_tokens": -1}, False),
     ({"max_tokens": 1.5}, False),
     ({"max_tokens": 1_000_001}, False),
     ({"temperature": -0.1}, False),
@@ -150,6 +175,82 @@ def test_bodies_that_it_allows_are_taken_and_others_refused(
             assert (http.post(path, json=body).status_code == 200) is good, (path, body)
 
 
+_MORE: list[tuple[str, dict[str, Any], bool]] = [
+    ("/v1/responses", {}, True),
+    ("/v1/responses", {"input": [{"role": "user", "content": "Hello"}], "temperature": 0}, True),
+    ("/v1/responses", {"text": {"format": {"type": "text"}}, "reasoning": {"effort": "low"}}, True),
+    ("/v1/responses", {"store": False, "metadata": {"a": "b"}, "top_logprobs": 2, "include": []}, True),
+    ("/v1/responses", {"tools": [{"type": "function", "name": "a"}], "tool_choice": "auto"}, True),
+    ("/v1/responses", {"tools": [{"type": "web_search"}]}, False),
+    ("/v1/responses", {"reasoning": {"effort": "extreme"}}, False),
+    ("/v1/responses", {"input": []}, False),
+    ("/v1/responses", {"top_logprobs": 99}, False),
+    ("/v1/responses", {"include": ["x"]}, False),
+    ("/v1/responses", {"unknown": 1}, False),
+    ("/v1/messages", {}, True),
+    ("/v1/messages", {"system": "Be short.", "stop_sequences": ["x"], "thinking": None}, True),
+    ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 1024}}, True),
+    ("/v1/messages", {"tools": [{"name": "a", "input_schema": {}}], "tool_choice": {"type": "auto"}}, True),
+    ("/v1/messages", {"messages": [{"role": "king", "content": "a"}]}, False),
+    ("/v1/messages", {"messages": []}, False),
+    ("/v1/messages", {"tools": [{"type": "bash_20250124", "name": "bash"}]}, False),
+    ("/v1/messages", {"max_tokens": 0}, False),
+    ("/v1/messages", {"stream": "yes"}, False),
+    ("/v1/messages", {"unknown": 1}, False),
+]
+
+
+@pytest.mark.parametrize(("path", "more", "good"), _MORE)
+def test_bodies_of_other_apis_that_it_allows_are_taken_and_others_refused(
+    server: Server, path: str, more: dict[str, Any], good: bool
+) -> None:
+    body = (INPUT if path == "/v1/responses" else CHAT | {"max_tokens": 2}) | more
+    schema = validator(ENDPOINTS["POST", path][1] or "")
+    assert schema.is_valid(body) is good
+    with server.http() as http:
+        assert (http.post(path, json=body).status_code == 200) is good
+
+
+@pytest.mark.parametrize(
+    ("prompt", "good"),
+    [
+        ("a", True), ([1, 2], True), (["a", "b"], True), ([[1], [2, 3]], True), (["a"] * 1_024, True),
+        ([], False), (5, False), (["a", 5], False), ([[1], []], False), ([[["a"]]], False), ([None], False),
+        (["a"] * 1_025, False),
+    ],
+)  # fmt: skip
+def test_prompts_that_it_allows_are_taken_and_others_refused(server: Server, prompt: Any, good: bool) -> None:
+    schema = validator(ENDPOINTS["POST", "/v1/completions"][1] or "")
+    assert schema.is_valid({"prompt": prompt}) is good
+    with server.http() as http:
+        answer = http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1})
+    assert (answer.status_code == 200) is good, answer.text
+
+
+@pytest.mark.parametrize(
+    ("more", "good"),
+    [
+        ({"echo": True, "max_tokens": 0}, True), ({"echo": True, "max_completion_tokens": 0}, True),
+        ({"echo": False, "max_tokens": 0}, False), ({"echo": True, "max_tokens": -1}, False),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": False}}, True),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, True),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": 1}}, False),
+        ({"prompt_logprobs": None, "length_penalty": 1, "truncate_prompt_tokens": None}, True),
+        ({"prompt_logprobs": 1}, True), ({"truncate_prompt_tokens": 5}, True),
+        ({"return_token_ids": True}, True),
+        ({"prompt_logprobs": 21}, False), ({"truncate_prompt_tokens": 0}, False),
+        ({"return_tokens_as_token_ids": True}, False),
+    ],
+)  # fmt: skip
+def test_what_it_says_of_completions_is_what_they_take(
+    server: Server, more: dict[str, Any], good: bool
+) -> None:
+    assert validator("CompletionRequest").is_valid(PLAIN | more) is good
+    with server.http() as http:
+        answer = http.post("/v1/completions", json=PLAIN | {"max_completion_tokens": None} | more)
+    assert (answer.status_code == 200) is good, answer.text
+
+
 def test_the_page_shows_all_of_it_and_takes_nothing_from_elsewhere(server: Server) -> None:
     with server.http(None) as http:
         answer = http.get("/docs")
@@ -171,7 +272,7 @@ def test_the_page_shows_all_of_it_and_takes_nothing_from_elsewhere(server: Serve
 @pytest.mark.parametrize(
     ("method", "path", "allowed"),
     [
-        ("PATCH", "/v1/jobs", "GET, HEAD, POST"),
+        ("PATCH", "/v1/jobs", "DELETE, GET, HEAD, POST"),
         ("POST", "/v1/jobs/x", "DELETE, GET, HEAD"),
         ("GET", "/execute", "POST"),
         ("GET", "/v1/batches/x/cancel", "POST"),

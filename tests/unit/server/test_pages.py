@@ -15,18 +15,21 @@ import httpx2
 import pytest
 from sqlalchemy import delete, update
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState
-from nightmill.jobs.job import Job
-from nightmill.jobs.parameters import GenerationParams
+from nightmill.jobs.base.contract import JobState
+from nightmill.jobs.client.client import Client
+from nightmill.jobs.errors import DatabaseUnreachableError
+from nightmill.jobs.reply.job import Job
+from nightmill.jobs.request.parameters import GenerationParams
+from nightmill.jobs.request.spec import JobSpec
+from nightmill.jobs.server.job_service import JobService
 from nightmill.jobs.server.pages import night, session
 from nightmill.jobs.server.pages.actions import _again
 from nightmill.jobs.server.pages.plot import HEIGHT, draw
-from nightmill.jobs.spec import JobSpec
-from nightmill.jobs.sql import looking
-from nightmill.jobs.sql.looking import Filter, Looking, Minute
+from nightmill.jobs.sql import dashboard_queries
+from nightmill.jobs.sql.dashboard_queries import DashboardQueries, Minute, RowFilter
+from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.tables import JobRow, ServerSecretRow
-from tests.servers import Clock, wait_until
+from tests.support.servers import Clock, wait_until
 from tests.unit.server.conftest import ALICE, BOB, EVE, KEYS, OPS, Server, listening
 
 Start = Callable[..., AbstractContextManager[Server]]
@@ -291,13 +294,13 @@ def test_what_runs_is_listed_before_what_waits_and_what_has_ended(
 
 
 def test_rows_are_found_and_read_by_pages(alone: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(looking, "ROWS_AT_ONCE", 7)
-    monkeypatch.setattr(looking, "SEARCHED_AT_ONCE", 10)
+    monkeypatch.setattr(dashboard_queries, "ROWS_AT_ONCE", 7)
+    monkeypatch.setattr(dashboard_queries, "SEARCHED_AT_ONCE", 10)
     rows = [{"prompt": "x", "custom_id": f"{'even' if n % 2 == 0 else 'odd'}-{n:02}"} for n in range(40)]
     alone.client.submit_batch(rows, name="b")
-    found = Looking(alone.client.database)
+    found = DashboardQueries(alone.client.database)
 
-    def all_of(wanted: Filter, few: int) -> tuple[list[str | None], int]:
+    def all_of(wanted: RowFilter, few: int) -> tuple[list[str | None], int]:
         ids: list[str | None] = []
         pages, after = 0, None
         while pages == 0 or after is not None:
@@ -309,12 +312,12 @@ def test_rows_are_found_and_read_by_pages(alone: Server, monkeypatch: pytest.Mon
     everything = [row["custom_id"] for row in rows]
     even = [name for name in everything if name.startswith("even")]
     for few in (0, 10**9):  # sorted at once, and searched for
-        assert all_of(Filter(), few)[0] == everything
-        assert all_of(Filter(custom_id="even-"), few)[0] == even
-        assert all_of(Filter(custom_id="%"), few)[0] == []
-        assert all_of(Filter(state=JobState.QUEUED), few)[0] == everything
-        assert all_of(Filter(text="no such text"), few)[0] == []
-    assert all_of(Filter(custom_id="odd-39"), 10**9) == (["odd-39"], 4)
+        assert all_of(RowFilter(), few)[0] == everything
+        assert all_of(RowFilter(custom_id="even-"), few)[0] == even
+        assert all_of(RowFilter(custom_id="%"), few)[0] == []
+        assert all_of(RowFilter(state=JobState.QUEUED), few)[0] == everything
+        assert all_of(RowFilter(text="no such text"), few)[0] == []
+    assert all_of(RowFilter(custom_id="odd-39"), 10**9) == (["odd-39"], 4)
 
 
 def test_minutes_hold_what_ended_in_them(client: Client, clock: Clock) -> None:
@@ -332,7 +335,7 @@ def test_minutes_hold_what_ended_in_them(client: Client, clock: Clock) -> None:
             )
     clock.advance(120)
     batch.cancel()
-    looking_at = Looking(client.database)
+    looking_at = DashboardQueries(client.database)
     found = looking_at.minutes(begin - minute, begin + 3 * minute, minute)
     assert [(one.rows, one.tokens) for one in found] == [(0, 0), (3, 6), (2, 9), (1, 0)]
     assert looking_at.ended(begin) == {JobState.CANCELLED: 1, JobState.SUCCEEDED: 5}
@@ -376,3 +379,23 @@ def test_nothing_but_the_pages_own_files_is_served(alone: Server) -> None:
     assert Browser(alone).get("/static/pages.js").headers["content-type"].startswith("text/javascript")
     assert Browser(alone).get("/static/../keys.py").status_code == 404
     assert Browser(alone).get("/static/session.py").status_code == 404
+
+
+def test_a_page_asks_first_whether_the_database_answers_and_says_soon_that_it_does_not(
+    alone: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own statements may take LOOK_SECONDS: they are not begun."""
+    looked: list[object] = []
+
+    async def look(service: JobService, function: Callable[..., Any], *arguments: Any) -> Any:
+        looked.append(function)
+
+    def silent(database: Database) -> datetime:
+        raise DatabaseUnreachableError("no answer for 7 s")
+
+    monkeypatch.setattr(JobService, "look", look)
+    monkeypatch.setattr(Database, "read_clock", silent)
+    for path in ("/", "/batch?name=x", "/job?id=x", "/hand-in", "/try"):
+        answer = Browser(alone).http.get(path)
+        assert answer.status_code == 503 and "the database cannot be used now" in answer.text, path
+    assert looked == []

@@ -15,10 +15,10 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from nightmill.jobs.server import bodies, keeping
+from nightmill.jobs.server import batch_processor, bodies
 from nightmill.jobs.server.inputs import EndpointFile
 from nightmill.jobs.server.pages import checking
-from tests.servers import wait_until
+from tests.support.servers import wait_until
 from tests.unit.server.conftest import ALICE, BOB, Server
 
 JSON = {"Content-Type": "application/json"}
@@ -26,7 +26,7 @@ JSON = {"Content-Type": "application/json"}
 
 @pytest.fixture(autouse=True)
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(batch_processor, "_LOOK_SECONDS", 0.05)
 
 
 def upload(http: httpx2.Client, name: str, content: bytes) -> httpx2.Response:

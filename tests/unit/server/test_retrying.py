@@ -8,12 +8,12 @@ import openai
 import pytest
 from sqlalchemy import update
 
-from nightmill.jobs.contract import StopReason
+from nightmill.jobs.base.contract import PAST_CONTEXT, StopReason
 from nightmill.jobs.errors import DatabaseUnreachableError
-from nightmill.jobs.server.desk import Limits
 from nightmill.jobs.server.errors import HttpError, http_error_of, http_error_of_job
+from nightmill.jobs.server.job_service import ServerLimits
 from nightmill.jobs.sql.tables import JobRow
-from tests.servers import wait_until
+from tests.support.servers import wait_until
 from tests.unit.server.conftest import Server
 
 LONG: dict[str, Any] = {
@@ -25,7 +25,7 @@ LONG: dict[str, Any] = {
 
 
 def test_a_call_that_is_late_makes_one_job(start: Callable[..., Any]) -> None:
-    with start(limits=Limits(request_seconds=0.5)) as server:
+    with start(limits=ServerLimits(request_seconds=0.5)) as server:
         server.bench.runner.seconds = 0.05
         with pytest.raises(openai.InternalServerError, match="not complete in time") as caught:
             server.openai(max_retries=2).completions.create(**LONG)
@@ -68,6 +68,23 @@ def test_a_job_that_killed_its_workers_is_not_handed_in_again(
         status,
         "false" if status == 500 else None,
     )
+
+
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [
+        (f"the prompt has 9 tokens, which {PAST_CONTEXT}: ...", "context_length_exceeded"),
+        ("the prompt has no tokens: give it some text", "generation_failed"),
+    ],
+)
+def test_a_prompt_past_the_context_has_the_code_that_clients_look_for(
+    server: Server, said: str, code: str
+) -> None:
+    job_id = server.client.enqueue("prompt")
+    with server.client.database.write() as connection:
+        connection.execute(update(JobRow).values(state="failed", stop_reason=StopReason.ERROR, error=said))
+    error = http_error_of_job(server.client.get(job_id))
+    assert error is not None and (error.status, error.code) == (400, code)
 
 
 @pytest.mark.parametrize(

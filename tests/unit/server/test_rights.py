@@ -7,20 +7,23 @@ import pytest
 from sqlalchemy import select
 from starlette.routing import Route
 
-from nightmill.jobs.ids import IdSource
+from nightmill.jobs.base.ids import IdSource
+from nightmill.jobs.formats.responses.request import read_response
+from nightmill.jobs.request.spec import JobSpec
 from nightmill.jobs.server.app import make_app
 from nightmill.jobs.server.files import PREFIX
-from nightmill.jobs.server.keys import Keys
-from nightmill.jobs.spec import JobSpec
+from nightmill.jobs.server.keys import ApiKeys
 from nightmill.jobs.sql.tables import FileRow, HttpBatchRow, JobRow
-from tests.servers import wait_until
+from tests.support.servers import wait_until
 from tests.unit.server.conftest import Server
 from tests.unit.server.test_batches import submit
 from tests.unit.server.test_pages import Browser
 
 OWNS, READS = "bob-has-a-long-key", "bob-only-reads-here"
 KEYS = f"bob={OWNS}, bob:read={READS}"
-HARMLESS = {"/v1/embeddings", "/sign-in", "/sign-out"}
+HARMLESS = {
+    "/v1/embeddings", "/sign-in", "/sign-out", "/tokenize", "/detokenize", "/v1/messages/count_tokens",
+}  # fmt: skip
 """They are posted to and change no row."""
 PROMPT = {"prompt": "Once", "model": "model"}
 
@@ -45,6 +48,7 @@ def test_a_key_that_may_only_read_is_refused_on_all_paths_that_change_something(
     job = client.enqueue_spec(JobSpec.parse("of bob"), owner="bob")
     ended = client.enqueue_spec(JobSpec.parse("of bob"), owner="bob")
     client.cancel(ended)
+    response = client.enqueue_spec(read_response({"input": "of bob"}, JobSpec()).spec, owner="bob")
     owner = server.openai(OWNS)
     batch = submit(owner, {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": PROMPT})
     wait_until(lambda: owner.batches.retrieve(batch.id).status == "in_progress")
@@ -52,6 +56,7 @@ def test_a_key_that_may_only_read_is_refused_on_all_paths_that_change_something(
         "job_id": job,
         "file_id": batch.input_file_id,
         "batch_id": batch.id,
+        "response_id": f"resp_{response}",
     }
     form = {"id": ended, "name": batch.id, "file": batch.input_file_id, "kind": "plain", "prompt": "x"}
     body = {
@@ -59,9 +64,11 @@ def test_a_key_that_may_only_read_is_refused_on_all_paths_that_change_something(
             "input_file_id": batch.input_file_id, "endpoint": "/v1/completions", "completion_window": "24h",
         },
         "/v1/night": {"file": batch.input_file_id},
+        "/v1/responses": {"model": "model", "input": "x"},
+        "/v1/messages": {"max_tokens": 1, "messages": [{"role": "user", "content": "x"}]},
         "/v1/chat/completions": {"model": "model", "messages": [{"role": "user", "content": "x"}]},
     }  # fmt: skip
-    app = make_app(client, Keys.parse(KEYS))
+    app = make_app(client, ApiKeys.parse(KEYS))
     routes = [
         (method, route.path)
         for route in app.routes

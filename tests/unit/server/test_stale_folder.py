@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from nightmill.jobs.server.desk import Limits
 from nightmill.jobs.server.errors import HttpError
 from nightmill.jobs.server.folder import Folder
+from nightmill.jobs.server.job_service import ServerLimits
 from nightmill.jobs.server.uploads import Uploads
 
 
@@ -30,7 +30,7 @@ def test_an_upload_to_a_stale_folder_is_asked_to_come_again(tmp_path: Path) -> N
 
     headers = [(b"content-type", b"multipart/form-data; boundary=b")]
     request = Request({"type": "http", "method": "POST", "headers": headers}, receive)
-    uploads = Uploads(StaleFolder(tmp_path), Limits())
+    uploads = Uploads(StaleFolder(tmp_path), ServerLimits())
     with pytest.raises(HttpError) as raised:
         asyncio.run(uploads.receive(request, "a" * 32, None, 0))
     assert raised.value.status == 503

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from nightmill.jobs.batch_status import BatchStatus
+from nightmill.jobs.base.contract import JobState
 from nightmill.jobs.batches.batch import Batch
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import BatchNotFoundError
-from nightmill.jobs.server.pages import standings
-from nightmill.jobs.server.pages.standings import Standings
+from nightmill.jobs.reply.batch_status import BatchStatus
+from nightmill.jobs.server.pages import batch_status_cache
+from nightmill.jobs.server.pages.batch_status_cache import BatchStatusCache
 
 
 class Counting:
@@ -37,9 +37,9 @@ class Counting:
 @pytest.fixture
 def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counting]:
     """Every batch is a large one, and time goes fast."""
-    monkeypatch.setattr(standings, "LARGE_ROWS", 0)
-    monkeypatch.setattr(standings, "EVERY_SECONDS", 0.02)
-    monkeypatch.setattr(standings, "COUNTING_SHARE", 0)
+    monkeypatch.setattr(batch_status_cache, "LARGE_ROWS", 0)
+    monkeypatch.setattr(batch_status_cache, "EVERY_SECONDS", 0.02)
+    monkeypatch.setattr(batch_status_cache, "COUNTING_SHARE", 0)
     yield Counting(monkeypatch)
 
 
@@ -57,7 +57,7 @@ def test_all_who_look_share_the_counts_and_see_what_changed(
     batch = client.get_batch("b")
 
     async def look() -> None:
-        shown = Standings(counting.run)
+        shown = BatchStatusCache(counting.run)
         found = await asyncio.gather(*(shown.of(batch) for _ in range(10)))
         assert {one.states[JobState.QUEUED] for one in found} == {3}
         assert len(counting.whole) == 1
@@ -81,7 +81,7 @@ def test_all_who_look_share_the_counts_and_see_what_changed(
         batch.retry_failed()
         await until(lambda: 4 in seen[-1:], again)
         # Who looks no longer is counted for no longer.
-        monkeypatch.setattr(standings, "UNSEEN_SECONDS", 0.0)
+        monkeypatch.setattr(batch_status_cache, "UNSEEN_SECONDS", 0.0)
         await asyncio.sleep(0.1)
         before = len(counting.whole)
         await asyncio.sleep(0.1)
@@ -94,11 +94,11 @@ def test_all_who_look_share_the_counts_and_see_what_changed(
 def test_small_batches_are_counted_at_every_look_and_failures_are_told(
     client: Client, counting: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(standings, "LARGE_ROWS", 2)
+    monkeypatch.setattr(batch_status_cache, "LARGE_ROWS", 2)
     batch = client.submit_batch([{"prompt": "x"}], name="b")
 
     async def look() -> None:
-        shown = Standings(counting.run)
+        shown = BatchStatusCache(counting.run)
         assert (await shown.of(batch)).states == {JobState.QUEUED: 1}
         batch.cancel()
         assert (await shown.of(batch)).states == {JobState.CANCELLED: 1}

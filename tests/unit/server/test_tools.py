@@ -7,11 +7,12 @@ from typing import Any
 import openai
 import pytest
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import CallFormat, Markup
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.base.contract import CallFormat, Markup
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from tests.unit.engine import scripted
 from tests.unit.server.conftest import KEYS, Server, Slow, listening, working
+from tests.unit.worker import bench as worker_bench
 from tests.unit.worker.bench import PROMPT, Bench, stop
 
 TEXT = (
@@ -31,12 +32,13 @@ def talking(sqlite_settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Itera
     size = -(-len(said) // scripted.EOS)
     pieces = [said[start : start + size] for start in range(0, len(said), size)]
     script = [*range(len(pieces)), scripted.EOS]
-    monkeypatch.setattr(scripted, "PIECES", [*pieces, *[b"?"] * (scripted.VOCAB - len(pieces))])
+    for module in (scripted, worker_bench):
+        monkeypatch.setattr(module, "PIECES", [*pieces, *[b"?"] * (scripted.VOCAB - len(pieces))])
     with Client(sqlite_settings) as client:
         bench = Bench(client, Slow(script=script))
         monkeypatch.setattr(
-            bench.service._requesting,
-            "_markup",
+            bench.prompting,
+            "markup",
             lambda claim, ids: Markup(
                 None if claim.rendering is None else CallFormat.HERMES, ("<think>", "</think>")
             ),
@@ -62,6 +64,11 @@ def test_calls_and_thoughts_come_whole_and_streamed_and_go_back(talking: Server)
     ]
     assert len({call.id for call in calls}) == 2
     job = talking.client.get(whole.id.removeprefix("chatcmpl-"))
+    size = -(-len(TEXT.encode()) // scripted.EOS)
+    thoughts_end = len(TEXT.partition("</think>")[0].encode()) + len("</think>")
+    assert job.reasoning_tokens == -(-thoughts_end // size)
+    assert whole.usage is not None and whole.usage.completion_tokens_details is not None
+    assert whole.usage.completion_tokens_details.reasoning_tokens == job.reasoning_tokens
     assert job.text == TEXT and [call.id for call in job.tool_calls] == [call.id for call in calls]
 
     with client.chat.completions.stream(**ASKED, tools=TOOLS) as stream:

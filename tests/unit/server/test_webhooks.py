@@ -8,9 +8,9 @@ from typing import Any
 import openai
 import pytest
 
-from nightmill.jobs.settings import Settings
-from tests.receiver import Receiver, receiving
-from tests.servers import wait_until
+from nightmill.jobs.base.settings import Settings
+from tests.support.receiver import Receiver, receiving
+from tests.support.servers import wait_until
 
 ROW = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}\n'
 

@@ -4,15 +4,17 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from nightmill.jobs.client import Client
+from nightmill.jobs.base.contract import Markup
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import ChatTemplateError, NightmillError, RunnerError
-from nightmill.jobs.messages.streams import Followers
 from nightmill.jobs.sql.claims import Claim, Claims
 from nightmill.jobs.sql.jobs import Selection
 from nightmill.jobs.sql.sweep import Sweep
+from nightmill.jobs.streams.redis import Followers
 from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.runners.base import StepBatch
-from nightmill.worker.service.shards import Service
+from nightmill.worker.service.shards import Service, ServiceOptions
 from nightmill.worker.service.suspects import SuspectsTurn
 from tests.unit.engine.scripted import EOS, PIECES, PieceStream, ScriptedRunner
 from tests.unit.worker.threads import engine_in_thread
@@ -55,6 +57,29 @@ class Pausing(Gated):
             ScriptedRunner.launch(self, batch)
 
 
+class ScriptedPrompting:
+    """Tokenises every prompt as PROMPT, and spells tokens by the scripted runner's pieces."""
+
+    def tokenize_all(self, claims: Sequence[Claim]) -> list[tuple[int, ...] | NightmillError]:
+        return [self.encode(claim) for claim in claims]
+
+    @staticmethod
+    def encode(claim: Claim) -> tuple[int, ...] | NightmillError:
+        return ChatTemplateError("the template refuses") if claim.prompt == "unspeakable" else PROMPT
+
+    def tokenize_texts(self, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(ord(letter) % EOS for letter in text) for text in texts)
+
+    def tokenize_banned(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(map(ord, word)) for word in words)
+
+    def spell_token(self, token_id: int) -> tuple[bytes, str]:
+        return PIECES[token_id], f"<{token_id}>"
+
+    def markup(self, claim: Claim, prompt_ids: tuple[int, ...]) -> Markup | None:
+        return None
+
+
 class Bench:
     """A service on a client's database, and what became of it."""
 
@@ -63,7 +88,7 @@ class Bench:
         client: Client,
         runner: ScriptedRunner,
         capacity: int = 8,
-        lane: int = 0,
+        reserved_slots: int = 0,
         name: str = "a",
     ) -> None:
         self.client = client
@@ -71,24 +96,17 @@ class Bench:
         self.claims = Claims(client.database, name * 32)
         self.claims.register("host", 1, "model", None)
         self.fatal: list[str] = []
+        self.prompting = ScriptedPrompting()
         self.engine = Engine(
             runner,
-            text_stream=PieceStream,
-            eos_ids=frozenset({EOS}),
-            context_length=200,
-            max_sequences=runner.slots,
-            token_budget=64,
+            Detokenizer(text_stream=PieceStream, eos_ids=frozenset({EOS})),
+            EngineSizes(context_length=200, max_sequences=runner.slots, token_budget=64),
         )
         self.service = Service(
             self.claims,
             engine_in_thread(lambda: self.engine),
-            self.tokenize,
-            lambda words: tuple(tuple(map(ord, word)) for word in words),
-            apart=lambda texts: tuple(tuple(ord(letter) % EOS for letter in text) for text in texts),
-            spelling=lambda token: (PIECES[token], f"<{token}>"),
-            capacity=capacity,
-            lane=lane,
-            drain_seconds=5.0,
+            self.prompting,
+            ServiceOptions(capacity=capacity, reserved_slots=reserved_slots, drain_seconds=5.0),
             followers=Followers(client.broker),
             on_fatal=self.fatal.append,
         )
@@ -100,13 +118,6 @@ class Bench:
     def announce(self) -> None:
         for item in self.sweep.unsent(100):
             self.client.broker.announce(item.job_ids, item.model, item.priority)
-
-    def tokenize(self, claims: Sequence[Claim]) -> list[tuple[int, ...] | NightmillError]:
-        return [self.encode(claim) for claim in claims]
-
-    @staticmethod
-    def encode(claim: Claim) -> tuple[int, ...] | NightmillError:
-        return ChatTemplateError("the template refuses") if claim.prompt == "unspeakable" else PROMPT
 
     def run(self, job_ids: list[str]) -> threading.Thread:
         thread = threading.Thread(target=self.service.run_shard, args=(job_ids,), daemon=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from nightmill.jobs.client import Client
+from nightmill.jobs.client.client import Client
 from tests.unit.engine.scripted import ScriptedRunner
 from tests.unit.worker.bench import Bench, Gated, stop
 

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from nightmill.jobs.answers import answer_id, answer_seed
-from nightmill.jobs.contract import JobState, StopReason
+from nightmill.jobs.base.contract import JobState, StopReason
 from nightmill.jobs.errors import InvalidParameterError
-from nightmill.jobs.job import Job
-from nightmill.jobs.parameters import GenerationParams
-from nightmill.worker.engine.request import Completion, Progress, Request
+from nightmill.jobs.reply.answers import answer_id, answer_seed
+from nightmill.jobs.reply.job import Job
+from nightmill.jobs.request.parameters import GenerationParams
+from nightmill.worker.engine.request import Completion, DrawnTokens, Request
 from nightmill.worker.service.answering import Answering, pack, unpack
 from nightmill.worker.service.in_flight import InFlight
-from tests.servers import wait_until
+from tests.support.servers import wait_until
 from tests.unit.engine.scripted import ScriptedRunner, expected, make_request
-from tests.unit.worker.bench import Bench, Gated, Pausing, stop
+from tests.unit.worker.bench import Bench, Gated, Pausing, ScriptedPrompting, stop
 
 PROMPT = tuple(n % 11 for n in range(22))  # five pages and a half
 ASKED: dict[str, Any] = {"max_tokens": 30, "stop": ("STOP",), "min_tokens": 4}
@@ -25,7 +25,7 @@ ASKED: dict[str, Any] = {"max_tokens": 30, "stop": ("STOP",), "min_tokens": 4}
 
 @pytest.fixture(autouse=True)
 def long_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Bench, "encode", staticmethod(lambda claim: PROMPT))
+    monkeypatch.setattr(ScriptedPrompting, "encode", staticmethod(lambda claim: PROMPT))
 
 
 def alone(seed: int, number: int, **params: Any) -> tuple[str, StopReason, int]:
@@ -57,6 +57,8 @@ def test_each_answer_is_that_of_a_job_with_its_seed_and_the_prompt_is_computed_o
     assert (job.state, job.text, job.prompt_tokens) == (JobState.SUCCEEDED, job.answers[0].text, 22)
     assert job.completion_tokens == sum(answer.completion_tokens for answer in job.answers)
     assert job.stop_reason is job.answers[0].stop_reason
+    assert job.cached_tokens == 0  # of its prompt, which counts once
+    assert {client.get(one).cached_tokens for one in again} == {20}
     assert bench.service.in_flight.idle
     bench.engine.check_integrity()
 
@@ -130,7 +132,7 @@ def test_the_whole_text_of_an_answer_is_read_while_others_are_generated(
 
     def held() -> list[Completion]:
         """Nothing before the texts are followed, nor between the end of answer 1 and the event."""
-        followed = engine._tellings._known.keys() >= {answer_id(job_id, answer) for answer in read}
+        followed = engine._followed_texts._known.keys() >= {answer_id(job_id, answer) for answer in read}
         if (not followed and not ended) or (answer_id(job_id, 1) in ended and not go_on.is_set()):
             return []
         done = step()
@@ -229,14 +231,14 @@ def test_tokens_are_reported_job_by_job_and_no_more_than_once() -> None:
     answering = Answering(InFlight(8), lambda token: (b"x", "x"))
     answering.split(Request("a" * 32, 1, (1,), GenerationParams(n=2), seed=1))
     assert answering.names([("a" * 32, 1), ("b" * 32, 4)]) == ["a" * 32, f"{'a' * 32}.1", "b" * 32]
-    reports = [Progress(f"{'a' * 32}.1", 1, (7, 8)), Progress("b" * 32, 4, (9,))]
+    reports = [DrawnTokens(f"{'a' * 32}.1", 1, (7, 8)), DrawnTokens("b" * 32, 4, (9,))]
     assert answering.gather(reports) == [
-        Progress("b" * 32, 4, (9,)),
-        Progress("a" * 32, 1, (0, 2, 7, 8)),
+        DrawnTokens("b" * 32, 4, (9,)),
+        DrawnTokens("a" * 32, 1, (0, 2, 7, 8)),
     ]
     assert answering.gather([]) == []
     answering.completed(Completion("a" * 32, 1, (1, 2, 3), "x", StopReason.EOS, 1, 3), "x")
-    assert answering.gather([]) == [Progress("a" * 32, 1, (3, 1, 2, 3, 2, 7, 8))]
+    assert answering.gather([]) == [DrawnTokens("a" * 32, 1, (3, 1, 2, 3, 2, 7, 8))]
 
 
 @pytest.mark.parametrize("packed", [(), (1,), (2, 5), (0,), (0, 0, 0), (-1, 0), (1, 5, 7, 0), (3, 1, 2)])

@@ -7,25 +7,27 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
-from gguf import GGMLQuantizationType
+from gguf import GGMLQuantizationType, TokenType
 
+from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.commands.main import main
 from nightmill.jobs.errors import RunnerError
-from nightmill.jobs.settings import Settings
-from nightmill.worker.commands.fitting import CARDS, Card, card_of, fit
+from nightmill.jobs.messages.embedded import EmbeddedRedis
+from nightmill.worker.assembly.model import demo_model
+from nightmill.worker.assembly.options import KV, WEIGHTS
+from nightmill.worker.assembly.sizes import CARDS, Card, card_of, fit
 from nightmill.worker.commands.inspection import quantisation_of, shares
-from nightmill.worker.link.loading import demo_model
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
-from nightmill.worker.options import KV, WEIGHTS
 from nightmill.worker.runners.gpu.catalogue import workspace_bytes
 from nightmill.worker.runners.gpu.device.peaks import peaks_of
 from nightmill.worker.runners.gpu.kv_cache import page_bytes
-from nightmill.worker.runners.gpu.numbers import HALF
-from tests.ggufs import write_model
+from nightmill.worker.runners.gpu.precision import HALF
+from tests.support.ggufs import CHATML, byte_vocabulary, write_model
 from tests.unit.runners.recorded_cuda import RecordedDriver
 
 Values = dict[str, Any]
@@ -34,10 +36,11 @@ SMALL = Card("small", 200 << 20, 132, H200)
 """So small that steps have as few tokens as they may."""
 
 
-def check(path: Path, directory: Path) -> dict[str, list[Values]]:
+def check(path: Path, directory: Path, *options: str) -> dict[str, list[Values]]:
     """The findings, by their parts."""
     env = {"NIGHTMILL_DATA_DIR": str(directory)}
-    done = CliRunner().invoke(main, ["check", "--model", str(path), "--json"], env=env)
+    command = ["check", str(path), "--json", *(options or ["--no-generate"])]
+    done = CliRunner().invoke(main, command, env=env)
     assert done.exit_code == 0, done.output
     found: dict[str, list[Values]] = {}
     for finding in json.loads(done.stdout):
@@ -89,11 +92,78 @@ def test_a_model_without_a_template_takes_plain_prompts(tmp_path: Path, director
     assert chat["ok"] is None and chat["found"].startswith("plain prompts only (")
 
 
+def test_a_conversation_is_shown_as_the_model_sees_it(tmp_path: Path, directory: Path) -> None:
+    """Special tokens have marks, and what only looks like one has none."""
+    source = CHATML.replace("{% for", "<|turn|><|strange|>{% for", 1) + "<think>{# </think> #}"
+    vocabulary = byte_vocabulary(extra=[("<|turn|>", TokenType.NORMAL)])
+    found = check(write_model(tmp_path / "m.gguf", chat_template=source, vocabulary=vocabulary), directory)
+    (prompt,) = found["prompt"]
+    for turn in ("system\\nBe brief.", "user\\nHello", "assistant\\nGood evening."):
+        assert f"‹<|im_start|>›{turn}‹<|im_end|>›" in prompt["found"]
+    assert "sees it: <|turn|><|strange|>‹<|im_start|>›system" in prompt["found"]
+    (tokens,) = found["tokens"]
+    assert tokens["ok"] is None
+    assert "writes <|turn|>, which the file types as ordinary text" in tokens["found"]
+    assert "writes <|strange|>, which the vocabulary lacks" in tokens["found"]
+    (thoughts,), (tools,) = found["thoughts"], found["tools"]
+    assert thoughts["found"] == "between <think> and </think>, which the prompt opens"
+    assert tools["ok"] is None and "serve the model with --tool-format json" in tools["found"]
+    assert "roles" not in found and "sentence" not in found
+    shown = found["model"][0]["shown"]
+    assert (shown["calls"], shown["thoughts"], shown["opened"]) == (None, ["<think>", "</think>"], True)
+
+
+def test_roles_that_the_template_refuses_and_calls_that_it_knows_are_said(
+    tmp_path: Path, directory: Path
+) -> None:
+    source = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no orders') }}{% endif %}{{ tools }}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls %}"
+        "<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    )
+    found = check(write_model(tmp_path / "m.gguf", chat_template=source), directory)
+    assert found["roles"][0]["found"].endswith(
+        "system: the model's chat template refuses these messages: no orders"
+    )
+    assert found["tools"][0]["found"].endswith("(hermes)") and found["tools"][0]["ok"]
+    assert '{"name": "weather", "arguments": {"place": "Rome"}}' in found["prompt"][0]["found"]
+    assert "31 degrees" in found["prompt"][0]["found"]
+
+
+def test_the_model_writes_a_sentence(tmp_path: Path, directory: Path) -> None:
+    (sentence,) = check(demo_model(), directory, "--generate")["sentence"]
+    assert sentence["ok"] and f"“{sentence['text'].strip()}”" in sentence["found"]
+    plain = check(write_model(tmp_path / "m.gguf", chat_template=None), directory, "--generate")["sentence"]
+    assert plain[0]["found"].startswith('goes on with "The sea is" by ')
+    broken = write_model(tmp_path / "n.gguf", tensors={"output_norm.weight": np.full(64, np.nan, np.float32)})
+    env = {"NIGHTMILL_DATA_DIR": str(directory)}
+    done = CliRunner().invoke(main, ["check", "--model", str(broken)], env=env)
+    assert done.exit_code == 1 and "FAIL model" in done.output and "--dtype bf16" in done.output
+
+
+def test_a_file_and_a_model_are_one_too_many(directory: Path) -> None:
+    done = CliRunner().invoke(main, ["check", "a.gguf", "--model", "b.gguf"])
+    assert done.exit_code == 2 and "give one of them" in done.output
+
+
+def test_an_embedded_redis_that_check_has_started_ends_with_it(directory: Path) -> None:
+    server = EmbeddedRedis(directory)
+    check(demo_model(), directory)
+    assert not server.alive()
+    server.ensure()
+    try:
+        check(demo_model(), directory)
+        assert server.running()
+    finally:
+        server.stop()
+
+
 def test_without_a_gpu_it_is_computed_for_cards_of_usual_sizes(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pycuda", None)
-    found = check(demo_model(), directory)["memory"]
+    assert "memory" not in check(demo_model(), directory)
+    found = check(demo_model(), directory, "--cards")["memory"]
     assert [one["card"] for one in found] == [card.name for card in CARDS]
     assert all(one["found"].startswith(f"no GPU here; computed for {one['card']}, in F16 (") for one in found)
     assert all(one["computed"] for one in found)

@@ -6,14 +6,15 @@ from multiprocessing import Pipe
 import pytest
 
 from nightmill.jobs.errors import ModelFileError, RunnerError
-from nightmill.jobs.parameters import GenerationParams
+from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.worker.engine.engine import Engine
-from nightmill.worker.engine.request import Completion, Growth, Request
+from nightmill.worker.engine.options import Detokenizer, EngineSizes
+from nightmill.worker.engine.request import Completion, Delta, Request
 from nightmill.worker.link import link as engine_link
 from nightmill.worker.link.link import EngineLink
 from nightmill.worker.link.messages import Loading
 from nightmill.worker.runners.starting import StartStep
-from tests.servers import wait_until
+from tests.support.servers import wait_until
 from tests.unit.engine.scripted import EOS, PieceStream, ScriptedRunner
 from tests.unit.worker.threads import engine_in_thread
 
@@ -22,11 +23,8 @@ def make_engine() -> Engine:
     runner = ScriptedRunner(script=[0, 1] * 40)
     return Engine(
         runner,
-        text_stream=PieceStream,
-        eos_ids=frozenset({EOS}),
-        context_length=100,
-        max_sequences=runner.slots,
-        token_budget=64,
+        Detokenizer(text_stream=PieceStream, eos_ids=frozenset({EOS})),
+        EngineSizes(context_length=100, max_sequences=runner.slots, token_budget=64),
     )
 
 
@@ -51,23 +49,23 @@ def test_completions_and_counters_come_back() -> None:
 
 def test_followed_texts_come_as_they_grow_and_before_their_completions() -> None:
     link = engine_in_thread(make_engine)
-    events: list[Completion | Growth] = []
-    link.start(events.append, lambda error: pytest.fail(str(error)), on_growths=events.extend)
+    events: list[Completion | Delta] = []
+    link.start(events.append, lambda error: pytest.fail(str(error)), on_deltas=events.extend)
     assert link.follow(["b", "unknown"])
     link.submit([request(name, 60) for name in "abc"])
     wait_until(lambda: sum(isinstance(event, Completion) for event in events) == 3)
-    growths = [event for event in events if isinstance(event, Growth)]
-    assert {growth.job_id for growth in growths} == {"b"}
+    deltas = [event for event in events if isinstance(event, Delta)]
+    assert {delta.job_id for delta in deltas} == {"b"}
     text = ""
-    for growth in growths:
-        assert (growth.attempt, growth.start) == (1, len(text))
-        text += growth.text
+    for delta in deltas:
+        assert (delta.attempt, delta.start) == (1, len(text))
+        text += delta.text
     (completion,) = [event for event in events if isinstance(event, Completion) and event.job_id == "b"]
     assert text and completion.text.startswith(text)
-    assert events.index(completion) > events.index(growths[-1])
+    assert events.index(completion) > events.index(deltas[-1])
     assert link.follow([])
     link.submit([request("b", 60)])
-    wait_until(lambda: isinstance(events[-1], Completion) and len(events) == len(growths) + 4)
+    wait_until(lambda: isinstance(events[-1], Completion) and len(events) == len(deltas) + 4)
     link.stop()
 
 

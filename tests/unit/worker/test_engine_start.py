@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.errors import RunnerError
-from nightmill.jobs.settings import Settings
 from nightmill.worker.link import link as engine_link
 from nightmill.worker.link.link import EngineLink, launch_engine
 from nightmill.worker.runners.starting import StartStep
@@ -20,7 +20,7 @@ SETTINGS = Settings(model="/models/some.gguf", weights="file", gpu=1)
 ENGINE = """
 import signal, sys, time
 from multiprocessing.connection import Connection
-from nightmill.jobs.arithmetic import Arithmetic
+from nightmill.jobs.base.arithmetic import Arithmetic
 from nightmill.worker.link.messages import Failed, Loading, Ready
 from nightmill.worker.runners.starting import StartStep
 READY = Ready(None, Arithmetic("cuda", "a GPU", "f16", "f16", "0", "0"))

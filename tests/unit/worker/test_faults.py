@@ -9,18 +9,18 @@ import pytest
 from sqlalchemy import text, update
 
 import nightmill.worker.service.requesting
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState
+from nightmill.jobs.base.contract import JobState
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import DatabaseRefusedError, NightmillError
-from nightmill.jobs.parameters import GenerationParams
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.jobs.sql.claims import Claim, Outcome
 from nightmill.jobs.sql.sweep import Sweep
 from nightmill.jobs.sql.tables import JobRow
+from nightmill.worker.assembly.model import load_model
 from nightmill.worker.engine.request import Completion, Request
-from nightmill.worker.link.loading import load_model
-from tests.ggufs import write_model
-from tests.servers import Clock, wait_until
+from tests.support.ggufs import write_model
+from tests.support.servers import Clock, wait_until
 from tests.unit.engine.scripted import ScriptedRunner
 from tests.unit.worker.bench import PROMPT, Bench, enqueue, stop
 
@@ -40,25 +40,25 @@ def unreadable_row(bench: Bench, victim: str, patch: Patch) -> None:
 
 
 def in_claim(bench: Bench, victim: str, patch: Patch) -> None:
-    claim = bench.claims.claim
+    claim = bench.claims.claim_within
 
-    def faulty(job_ids: Sequence[str]) -> list[Claim]:
+    def faulty(job_ids: Sequence[str], *room: int) -> tuple[list[Claim], dict[str, int]]:
         if victim in job_ids:
             raise odd()
-        return claim(job_ids)
+        return claim(job_ids, *room)
 
-    patch.setattr(bench.claims, "claim", faulty)
+    patch.setattr(bench.claims, "claim_within", faulty)
 
 
 def refused_claim(bench: Bench, victim: str, patch: Patch) -> None:
-    claim = bench.claims.claim
+    claim = bench.claims.claim_within
 
-    def faulty(job_ids: Sequence[str]) -> list[Claim]:
+    def faulty(job_ids: Sequence[str], *room: int) -> tuple[list[Claim], dict[str, int]]:
         if victim in job_ids:
             raise DatabaseRefusedError("integer out of range")
-        return claim(job_ids)
+        return claim(job_ids, *room)
 
-    patch.setattr(bench.claims, "claim", faulty)
+    patch.setattr(bench.claims, "claim_within", faulty)
 
 
 def in_reading(bench: Bench, victim: str, patch: Patch) -> None:
@@ -78,25 +78,25 @@ def in_fill(bench: Bench, victim: str, patch: Patch) -> None:
 
 
 def in_tokenizer(bench: Bench, victim: str, patch: Patch) -> None:
-    encode = bench.encode
+    encode = bench.prompting.encode
 
     def faulty(claim: Claim) -> Any:
         if claim.job_id == victim:
             raise odd()
         return encode(claim)
 
-    patch.setattr(bench, "encode", faulty)
+    patch.setattr(bench.prompting, "encode", faulty)
 
 
 def too_few_answers(bench: Bench, victim: str, patch: Patch) -> None:
-    tokenize = bench.service._requesting.tokenize
+    tokenize = bench.prompting.tokenize_all
 
     def faulty(claims: Sequence[Claim]) -> Any:
         return [
             prompt for claim, prompt in zip(claims, tokenize(claims), strict=True) if claim.job_id != victim
         ]
 
-    patch.setattr(bench.service._requesting, "tokenize", faulty)
+    patch.setattr(bench.prompting, "tokenize_all", faulty)
 
 
 def in_request(bench: Bench, victim: str, patch: Patch) -> None:
@@ -209,7 +209,7 @@ WORKER_ENDS = [in_fill, in_completion, in_put, in_finish, after_writing, in_wait
 def test_what_one_job_cannot_give_costs_that_job_alone(
     build: Callable[..., Bench], monkeypatch: Patch, fault: Callable[..., None]
 ) -> None:
-    bench = build(ScriptedRunner(slots=16, kv_blocks=256), capacity=64)
+    bench = build(ScriptedRunner(slots=16, kv_pages=256), capacity=64)
     ids = enqueue(bench.client, 64, max_tokens=3)
     fault(bench, ids[17], monkeypatch)
     bench.service.run_shard(ids)
@@ -231,7 +231,7 @@ def test_what_one_job_cannot_give_costs_that_job_alone(
 
 @pytest.mark.parametrize("params", ["{broken", "[3]", '{"n": "x"}', '{"n": 2.0}', '{"n": 500}', '{"n": [1]}'])
 def test_a_row_whose_parameters_are_none_fails_alone(build: Callable[..., Bench], params: str) -> None:
-    bench = build(ScriptedRunner(slots=16, kv_blocks=256), capacity=64)
+    bench = build(ScriptedRunner(slots=16, kv_pages=256), capacity=64)
     ids = [*enqueue(bench.client, 8, max_tokens=3), *enqueue(bench.client, 2, max_tokens=3, n=2)]
     with bench.client.database.write() as connection:
         connection.execute(text("UPDATE jobs SET params = :p WHERE id = :id"), {"p": params, "id": ids[3]})
@@ -245,7 +245,7 @@ def test_a_row_whose_parameters_are_none_fails_alone(build: Callable[..., Bench]
 def test_a_failure_that_is_refused_too_is_charged_and_holds_up_nobody(
     build: Callable[..., Bench], monkeypatch: Patch
 ) -> None:
-    bench = build(ScriptedRunner(slots=16, kv_blocks=256), capacity=64)
+    bench = build(ScriptedRunner(slots=16, kv_pages=256), capacity=64)
     ids = enqueue(bench.client, 64, max_tokens=3, max_attempts=2)
     refused_failure(bench, ids[17], monkeypatch)
     bench.service.run_shard(ids)
@@ -261,7 +261,7 @@ def test_a_failure_that_is_refused_too_is_charged_and_holds_up_nobody(
 def test_a_broken_thread_ends_the_worker_and_another_does_its_work(
     build: Callable[..., Bench], monkeypatch: Patch, clock: Clock, fault: Callable[..., None]
 ) -> None:
-    bench = build(ScriptedRunner(slots=16, kv_blocks=256), capacity=64)
+    bench = build(ScriptedRunner(slots=16, kv_pages=256), capacity=64)
     ids = enqueue(bench.client, 64, max_tokens=3)
     fault(bench, ids[17], monkeypatch)
     bench.run(ids).join(30)
@@ -270,7 +270,7 @@ def test_a_broken_thread_ends_the_worker_and_another_does_its_work(
     bench.service.drain()  # as Celery has it do then
     clock.advance(60)
     Sweep(bench.client.database).rescue(timedelta(seconds=30))  # finds what it held without knowing it
-    second = build(ScriptedRunner(slots=16, kv_blocks=256), capacity=64, name="b")
+    second = build(ScriptedRunner(slots=16, kv_pages=256), capacity=64, name="b")
     second.suspects.look()
     second.service.run_shard(ids)
     assert bench.client.stats()["state"] == {"succeeded": 64}
@@ -279,16 +279,21 @@ def test_a_broken_thread_ends_the_worker_and_another_does_its_work(
 
 @pytest.mark.parametrize("server_settings", ["postgresql"], indirect=True)
 def test_an_error_text_that_sql_cannot_hold_stops_no_result(
-    server_settings: Settings, tmp_path: Path
+    server_settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The template may say anything; SQL text cannot hold NUL."""
     path = write_model(tmp_path / "m.gguf", layers=1, chat_template="{{ raise_exception('bad' ~ '%c' % 0) }}")
     model = load_model(Settings(model=path))
     with Client(server_settings) as client:
         bench = Bench(client, ScriptedRunner())
-        bench.service._requesting.tokenize = lambda claims: [
-            answer if isinstance(answer, NightmillError) else PROMPT for answer in model.tokenize_all(claims)
-        ]
+        monkeypatch.setattr(
+            bench.prompting,
+            "tokenize_all",
+            lambda claims: [
+                answer if isinstance(answer, NightmillError) else PROMPT
+                for answer in model.tokenize_all(claims)
+            ],
+        )
         chat = client.enqueue([{"role": "user", "content": "hi"}])
         ids = enqueue(client, 3, max_tokens=3)
         bench.service.run_shard([chat, *ids])

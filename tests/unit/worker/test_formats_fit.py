@@ -9,20 +9,22 @@ from typing import Any
 
 import pytest
 
-from benchmarks.quantised_models import kinds_of
-from nightmill.jobs.settings import Settings
-from nightmill.worker.commands.fitting import CARDS, GIB, Fit, fit
-from nightmill.worker.link.loading import build_engine, open_model
+from nightmill.jobs.base.settings import Settings
+from nightmill.worker.assembly.engine import build_engine
+from nightmill.worker.assembly.model import open_model
+from nightmill.worker.assembly.sizes import CARDS, GIB, Fit, fit
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
-from nightmill.worker.runners.gpu.numbers import Numbers, WeightNumbers
+from nightmill.worker.runners.gpu.memory import RunnerSizes
+from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.weights.choice import choose_weights
 from nightmill.worker.runners.reference import ReferenceRunner
-from tests.ggufs import write_model
+from tests.support.ggufs import write_model
+from tests.support.quantised_models import kinds_of
 from tests.unit.worker.test_recommended_models import qwen
 
-IN_FILE = Numbers(weights=WeightNumbers.FILE)
+IN_FILE = Precision(weights=WeightsFormat.FILE)
 BYTES_OF_A_FILE = {"Q4_K_M": 4.68e9, "Q8_0": 8.10e9}  # of Qwen2.5-7B-Instruct's files on the Hub
 
 
@@ -31,14 +33,14 @@ def of_type(name: str, size: str = "7B") -> ModelSpec:
     return replace(spec, tensor_types={tensor: kind.name for tensor, kind in kinds_of(spec, name).items()})
 
 
-def on_80_gb(name: str, numbers: Numbers, **settings: object) -> Fit:
-    return fit(of_type(name), CARDS[-1], Settings.model_validate(settings), numbers)
+def on_80_gb(name: str, precision: Precision, **settings: object) -> Fit:
+    return fit(of_type(name), CARDS[-1], Settings.model_validate(settings), precision)
 
 
 @pytest.mark.parametrize("name", BYTES_OF_A_FILE)
 def test_weights_as_in_the_file_take_what_the_file_takes(name: str) -> None:
     assert on_80_gb(name, IN_FILE).weights == pytest.approx(BYTES_OF_A_FILE[name], rel=0.03)
-    assert on_80_gb(name, Numbers()).weights == pytest.approx(2 * 7.616e9, rel=0.01)
+    assert on_80_gb(name, Precision()).weights == pytest.approx(2 * 7.616e9, rel=0.01)
 
 
 def test_a_7b_in_four_bits_runs_in_8_gib_with_16_sequences_of_2048() -> None:
@@ -48,12 +50,12 @@ def test_a_7b_in_four_bits_runs_in_8_gib_with_16_sequences_of_2048() -> None:
 
 
 def test_fewer_bytes_are_more_sequences_and_more_speed() -> None:
-    small, large = on_80_gb("Q4_K_M", IN_FILE), on_80_gb("Q4_K_M", Numbers())
+    small, large = on_80_gb("Q4_K_M", IN_FILE), on_80_gb("Q4_K_M", Precision())
     assert small.sequences[1024] > large.sequences[1024]
     for card, gain in ((CARDS[1], 2), (CARDS[2], 1.2)):  # large cards are not as fast as their memory
         alone = [
-            fit(of_type("Q4_K_M"), card, Settings(max_sequences=1), numbers).rate
-            for numbers in (IN_FILE, Numbers())
+            fit(of_type("Q4_K_M"), card, Settings(max_sequences=1), precision).rate
+            for precision in (IN_FILE, Precision())
         ]
         assert alone[0] > gain * alone[1]
 
@@ -71,30 +73,30 @@ def test_fewer_bytes_are_more_sequences_and_more_speed() -> None:
 def test_by_itself_it_is_16_bits_unless_they_take_more_than_half_of_the_memory(
     name: str, gib: int, kept: str
 ) -> None:
-    numbers = Numbers(weights=WeightNumbers.AUTO)
-    found, why = choose_weights(of_type(name), numbers, int(0.9 * gib * GIB))
-    assert found == Numbers(weights=WeightNumbers(kept))
+    precision = Precision(weights=WeightsFormat.AUTO)
+    found, why = choose_weights(of_type(name), precision, int(0.9 * gib * GIB))
+    assert found == Precision(weights=WeightsFormat(kept))
     assert why.startswith(found.weights.words)
     assert (
-        fit(of_type(name), CARDS[-1], Settings(gpu_memory=int(0.9 * gib * GIB)), numbers).weights_in == kept
+        fit(of_type(name), CARDS[-1], Settings(gpu_memory=int(0.9 * gib * GIB)), precision).weights_in == kept
     )
 
 
 def test_what_was_asked_for_stays() -> None:
-    for kept in (WeightNumbers.FILE, WeightNumbers.ELEMENT, WeightNumbers.FP8):
-        numbers = Numbers(weights=kept)
-        assert choose_weights(of_type("Q4_K_M"), numbers, 1) == (numbers, f"{kept.words}, as asked for")
+    for kept in (WeightsFormat.FILE, WeightsFormat.ELEMENT, WeightsFormat.FP8):
+        precision = Precision(weights=kept)
+        assert choose_weights(of_type("Q4_K_M"), precision, 1) == (precision, f"{kept.words}, as asked for")
 
 
 def test_a_worker_s_log_says_what_the_choice_gives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def on_a_gpu(file: GgufFile, spec: ModelSpec, *, slots: int, **options: Any) -> Any:
-        runner = ReferenceRunner(file, spec, kv_blocks=64, block_size=PAGE, slots=slots)
+    def on_a_gpu(file: GgufFile, spec: ModelSpec, sizes: RunnerSizes, **options: Any) -> Any:
+        runner = ReferenceRunner(file, spec, kv_pages=64, page_size=PAGE, slots=sizes.slots)
         device = SimpleNamespace(peaks=lambda: CARDS[-1].peaks, multiprocessors=132)
         memory = SimpleNamespace(weights=1 << 20, cache=64 * page_bytes(spec))
-        numbers = replace(options["numbers"], weights=WeightNumbers.ELEMENT)
-        vars(runner).update(device=device, memory=memory, numbers=numbers, max_tokens=512)
+        precision = replace(options["precision"], weights=WeightsFormat.ELEMENT)
+        vars(runner).update(device=device, memory=memory, precision=precision, max_tokens=512)
         return runner
 
     module = SimpleNamespace(CudaRunner=on_a_gpu)

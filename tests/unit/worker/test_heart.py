@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import WorkerState
+from nightmill.jobs.base.contract import WorkerState
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import DatabaseUnreachableError
 from nightmill.jobs.sql.claims import Claims
 from nightmill.worker.service.heart import LOADING, Heart
-from tests.servers import Clock, wait_until
+from tests.support.servers import Clock, wait_until
 
 STALE = 30.0
 

@@ -7,16 +7,16 @@ from dataclasses import asdict
 import pytest
 import redis
 
-from nightmill.jobs.contract import JobState, WorkerState
+from nightmill.jobs.base.contract import JobState, WorkerState
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.base.silence import Silence
 from nightmill.jobs.errors import BrokerUnreachableError
-from nightmill.jobs.settings import Settings
-from nightmill.jobs.silence import Silence
 from nightmill.jobs.sql.claims import Claims
 from nightmill.worker.service.heart import Heart
 from nightmill.worker.service.housekeeper import DEAF_SECONDS, Housekeeper
 from nightmill.worker.service.nvml import GpuProbe
-from tests.nvml import FakeNvml
-from tests.servers import Clock, wait_until
+from tests.support.nvml import FakeNvml
+from tests.support.servers import Clock, wait_until
 from tests.unit.engine.scripted import ScriptedRunner
 from tests.unit.worker.bench import Bench, enqueue, these
 

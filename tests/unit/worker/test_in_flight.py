@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from nightmill.jobs.parameters import GenerationParams
+from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.jobs.sql.claims import Claim
 from nightmill.worker.service.in_flight import InFlight, JobKey
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import WorkerState
+from nightmill.jobs.base.contract import WorkerState
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import NightmillError
 from nightmill.jobs.sql.claims import Claims
 from nightmill.worker.commands import keeper

@@ -5,10 +5,10 @@ import threading
 import pytest
 from celery.worker import state as celery_state
 
-from nightmill.jobs import last_resort
-from nightmill.jobs.last_resort import LastResort
+from nightmill.jobs.base import last_resort
+from nightmill.jobs.base.last_resort import LastResort
 from nightmill.worker import app
-from tests.servers import wait_until
+from tests.support.servers import wait_until
 
 
 def test_a_worker_that_does_not_end_is_ended_with_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:

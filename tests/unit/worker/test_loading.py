@@ -1,17 +1,18 @@
 """What a claimed job holds becomes token ids, or an error of that job alone."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.errors import ChatTemplateError, InvalidParameterError, InvalidPromptError
-from nightmill.jobs.parameters import GenerationParams
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.jobs.sql.claims import Claim
-from nightmill.worker.link.loading import LoadedModel, load_model
-from tests.ggufs import CHATML, write_model
+from nightmill.worker.assembly.model import LoadedModel, load_model
+from tests.support.ggufs import CHATML, write_model
 
 
 def loaded(path: Path, template: str | None) -> LoadedModel:
@@ -46,13 +47,36 @@ def test_token_ids_stay_as_they_are(model: LoadedModel) -> None:
     ]  # fmt: skip
 
 
+def test_of_a_long_prompt_the_end_is_taken_if_no_more_is_wanted(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", layers=1, metadata={"tokenizer.ggml.add_bos_token": True})
+    model = load_model(Settings(model=path))
+    text, chat = "hello mill by the river", [{"role": "user", "content": "hello"}]
+    bos, whole, rendered = model.tokenizer.bos_id, model.encode(text), model.encode(chat)
+    assert whole[0] == rendered[0] == bos and len(whole) > 5
+    try:
+        for most in (1, 2, 5, len(whole) - 1, len(whole), 10_000):
+            params = GenerationParams(seed=1, truncate_prompt_tokens=most)
+            claims = [
+                replace(claim(text), params=params), replace(claim(messages=chat), params=params),
+                replace(claim(), prompt_ids=list(whole), params=params),
+            ]  # fmt: skip
+            of_text, of_chat, of_ids = model.tokenize_all(claims)
+            for found, ids in ((of_text, whole), (of_chat, rendered)):
+                begun = () if most == 1 or most >= len(ids) else (bos,)
+                assert isinstance(found, tuple) and len(found) == min(most, len(ids))
+                assert found == (*begun, *ids[len(begun) - most :])
+            assert of_ids == whole[-most:]
+    finally:
+        model.close()
+
+
 def test_a_word_is_spelt_as_it_stands_in_a_text(model: LoadedModel) -> None:
-    runs = model.spell(["mill", " mill", "mill"])
+    runs = model.tokenize_banned(["mill", " mill", "mill"])
     encode = model.tokenizer.encode
     assert runs == (tuple(encode("mill", add_bos=False)), tuple(encode(" mill", add_bos=False)))
     assert all(model.tokenizer.decode(run).strip() == "mill" for run in runs)
     with pytest.raises(InvalidParameterError, match=r"^bad_words: have 5,\d{3} tokens in all spellings"):
-        model.spell([f"{number:09}" * 3 for number in range(100)])
+        model.tokenize_banned([f"{number:09}" * 3 for number in range(100)])
 
 
 def test_claims_are_answered_in_order_and_each_for_itself(model: LoadedModel) -> None:

@@ -2,11 +2,11 @@
 
 import pytest
 
+from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.errors import SettingsError
-from nightmill.jobs.settings import Settings
-from nightmill.worker.options import DTYPES, KV, WEIGHTS, as_arguments, merge_options
+from nightmill.worker.assembly.options import DTYPES, KV, WEIGHTS, as_arguments, merge_options
 from nightmill.worker.runners.gpu.device.element import Element
-from nightmill.worker.runners.gpu.numbers import WeightNumbers
+from nightmill.worker.runners.gpu.precision import WeightsFormat
 from nightmill.worker.runners.kv_format import KvFormat
 
 
@@ -37,7 +37,7 @@ def test_the_types_to_compute_in_are_those_that_kernels_are_compiled_for() -> No
 
 
 def test_what_can_be_chosen_of_weights_and_kv_is_what_a_runner_knows() -> None:
-    for choice, formats in ((WEIGHTS, WeightNumbers), (KV, KvFormat)):
+    for choice, formats in ((WEIGHTS, WeightsFormat), (KV, KvFormat)):
         assert set(choice.choices) <= {format.value for format in formats}
     with pytest.raises(SettingsError, match=r"--weights: .*'q9'"):
         merge_options(Settings(), {"weights": "q9"})

@@ -9,18 +9,18 @@ from typing import Any, cast
 
 import pytest
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import CallFormat, JobState, Markup
+from nightmill.jobs.base.contract import CallFormat, JobState, Markup
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import JobNotFoundError, NightmillError, StreamChangedError, WaitTimeoutError
-from nightmill.jobs.messages.streams import Followers, Part
-from nightmill.jobs.pieces import Piece
-from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.sweep import Sweep
+from nightmill.jobs.streams.pieces import Piece
+from nightmill.jobs.streams.redis import Followers, TextChunk
 from nightmill.worker.engine.engine import Engine
-from nightmill.worker.engine.request import Growth
+from nightmill.worker.engine.request import Delta
 from nightmill.worker.service.in_flight import InFlight
 from nightmill.worker.service.publishing import Publisher
-from tests.servers import Clock, RedisServer, wait_until
+from tests.support.servers import Clock, RedisServer, wait_until
 from tests.unit.engine.scripted import ScriptedRunner
 from tests.unit.worker.bench import Bench, Pausing, stop
 from tests.unit.worker.test_service_resume import LONG, undisturbed
@@ -199,7 +199,7 @@ def test_jobs_that_nobody_follows_are_not_told(
     build: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = build(ScriptedRunner())
-    monkeypatch.setattr(Engine, "growths", lambda self: pytest.fail("asked for nobody"))
+    monkeypatch.setattr(Engine, "deltas", lambda self: pytest.fail("asked for nobody"))
     sent: list[Any] = []
     monkeypatch.setattr(bench.service._publisher._followers, "send", sent.append)
     ids = [bench.client.enqueue("prompt", seed=seed, **LONG) for seed in range(4)]
@@ -220,12 +220,12 @@ def test_an_engine_that_was_not_told_what_is_followed_is_told_at_the_next_look()
 
     class Watching(Followers):
         def __init__(self) -> None:
-            self.sent: list[Part] = []
+            self.sent: list[TextChunk] = []
 
         def look(self) -> Mapping[str, Mapping[str, str]]:
             return {"f": {"j:1": "j"}}
 
-        def send(self, parts: Mapping[str, Iterable[Part]]) -> None:
+        def send(self, parts: Mapping[str, Iterable[TextChunk]]) -> None:
             self.sent += parts["f"]
 
         def close(self) -> None:
@@ -236,7 +236,7 @@ def test_an_engine_that_was_not_told_what_is_followed_is_told_at_the_next_look()
     def follow(job_ids: Sequence[str]) -> bool:
         told.append(list(job_ids))
         if len(told) > 1:
-            publisher.grown([Growth("j", 1, 0, "once")])
+            publisher.add_deltas([Delta("j", 1, 0, "once")])
         return len(told) > 1
 
     followers = Watching()
@@ -246,7 +246,7 @@ def test_an_engine_that_was_not_told_what_is_followed_is_told_at_the_next_look()
     wait_until(lambda: bool(followers.sent))
     publisher.close()
     assert told == [["j"], ["j"]]
-    assert followers.sent == [Part("j:1", 0, "once", MARKUP)]
+    assert followers.sent == [TextChunk("j:1", 0, "once", MARKUP)]
 
 
 def test_a_reader_of_a_client_that_is_closed_is_told(sqlite_settings: Settings) -> None:

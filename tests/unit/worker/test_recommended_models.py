@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from nightmill.jobs.settings import Settings
-from nightmill.worker.commands.fitting import CARDS, GIB, fit
+from nightmill.jobs.base.settings import Settings
+from nightmill.worker.assembly.sizes import CARDS, GIB, fit
 from nightmill.worker.model.rope import Rope, RopeStyle
 from nightmill.worker.model.spec import Attention, FeedForward, LayerSpec, ModelSpec, Norm
 from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
-from nightmill.worker.runners.gpu.numbers import Numbers, WeightNumbers
+from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 
 ROOT = Path(__file__).parents[3]
 PAGE_ON_MODELS = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
@@ -29,7 +29,7 @@ SIZES = {
     "7B": (28, 3584, 28, 4, 18_944, 152_064, False, 7_615_616_512),
     "14B": (48, 5120, 40, 8, 13_824, 152_064, False, 14_770_033_664),
 }
-AUTO = Numbers(weights=WeightNumbers.AUTO)
+AUTO = Precision(weights=WeightsFormat.AUTO)
 BYTES_OF_Q8_0 = 34 / 32  # a number
 
 
@@ -38,7 +38,7 @@ def qwen(size: str) -> ModelSpec:
     norm, rope = Norm(1e-6), Rope(dim=128, base=1e6, style=RopeStyle.HALVES)
     layer = LayerSpec(
         attention_norm=norm,
-        attention=Attention(heads=heads, kv_heads=kv_heads, head_dim=128, rope=rope, bias=True),
+        mixer=Attention(heads=heads, kv_heads=kv_heads, head_dim=128, rope=rope, bias=True),
         feed_forward_norm=norm,
         feed_forward=FeedForward(width=ffn),
     )

@@ -8,7 +8,7 @@ import numpy as np
 from nightmill.jobs.sql.partials import SavedTokens
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.service.resume import fingerprint, tokens_to_resume
-from tests.ggufs import write_model
+from tests.support.ggufs import write_model
 from tests.unit.engine.scripted import ARITHMETIC
 
 

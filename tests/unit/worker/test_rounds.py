@@ -7,7 +7,7 @@ import pytest
 
 from nightmill.worker import watched
 from nightmill.worker.watched import Rounds, end_threads
-from tests.servers import wait_until
+from tests.support.servers import wait_until
 
 
 def test_a_round_that_does_not_end_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from nightmill.jobs.contract import JobState, StopReason
+from nightmill.jobs.base.contract import JobState, StopReason
 from nightmill.jobs.errors import DatabaseUnreachableError
 from nightmill.jobs.sql.claims import Claims
 from nightmill.jobs.sql.sweep import Sweep
 from nightmill.worker.service.shards import CLAIMS_AT_ONCE
-from tests.servers import Clock, wait_until
+from tests.support.servers import Clock, wait_until
 from tests.unit.engine.scripted import ScriptedRunner
 from tests.unit.worker.bench import PROMPT, Bench, Faulty, Gated, enqueue, these
 
@@ -126,15 +126,15 @@ class SlowClaims:
 
     def __init__(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         self.committed, self.let_go = threading.Event(), threading.Event()
-        claim = bench.claims.claim
+        claim = bench.claims.claim_within
 
-        def slow(job_ids: Any) -> Any:
-            claims = claim(job_ids)
+        def slow(*wanted: Any) -> Any:
+            claims = claim(*wanted)
             self.committed.set()
             assert self.let_go.wait(60)
             return claims
 
-        monkeypatch.setattr(bench.claims, "claim", slow)
+        monkeypatch.setattr(bench.claims, "claim_within", slow)
 
 
 def test_jobs_claimed_too_late_for_a_draining_worker_are_handed_back(
@@ -209,7 +209,7 @@ def test_the_engine_is_told_once_of_each_cancellation(
     monkeypatch.setattr(bench.service.engine, "cancel", lambda job_id: told.append(job_id) or cancel(job_id))
     first, second = enqueue(bench.client, 2, max_tokens=100, ignore_eos=True)
     assert bench.service.in_flight.reserve(2) == 2
-    submitted = bench.service._start([first, second])
+    submitted, _ = bench.service._start([first, second], 2)
     for job_id in (first, second):
         bench.client.cancel(job_id)
         for _ in range(3):

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from nightmill.jobs.contract import JobState, StopReason
+from nightmill.jobs.base.contract import JobState, StopReason
 from tests.unit.engine.scripted import ScriptedRunner, expected, make_request
 from tests.unit.worker.bench import PROMPT, Bench, enqueue
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from nightmill.jobs.contract import JobState
+from nightmill.jobs.base.contract import JobState
 from nightmill.jobs.sql.sweep import Sweep
-from tests.servers import Clock, wait_until
+from tests.support.servers import Clock, wait_until
 from tests.unit.engine.scripted import ScriptedRunner, expected, make_request
-from tests.unit.worker.bench import PROMPT, Bench, Pausing, stop, these
+from tests.unit.worker.bench import PROMPT, Bench, Pausing, ScriptedPrompting, stop, these
 
 LONG: dict[str, Any] = {"max_tokens": 120, "ignore_eos": True, "stop": ("STOPSTOPSTOP",)}
 
@@ -63,7 +63,7 @@ def test_tokens_of_another_model_arithmetic_or_prompt_are_not_gone_on_from(
         runner.arithmetic = replace(runner.arithmetic, **{changed: "another"})
         other = build(runner, name="b")
     else:
-        monkeypatch.setattr(Bench, "encode", staticmethod(lambda claim: (3, 2, 1)))
+        monkeypatch.setattr(ScriptedPrompting, "encode", staticmethod(lambda claim: (3, 2, 1)))
         other = build(ScriptedRunner(), name="b")
         text = expected(make_request("j", (3, 2, 1), seed=7, **LONG), 200)[1]
     other.service.run_shard([job_id])

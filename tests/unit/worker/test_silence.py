@@ -1,6 +1,6 @@
 """Silence is measured by looks, so that a pause of the one who looks is not taken for the other's."""
 
-from nightmill.jobs.silence import Silence
+from nightmill.jobs.base.silence import Silence
 
 
 class Hand:

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from nightmill.worker.link.speed import expected_rate
+from nightmill.worker.assembly.speed import EqualSequences, GpuSpeed, WeightsAndCache, expected_rate
 from nightmill.worker.runners.gpu.device.peaks import Peaks, peaks_of
-from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
-from nightmill.worker.runners.gpu.numbers import Numbers, WeightNumbers
+from nightmill.worker.runners.gpu.kv_cache import page_bytes
+from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.weights.layout import weight_bytes
-from tests.specs import dense_spec
+from tests.support.specs import dense_spec
 from tests.unit.worker.test_formats_fit import of_type
 
 H200 = peaks_of((9, 0), 132, clock_khz=1_980_000, memory_khz=3_201_000, bus_bits=6144)
@@ -23,11 +23,9 @@ SPECS = {
 
 
 def rate(model: str, sequences: int, prompt: int = 512, answer: int = 256, kept: str = "16bit") -> float:
-    spec, numbers = SPECS[model], Numbers(weights=WeightNumbers(kept))
-    return expected_rate(
-        spec, H200, 132, weights=weight_bytes(spec, numbers), token=page_bytes(spec) / PAGE,
-        kept=numbers.weights, sequences=sequences, prompt=prompt, answer=answer,
-    )  # fmt: skip
+    spec, precision = SPECS[model], Precision(weights=WeightsFormat(kept))
+    size = WeightsAndCache(weight_bytes(spec, precision), page_bytes(spec), precision.weights)
+    return expected_rate(spec, GpuSpeed(H200, 132), size, EqualSequences(sequences, prompt, answer))
 
 
 def test_an_h200_is_what_its_data_sheet_says() -> None:

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState
+from nightmill.jobs.base.contract import JobState
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import RunnerError
-from nightmill.jobs.parameters import GenerationParams
+from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.jobs.sql.claims import Claim, Claims
 from nightmill.jobs.sql.partials import SavedTokens
 from nightmill.worker.runners.base import StepBatch
 from nightmill.worker.service.in_flight import InFlight
 from nightmill.worker.service.suspects import SuspectsTurn, _gained
-from tests.servers import wait_until
+from tests.support.servers import wait_until
 from tests.unit.engine.scripted import ScriptedRunner
 from tests.unit.worker.bench import Bench, Gated, enqueue
 
@@ -47,7 +47,7 @@ def test_only_the_job_that_breaks_every_engine_fails(build: Callable[..., Bench]
     def start() -> Bench:
         nonlocal starts
         starts += 1
-        return build(Poisoned(slots=64, kv_blocks=512), capacity=64, name=f"{starts:x}")
+        return build(Poisoned(slots=64, kv_pages=512), capacity=64, name=f"{starts:x}")
 
     bench = start()
     ids = enqueue(bench.client, 63, max_tokens=3)

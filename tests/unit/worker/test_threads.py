@@ -2,19 +2,19 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from nightmill.jobs.contract import WorkerState
+from nightmill.jobs.base.contract import WorkerState
 from nightmill.jobs.errors import DatabaseUnreachableError
 from nightmill.jobs.sql.claims import Claim
 from nightmill.worker.service.heart import Heart
 from nightmill.worker.service.housekeeper import Housekeeper
 from nightmill.worker.service.suspects import LOOK_SECONDS
 from nightmill.worker.watched import describe, watched_thread
-from tests.servers import wait_until
+from tests.support.servers import wait_until
 from tests.unit.engine.scripted import ScriptedRunner
 from tests.unit.worker.bench import Bench, Gated, Pausing, enqueue
 from tests.unit.worker.test_suspects import make_suspects
@@ -98,19 +98,19 @@ def test_a_worker_is_shown_as_ready_before_its_first_job_begins(
     bench = build(ScriptedRunner())
     claims, said, go_on = bench.claims, threading.Event(), threading.Event()
     shown: list[str] = []
-    beat, claim = claims.beat, claims.claim
+    beat, claim = claims.beat, claims.claim_within
 
     def slow_beat(*arguments: Any) -> bool:
         said.set()
         assert go_on.wait(30)
         return beat(*arguments)
 
-    def observed_claim(job_ids: Sequence[str]) -> list[Claim]:
+    def observed_claim(*wanted: Any) -> tuple[list[Claim], dict[str, int]]:
         shown.extend(worker.state for worker in bench.client.workers())
-        return claim(job_ids)
+        return claim(*wanted)
 
     monkeypatch.setattr(claims, "beat", slow_beat)
-    monkeypatch.setattr(claims, "claim", observed_claim)
+    monkeypatch.setattr(claims, "claim_within", observed_claim)
     bench.service.in_flight.pause()  # as `Housekeeper.start` does, before Celery takes messages
     shard = bench.run(enqueue(bench.client, 2, max_tokens=3))
     housekeeping(bench).start()

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from nightmill.jobs.contract import StopReason
+from nightmill.jobs.base.contract import StopReason
 from nightmill.jobs.sql.claims import Outcome
 from nightmill.worker.service import writer as module
 from nightmill.worker.service.writer import ResultWriter
-from tests.servers import wait_until
+from tests.support.servers import wait_until
 
 
 def test_after_a_group_of_several_the_next_gathers_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What a batch file asks of a worker, and how long that takes: everything `nightmill plan` says.
+"""Work out what a batch file asks of a worker, and how long that takes: all that `nightmill plan` says.
 
 survey     reads and tokenises every row, and keeps a random sample
 measure    runs the sample on the engine: the speed, and how long answers get

@@ -32,11 +32,11 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What to expect of the whole file."""
+    """The expected time, tokens and speed of the whole file."""
 
     seconds: float
     tail_seconds: float
-    """Of these, from the moment when the first slot stays empty: the batch drains."""
+    """The part of `seconds` after the first slot stays empty: the batch drains."""
     output_tokens: int
     rounds: int
     slots: int
@@ -54,11 +54,11 @@ def expected_lengths(survey: Survey, survival: FloatArray | None) -> FloatArray:
     return np.where(_of_each(survey, survey.endless), limits, means[limits])
 
 
-def pages_needed(survey: Survey, lengths: FloatArray, slots: int, block_size: int) -> Pages:
+def pages_needed(survey: Survey, lengths: FloatArray, slots: int, page_size: int) -> Pages:
     """Pages for `slots` answers at once, and for all."""
     prompts = prompts_of_answers(survey)
-    expected = np.ceil((prompts + lengths) / block_size)
-    most = np.sort(-(-(prompts + _of_each(survey, survey.limits)) // block_size))
+    expected = np.ceil((prompts + lengths) / page_size)
+    most = np.sort(-(-(prompts + _of_each(survey, survey.limits)) // page_size))
     running = min(slots, len(prompts))
     return Pages(
         running=round(float(expected.mean()) * running) if running else 0,

@@ -12,13 +12,13 @@ only that their answers would have been longer, and are counted as that.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
 import numpy.typing as npt
 
-from nightmill.jobs.contract import StopReason
+from nightmill.jobs.base.contract import StopReason
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Completion, Request
 
@@ -42,7 +42,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What a sample showed."""
+    """The speed and the lengths of answers that a sample showed."""
 
     speed: Speed
     survival: FloatArray
@@ -105,7 +105,7 @@ def _warm_up(engine: Engine, requests: Sequence[Request]) -> None:
         params = request.params.model_copy(
             update={"max_tokens": min(request.params.max_tokens, _WARM_UP_TOKENS)}
         )
-        engine.submit(Request(request.job_id, 0, request.prompt_ids, params, request.seed))
+        engine.submit(replace(request, attempt=0, params=params))
     while engine.has_work:
         engine.step()
 

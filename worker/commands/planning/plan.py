@@ -1,6 +1,5 @@
 """Puts survey, measurement and forecast together into what `nightmill plan` reports."""
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
@@ -8,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from nightmill.jobs.contract import JsonObject
+from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.formats import InputFile
-from nightmill.jobs.spec import JobSpec
-from nightmill.worker.commands.fitting import Fit
+from nightmill.jobs.request.spec import JobSpec
+from nightmill.worker.assembly.sizes import Fit
 from nightmill.worker.commands.planning.forecast import (
     Forecast,
     Pages,
@@ -21,9 +20,10 @@ from nightmill.worker.commands.planning.forecast import (
     prompts_of_answers,
 )
 from nightmill.worker.commands.planning.measure import WARM_UP, Measurement, measure
-from nightmill.worker.commands.planning.survey import Encode, Survey, survey
+from nightmill.worker.commands.planning.rows import bad_by_code
+from nightmill.worker.commands.planning.survey import Reader, Survey, survey
 from nightmill.worker.engine.engine import Engine
-from nightmill.worker.engine.limits import Limits
+from nightmill.worker.engine.limits import RequestLimits
 
 _SAMPLE_AT_LEAST = 256  # rows: the mean of answers that vary by half of it is then known to 3%
 _SAMPLE_BATCHES = 4  # so that a full batch is seen at work, not only filling and draining
@@ -47,13 +47,13 @@ class Estimate:
 
     @property
     def fits(self) -> bool | None:
-        """Whether that is before the deadline; None if there is none."""
+        """True if the last row ends by the deadline; None without a deadline."""
         return None if self.deadline_at is None else self.done_at <= self.deadline_at
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a file asks for, which of its rows are bad, and when it will be done."""
+    """The plan of a file: what it asks for, which of its rows are bad, and when it will be done."""
 
     file: InputFile
     model: str
@@ -61,16 +61,18 @@ class Plan:
     output_tokens: int | None
     """Expected; None if nothing was measured."""
     pages: Pages
-    """Where nothing was measured, with the longest answers that rows may have."""
-    limits: Limits
+    """Pages that the answers need; if nothing was measured, with the longest answers that rows may have."""
+    limits: RequestLimits
     estimate: Estimate | None
     memory: Fit | None = None
-    """Of the GPU, as a worker with these options would share it out."""
+    """The GPU's memory as a worker with these options would share it out."""
+    template_fault: str | None = None
+    """Which special tokens the model's chat template writes that stay out of reach, and what to do."""
 
     @property
     def bad_by_code(self) -> dict[str, int]:
         """Numbers of bad rows, the most frequent first."""
-        return dict(Counter(row.code for row in self.survey.bad).most_common())
+        return bad_by_code(self.survey.bad)
 
     @property
     def other_models(self) -> dict[str, int]:
@@ -95,78 +97,110 @@ class Plan:
             "rows_with_structured_output": dict(+found.constrained),
             "rows_with_tools": found.tools,
             "rows_with_log_probabilities": found.told,
+            "rows_with_special_tokens": found.marked,
+            "chat_template_fault": self.template_fault,
+            "special_tokens_in_prompts": dict(found.marks.most_common()),
             "prompt_tokens": sum(prompts),
             "longest_prompt": max(prompts, default=0),
             "output_tokens": self.output_tokens,
             "output_tokens_at_most": found.tokens_at_most,
             "context": self.limits.context,
             "kv_pages": asdict(self.pages)
-            | {"tokens_per_page": self.limits.block_size, "available": self.limits.pages},
+            | {"tokens_per_page": self.limits.page_size, "available": self.limits.pages},
             "memory": None if self.memory is None else asdict(self.memory),
             "estimate": None if self.estimate is None else _estimate_json(self.estimate),
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlannedModel:
+    """The model that is planned with.
+
+    slots   rows that a worker runs at once
+    memory  of the GPU, as a worker with these options would share it out
+    """
+
+    name: str
+    reader: Reader
+    limits: RequestLimits
+    slots: int
+    memory: Fit | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The time that there is, and who works in it.
+
+    now        the time; the night begins when the plan is made, unless `starts_at` names another
+    """
+
+    now: Callable[[], datetime]
+    starts_at: datetime | None = None
+    deadline_at: datetime | None = None
+    workers: int = 1
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """The engine on which the speed is measured, for how long, and by which clock."""
+
+    engine: Engine
+    seconds: float = 0.0
+    clock: Callable[[], float] | None = None
+
+
 def make_plan(
     file: InputFile,
-    encode: Encode,
-    limits: Limits,
+    model: PlannedModel,
+    schedule: Schedule,
     *,
-    model: str,
-    slots: int,
-    engine: Engine | None = None,
-    memory: Fit | None = None,
-    measure_seconds: float = 0.0,
-    clock: Callable[[], float] | None = None,
-    workers: int = 1,
-    now: Callable[[], datetime],
-    starts_at: datetime | None = None,
-    deadline_at: datetime | None = None,
+    measuring: Measuring | None = None,
     defaults: JobSpec | None = None,
     on_row: Callable[[], None] = lambda: None,
     on_measure: Callable[[], None] = lambda: None,
 ) -> Plan:
-    """Plan a file. Without an `engine` nothing is measured, and there is no estimate.
+    """Plan a file. Without `measuring` there is no estimate.
 
-    `slots`: rows that a worker runs at once. `on_measure` is called when all rows are read. Without
-    `starts_at` the night begins when the plan is made. Raises BatchFileError, RunnerError.
+    `on_measure` is called when all rows are read. Raises BatchFileError, RunnerError.
     """
-    size = max(_SAMPLE_AT_LEAST, _SAMPLE_BATCHES * slots) + WARM_UP if engine is not None else 0
-    found = survey(file, encode, limits, defaults=defaults, sample=size, on_row=on_row)
+    limits, slots = model.limits, model.slots
+    size = max(_SAMPLE_AT_LEAST, _SAMPLE_BATCHES * slots) + WARM_UP if measuring is not None else 0
+    found = survey(file, model.reader, limits, defaults=defaults, sample=size, on_row=on_row)
     measured: Measurement | None = None
-    if engine is not None and found.sample:
+    if measuring is not None and found.sample:
         on_measure()
-        timing = {} if clock is None else {"clock": clock}
-        measured = measure(engine, found.sample, seconds=measure_seconds, **timing)
+        timing = {} if measuring.clock is None else {"clock": measuring.clock}
+        measured = measure(measuring.engine, found.sample, seconds=measuring.seconds, **timing)
     lengths = expected_lengths(found, None if measured is None else measured.survival)
     estimate = None
     if measured is not None:
         rows_at_once = _fitting(found, lengths, limits, slots)
         estimate = Estimate(
-            forecast=forecast(found, measured, slots=rows_at_once, workers=workers),
-            workers=workers,
-            starts_at=starts_at or now(),
-            deadline_at=deadline_at,
+            forecast=forecast(found, measured, slots=rows_at_once, workers=schedule.workers),
+            workers=schedule.workers,
+            starts_at=schedule.starts_at or schedule.now(),
+            deadline_at=schedule.deadline_at,
             measured_rows=measured.rows,
             measured_seconds=measured.seconds,
         )
     return Plan(
         file=file,
-        model=model,
+        model=model.name,
         survey=found,
         output_tokens=None if measured is None else round(float(lengths.sum())),
-        pages=pages_needed(found, lengths, slots, limits.block_size),
+        pages=pages_needed(found, lengths, slots, limits.page_size),
         limits=limits,
         estimate=estimate,
-        memory=memory,
+        memory=model.memory,
+        template_fault=model.reader.template_fault(),
     )
 
 
-def _fitting(found: Survey, lengths: Any, limits: Limits, slots: int) -> int:
+def _fitting(found: Survey, lengths: Any, limits: RequestLimits, slots: int) -> int:
     """Answers of the usual size that the KV cache has pages for, at most `slots`."""
     if limits.pages is None:
         return slots
-    usual = np.ceil((prompts_of_answers(found) + lengths) / limits.block_size).mean()
+    usual = np.ceil((prompts_of_answers(found) + lengths) / limits.page_size).mean()
     return max(1, min(slots, int(limits.pages / usual)))
 
 

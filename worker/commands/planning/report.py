@@ -3,15 +3,13 @@
 from collections.abc import Iterator
 from datetime import timedelta
 
+from nightmill.jobs.base.printable import printable
+from nightmill.jobs.base.times import describe_moment
 from nightmill.jobs.commands.printing import counted
-from nightmill.jobs.printable import printable
-from nightmill.jobs.when import describe_moment
 from nightmill.worker.commands.planning.plan import Estimate, Plan
-from nightmill.worker.commands.planning.survey import BadRow
+from nightmill.worker.commands.planning.rows import describe_rows
 
-SHOWN_ROWS = 20
-_LONGEST_LINE = 1000
-
+_MOST_MARKS = 5  # that are named
 _LOSS = "on a GPU that costs a model of 7B no speed, and one of 0.5B up to a third if all rows ask for it"
 """Measured: benchmarks/RESULTS.md, "Structured output" and "Log-probabilities"."""
 
@@ -19,15 +17,7 @@ _LOSS = "on a GPU that costs a model of 7B no speed, and one of 0.5B up to a thi
 def describe_plan(plan: Plan) -> Iterator[str]:
     """Lines: the rows, what they ask for, when it will be done."""
     found = plan.survey
-    bad = len(found.bad)
-    name = printable(plan.file.path)
-    yield f"{name}: {counted(found.rows, 'row')} ({plan.file.format}), {found.good:,} good, {bad:,} bad"
-    for row in found.bad[:SHOWN_ROWS]:
-        yield f"  {_describe_row(row)}"
-    if bad > SHOWN_ROWS:
-        yield f"  ... and {bad - SHOWN_ROWS:,} more: --json lists all"
-    for code, count in plan.bad_by_code.items():
-        yield f"  {count:>10,}  {code}"
+    yield from describe_rows(plan.file, found.rows, found.good, found.bad)
     for name, count in plan.other_models.items():
         yield (
             f"note: {count:,} rows ask for model {name!r}: nightmill run answers them with {plan.model!r} "
@@ -54,6 +44,15 @@ def describe_plan(plan: Plan) -> Iterator[str]:
             f"note: {found.told:,} rows ask for log-probabilities, or for scores of texts, whose own tokens "
             "are not counted; on a GPU a night loses some 5% of its speed if all rows do"
         )
+    if found.marked:
+        shown = ", ".join(printable(mark) for mark, _ in found.marks.most_common(_MOST_MARKS))
+        yield (
+            f"note: {counted(found.marked, 'plain prompt')} with special tokens of the model spelt out "
+            f"({shown}): they are read as characters, never as control tokens; give messages for the model's "
+            "own template to write them, or token ids"
+        )
+    if plan.template_fault is not None:
+        yield f"note: {printable(plan.template_fault)}"
     if not found.good:
         return
     mean = sum(found.prompt_tokens) / found.good
@@ -74,17 +73,12 @@ def describe_plan(plan: Plan) -> Iterator[str]:
         yield from _describe_estimate(plan.estimate)
 
 
-def _describe_row(row: BadRow) -> str:
-    name = "" if row.custom_id is None else f" {row.custom_id!r}"
-    return printable(f"line {row.line}{name}: {row.message} [{row.code}]", _LONGEST_LINE)
-
-
 def _describe_pages(plan: Plan) -> str:
     pages = plan.pages
     have = "" if plan.limits.pages is None else f"; this worker has {plan.limits.pages:,}"
     return (
         f"{pages.running:,} for the rows that run at once (at most {pages.running_at_most:,}), "
-        f"{pages.whole:,} for all; {plan.limits.block_size} tokens each{have}"
+        f"{pages.whole:,} for all; {plan.limits.page_size} tokens each{have}"
     )
 
 

@@ -1,4 +1,4 @@
-"""How a model's template shows what messages say, found out by rendering a text that occurs nowhere else.
+"""Find out how a model's template shows contents of messages, by rendering a text that occurs nowhere else.
 
 Some templates take a message's content as a text, some as a list of typed parts only, and some have no branch
 for a role at all: given what they do not know, they render a prompt without the message, and no error.
@@ -36,12 +36,12 @@ _AROUND: Final[dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]]] = {
     "assistant": ([_HELLO], [_HELLO]),
     "tool": ([_HELLO, _CALLING], []),
 }
-"""Of a message of each role, the messages before and behind it that make a usual chat."""
+"""The messages before and behind a message of each role that make a usual chat of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContentUse:
-    """What a template does with contents, by role.
+    """A template's treatment of contents, by role.
 
     in_parts  roles whose content it takes as a list of typed parts, and not as a text
     dropped   roles whose messages it leaves out without a word

@@ -42,7 +42,10 @@ _TEXT, _REFUSED, _EXHAUSTED = b"T", b"R", b"X"
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a template may use. The text of 100 words takes 0.0001 s; the process itself has 20 MB."""
+    """Limits on a template's time, memory and output.
+
+    The text of 100 words takes 0.0001 s; the process itself has 20 MB.
+    """
 
     memory: int = 512 << 20  # bytes of address space
     compile_seconds: float = 2.0  # of processor time
@@ -268,7 +271,7 @@ def _as_sent(time: datetime | None) -> str:
 
 
 def _group(lines: Sequence[bytes]) -> Iterator[bytes]:
-    """As many as are sent at once, at least one."""
+    """Yield the first lines, as many as are sent at once, at least one."""
     room = _GROUP_BYTES
     for line in lines:
         yield line

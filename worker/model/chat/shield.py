@@ -16,6 +16,7 @@ from nightmill.worker.model.tokenizer.finding import alternatives
 Messages = Sequence[Mapping[str, Any]]
 # Such a role may form a token with the template: '<|' + role + '|>'
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 # What calls and schemas are made of: templates look for it, and no token can be completed by it.
 _STRUCTURE = frozenset(
     {
@@ -24,6 +25,8 @@ _STRUCTURE = frozenset(
         "additionalProperties", "object", "array", "string", "number", "integer", "boolean", "null",
     }
 )  # fmt: skip
+_SAID = re.compile(r"\S")
+_STAND_IN = "x"  # a letter alone, in no special token's text twice in a row
 _USUAL_MARK = "\ufdd0"
 
 
@@ -33,7 +36,10 @@ class Shield:
     def __init__(self, markers: Collection[str]) -> None:
         self._starts = _overlapping(markers)
         signs = {char for marker in markers for char in marker if not char.isalnum() and not char.isspace()}
-        self._signs = re.compile(f"[{re.escape(''.join(sorted(signs)))}]" if signs else "(?!)")
+        bare = any(signs.isdisjoint(marker) for marker in markers)
+        self._signs = re.compile(
+            "." if bare else f"[{re.escape(''.join(sorted(signs)))}]" if signs else "(?!)"
+        )
         self._heads = Prefixes(markers)
         self._tails = Prefixes(marker[::-1] for marker in markers)
         self._joined = "\n".join(markers)
@@ -47,14 +53,19 @@ class Shield:
         return _map_content(messages, lambda text: self._marked(text, mark, broken=broken))
 
     def divide(self, messages: Messages, mark: str) -> list[dict[str, Any]]:
-        """The messages with `mark` before and behind each of their characters.
+        """The messages with `mark` before and behind each of their characters, but for ids of calls.
 
         Whatever a template deletes, replaces, folds or cuts, no special token comes of them.
         """
-        return _map_content(messages, lambda text: f"{mark}{mark.join(text)}{mark}" if text else text)
+        return _map_content(
+            messages, lambda text: f"{mark}{mark.join(text)}{mark}" if text else text, ids=False
+        )
 
     def concerns(self, messages: Messages) -> bool:
-        """Whether the messages have a character that marks special tokens, as `<` and `|` do."""
+        """Return whether the messages have a character that marks special tokens, as `<` and `|` do.
+
+        Where a special token has no such character, any text may be a part of it.
+        """
         return any(self._signs.search(text) for text in strings(messages))
 
     def _marked(self, text: str, mark: str, *, broken: bool) -> str:
@@ -74,6 +85,12 @@ class Shield:
             return text
         cuts = [0, *sorted(places), len(text)]
         return mark.join(text[start:end] for start, end in pairwise(cuts))
+
+
+def without_words(messages: Messages, mark: str) -> list[dict[str, Any]]:
+    """The messages with all characters but spaces replaced, as many as there were, but for ids of calls."""
+    assert mark not in _STAND_IN
+    return _map_content(messages, lambda text: _SAID.sub(_STAND_IN, text), ids=False)
 
 
 class Prefixes:
@@ -124,25 +141,36 @@ def _overlapping(texts: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(starts) or "(?!)")
 
 
-def _map_content(messages: Messages, change: Callable[[str], str]) -> list[dict[str, Any]]:
+def _map_content(
+    messages: Messages, change: Callable[[str], str], *, ids: bool = True
+) -> list[dict[str, Any]]:
+    """The messages with their texts changed; without `ids`, those of calls stay, where they are ordinary."""
+
     def visit(value: Any) -> Any:
         if isinstance(value, str):
             return change(value)
         if isinstance(value, Mapping):
             return {
-                key if key in _STRUCTURE else visit(key): item
-                if key == "type" and isinstance(item, str) and item in _STRUCTURE
-                else visit(item)
+                key if key in _STRUCTURE else visit(key): item if stays(key, item) else visit(item)
                 for key, item in value.items()
             }
         if isinstance(value, list | tuple):
             return [visit(item) for item in value]
         return value
 
+    def stays(key: str, item: Any) -> bool:
+        if not isinstance(item, str):
+            return False
+        is_id = not ids and key in ("id", "tool_call_id") and _ID.fullmatch(item) is not None
+        return is_id or (key == "type" and item in _STRUCTURE)
+
     def is_role(key: str, value: Any) -> bool:
         return key == "role" and isinstance(value, str) and _ROLE.fullmatch(value) is not None
 
     return [
-        {key: value if is_role(key, value) else visit(value) for key, value in message.items()}
+        {
+            key: value if is_role(key, value) or stays(key, value) else visit(value)
+            for key, value in message.items()
+        }
         for message in messages
     ]

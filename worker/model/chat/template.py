@@ -5,33 +5,33 @@ template's count. So special tokens are looked for in the rendered text, and eac
 is passed over. What lies between two special tokens, template text and content together, is tokenised in
 one piece: words and merges cross the border as they did in training.
 
-To know which ones came from a message, the messages are rendered with marks before the special tokens in
-them (`worker.model.chat.shield`). Messages without such text, nearly all, are rendered as they are, and so
-templates may trim, test or split contents. Where marks do change what a template does (Qwen3's looks for
-`<tool_response>`), the text is rendered again with the special tokens in messages broken up, unreadable for
-the template too.
+Which ones came from a message `worker.model.chat.marking` finds out. Messages without such text, nearly all,
+are rendered as they are, and so templates may trim, test or split contents.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime
 from typing import Any, Self
 
-from gguf import TokenType
-
-from nightmill.jobs.contract import AS_USUAL, CallFormat, Markup, Rendering
+from nightmill.jobs.base.contract import AS_USUAL, CallFormat, Markup, Rendering
 from nightmill.jobs.errors import ChatTemplateError, NightmillError
-from nightmill.jobs.thinking import CHANNELS
+from nightmill.jobs.reply.reasoning import CHANNELS
+from nightmill.worker.model.chat.chat import Chat, Rendered
 from nightmill.worker.model.chat.content import ContentUse, content_use
+from nightmill.worker.model.chat.marking import Marking
+from nightmill.worker.model.chat.reach import Reach, reach
 from nightmill.worker.model.chat.renderer import Limits, Renderer
-from nightmill.worker.model.chat.shield import Messages, Shield, strings, unused_character
+from nightmill.worker.model.chat.shield import Messages, unused_character
+from nightmill.worker.model.chat.showing import Conversation, conversation
 from nightmill.worker.model.chat.tools import ToolUse, tool_use
 from nightmill.worker.model.gguf.file import GgufFile
-from nightmill.worker.model.tokenizer.tokenizer import Piece, Tokenizer
+from nightmill.worker.model.tokenizer.tokenizer import Tokenizer
 
 _KEY = "tokenizer.chat_template"
-
-Rendered = str | ChatTemplateError
+TOOLS_KEY = "tokenizer.chat_template.tool_use"
+"""The template for chats with tools, where a file has one, as for llama.cpp and transformers."""
 
 _THINKING = {
     "</think>": ("<think>", "</think>"),
@@ -40,51 +40,8 @@ _THINKING = {
     "<|END_THINKING|>": ("<|START_THINKING|>", "<|END_THINKING|>"),
     "<|start|>assistant<|channel|>final<|message|>": CHANNELS,
 }
-"""What models put around what they think before they answer, by what their templates have of it."""
+"""The marks that models put around their reasoning, by the text that their templates have of them."""
 _END_TOKENS = 16  # of a prompt, in which such a mark may stand; it may be spelt out
-
-
-@dataclass(frozen=True)
-class _Chat:
-    """Messages and tools as the template takes them, and how to render them.
-
-    end    a character of its own behind a last message to go on with
-    time   what `strftime_now` shows; None: now
-    use    in which form the template takes contents
-    fault  why the template cannot be given them
-    """
-
-    messages: Messages
-    rendering: Rendering
-    end: str
-    tools: Messages | None = None
-    time: datetime | None = None
-    use: ContentUse = field(default_factory=ContentUse)
-    fault: ChatTemplateError | None = None
-
-    def variables(self) -> dict[str, Any]:
-        """What the template sees; nothing that a caller names takes the place of ours."""
-        messages = list(self.messages)
-        if self.end:
-            last = messages[-1]
-            messages[-1] = {**last, "content": last["content"] + self.end}
-        messages = [self.use.given(message) for message in messages]
-        opens = self.rendering.add_generation_prompt
-        tools = None if self.tools is None else list(self.tools)
-        ours = {"messages": messages, "tools": tools, "add_generation_prompt": opens}
-        return {**self.rendering.variables, **ours}
-
-    def cut(self, text: Rendered) -> Rendered:
-        """The rendered text up to where the model is to go on."""
-        if not self.end or isinstance(text, ChatTemplateError):
-            return text
-        before, found, _ = text.rpartition(self.end)
-        if found:
-            return before
-        return ChatTemplateError(
-            "continue_final_message: the model's chat template does not show the end of the last message, so "
-            "that it cannot be continued"
-        )
 
 
 class ChatTemplate:
@@ -97,22 +54,26 @@ class ChatTemplate:
         label: str,
         limits: Limits | None = None,
         calls: CallFormat | None = None,
+        *,
+        key: str = _KEY,
     ) -> None:
         """Compile `source`. Raises ChatTemplateError where it is broken, RunnerError where nothing starts.
 
         calls: how the model writes calls of tools; by default as its template shows
+        key: of the file, that it stands under
         """
+        self._for_tools: ChatTemplate | ChatTemplateError | None = None
         self._calls = calls
         self._use: ToolUse | None = None
         self._contents: ContentUse | None = None
         self._source = source
         self._tokenizer = tokenizer
-        self._shield = Shield(tokenizer.markers)
+        self._marking = Marking(tokenizer, source, self._render_all)
         vocabulary = tokenizer.vocabulary
         ends = {"bos_token": vocabulary.bos_id, "eos_token": vocabulary.eos_id}
         texts = {name: "" if number is None else vocabulary.text_of(number) for name, number in ends.items()}
         variables = {**texts, "documents": None}
-        self._renderer = Renderer(source, variables, limits or Limits(), f"{label}: {_KEY}")
+        self._renderer = Renderer(source, variables, limits or Limits(), f"{label}: {key}")
 
     @classmethod
     def from_gguf(
@@ -123,17 +84,36 @@ class ChatTemplate:
         calls: CallFormat | None = None,
     ) -> Self:
         """The file's template; raises ChatTemplateError where it has none, or a broken one."""
-        source = file.string(_KEY, default="")
-        if not source.strip():
+        named = {key: file.string(key, default="") for key in (_KEY, TOOLS_KEY)}
+        named = {key: source for key, source in named.items() if source.strip()}
+        if not named:
             raise ChatTemplateError(
                 f"{file.path}: {_KEY}: the model has no chat template; give plain prompts instead of "
                 "messages, or add a template with gguf-new-metadata --chat-template"
             )
-        return cls(source, tokenizer, str(file.path), limits, calls)
+        label = str(file.path)
+        usual_key = min(named, key=len)  # that of tools alone serves all chats, as for llama.cpp
+        usual = cls(named.pop(usual_key), tokenizer, label, limits, calls, key=usual_key)
+        for key, source in named.items() if calls is not CallFormat.JSON else ():
+            try:
+                usual._for_tools = cls(source, tokenizer, label, limits, calls, key=key)
+            except ChatTemplateError as error:  # of chats with tools alone
+                usual._for_tools = error
+        return usual
+
+    def for_tools(self) -> "ChatTemplate":
+        """The template of chats with tools: a file may have one of its own. Raises ChatTemplateError."""
+        if isinstance(self._for_tools, ChatTemplateError):
+            raise self._for_tools
+        return self._for_tools or self
+
+    def _of(self, rendering: Rendering | None) -> "ChatTemplate":
+        return self if rendering is None or rendering.tools is None else self.for_tools()
 
     def render(self, messages: Messages, rendering: Rendering = AS_USUAL) -> str:
         """The prompt as text. Raises ChatTemplateError where the template is broken or refuses."""
-        text = self._render_all([self._chat(messages, rendering)])[0]
+        template = self._of(rendering)
+        text = template._render_all([template._chat(messages, rendering)])[0]
         if isinstance(text, ChatTemplateError):
             raise text
         return text
@@ -158,17 +138,35 @@ class ChatTemplate:
 
         times  what the template takes for the time, for each; None: now
         """
+        said, moments = renderings or [AS_USUAL] * len(chats), times or [None] * len(chats)
+        if self._for_tools is None:
+            return self._encode_all(chats, said, moments)
+        answers: list[list[int] | NightmillError] = [ChatTemplateError()] * len(chats)
+        for with_tools in (False, True):
+            places = [place for place, one in enumerate(said) if (one.tools is not None) is with_tools]
+            found: Sequence[list[int] | NightmillError]
+            try:
+                found = (self.for_tools() if with_tools else self)._encode_all(
+                    [chats[place] for place in places],
+                    [said[place] for place in places],
+                    [moments[place] for place in places],
+                )
+            except ChatTemplateError as error:
+                found = [error] * len(places)
+            for place, one in zip(places, found, strict=True):
+                answers[place] = one
+        return answers
+
+    def _encode_all(
+        self, chats: Sequence[Messages], said: Sequence[Rendering], times: Sequence[datetime | None]
+    ) -> list[list[int] | NightmillError]:
         answers: list[list[int] | NightmillError] = []
-        said = renderings or [AS_USUAL] * len(chats)
-        prompts = [
-            rendered if isinstance(rendered, ChatTemplateError) else list(self._pieces(*rendered))
-            for rendered in self._marked(
-                [
-                    replace(self._chat(chat, rendering), time=time)
-                    for chat, rendering, time in zip(chats, said, times or [None] * len(chats), strict=True)
-                ]
-            )
-        ]
+        prompts = self._marking.pieces(
+            [
+                replace(self._chat(chat, rendering), time=time)
+                for chat, rendering, time in zip(chats, said, times, strict=True)
+            ]
+        )
         encoded = iter(
             self._tokenizer.encode_each(
                 [prompt for prompt in prompts if isinstance(prompt, list)], add_bos=False
@@ -180,8 +178,10 @@ class ChatTemplate:
         return answers
 
     def close(self) -> None:
-        """End the process that renders; one that renders again starts a new one."""
+        """End what renders; one that renders again starts a new process."""
         self._renderer.close()
+        if isinstance(self._for_tools, ChatTemplate):
+            self._for_tools.close()
 
     @property
     def pid(self) -> int | None:
@@ -194,7 +194,7 @@ class ChatTemplate:
             ids.insert(0, bos_id)
         return ids
 
-    def _chat(self, messages: Messages, rendering: Rendering) -> "_Chat":
+    def _chat(self, messages: Messages, rendering: Rendering) -> Chat:
         last = messages[-1].get("content") if messages else None
         end = (
             unused_character([self._source, last if isinstance(last, str) else ""])
@@ -209,11 +209,28 @@ class ChatTemplate:
                 use = self._tool_use()
             except ChatTemplateError as error:
                 if rendering.tools is not None:
-                    return _Chat(messages, rendering, end, fault=error)
+                    return Chat(messages, rendering, end, fault=error)
                 use = ToolUse(CallFormat.JSON)  # earlier calls alone: the template may do what it likes
             told, tools = use.told(messages, rendering.tools)
         fault = next(filter(None, map(contents.fault, told)), None)
-        return _Chat(told, rendering, end, tools, use=contents, fault=fault)
+        return Chat(told, rendering, end, tools, use=contents, fault=fault)
+
+    def conversation(self) -> Conversation:
+        """A chat of all roles that the template takes; raises ChatTemplateError where it takes none."""
+        return conversation(self.render)
+
+    def reach(self) -> Reach:
+        """The special tokens that the template writes and that stay out of reach."""
+        texts = []
+        with suppress(ChatTemplateError):  # a template that renders nothing writes nothing
+            shown = self.conversation()
+            texts = [self.render(shown.messages[:1]), self.render(shown.messages, shown.rendering)]
+        sources = [self._source] + [self.for_tools()._source] * isinstance(self._for_tools, ChatTemplate)
+        return reach("\n".join(sources), texts, self._tokenizer)
+
+    def tool_use(self) -> ToolUse:
+        """Return how tools are described and called in chats that have some; raises ChatTemplateError."""
+        return self.for_tools()._tool_use()
 
     def contents(self) -> ContentUse:
         """In which form the template takes what messages say, and which roles it leaves out."""
@@ -222,20 +239,22 @@ class ChatTemplate:
         return self._contents
 
     def _tool_use(self) -> ToolUse:
-        """What the template does with tools; raises ChatTemplateError."""
+        """Find out, once, how this template describes and calls tools; raises ChatTemplateError."""
         if self._use is None:
             self._use = tool_use(lambda chat: self._renderer.render_all([chat])[0], self._calls)
         return self._use
 
     def markup(self, rendering: Rendering | None, prompt_ids: Sequence[int]) -> Markup | None:
-        """What answers to a chat hold beside what they say; its prompt begins them if it ends in thinking.
+        """Return the markup of reasoning and tool calls in answers to a chat; None if they have neither.
 
-        Raises ChatTemplateError where `encode` does.
+        Reasoning is already open where the prompt ends with its opening mark. Raises ChatTemplateError where
+        `encode` does.
         """
+        template = self._of(rendering)
         calls = None
         if rendering is not None and rendering.tools is not None:
-            calls = self._tool_use().calls
-        thinking = thinking_marks(self._source)
+            calls = template._tool_use().calls
+        thinking = thinking_marks(template._source)
         if calls is None and thinking is None:
             return None
         opened = thinking is not None and self._tokenizer.decode(
@@ -243,7 +262,7 @@ class ChatTemplate:
         ).rstrip().endswith(thinking[0])
         return Markup(calls, thinking, opened)
 
-    def _render_all(self, chats: Sequence["_Chat"]) -> list[Rendered]:
+    def _render_all(self, chats: Sequence[Chat]) -> list[Rendered]:
         faults = [self._fault(chat) for chat in chats]
         fit = [chat for chat, fault in zip(chats, faults, strict=True) if fault is None]
         texts = iter(
@@ -251,7 +270,7 @@ class ChatTemplate:
         )
         return [fault or chat.cut(next(texts)) for chat, fault in zip(chats, faults, strict=True)]
 
-    def _fault(self, chat: "_Chat") -> ChatTemplateError | None:
+    def _fault(self, chat: Chat) -> ChatTemplateError | None:
         """Why a chat cannot be given to the template."""
         if chat.fault is not None:
             return chat.fault
@@ -265,105 +284,11 @@ class ChatTemplate:
             return ChatTemplateError("continue_final_message: the last message has no text to continue")
         return None
 
-    def _marked(self, chats: Sequence["_Chat"]) -> list[tuple[str, str] | ChatTemplateError]:
-        """Each rendered text with a mark before each special token that a message wrote, and the mark."""
-        plain = self._render_all(chats)
-        marked: list[Rendered] = list(plain)
-        marks: dict[int, str] = {}
-
-        def again(indexes: Iterable[int], *, broken: bool) -> list[int]:
-            """Render those that marks change; returns those of which more than the marks has changed."""
-            shielded: dict[int, _Chat] = {}
-            for index in indexes:
-                chat = chats[index]
-                try:
-                    given = [*chat.messages, *(chat.tools or ())]
-                    texts = [str(plain[index]), self._source, chat.end, *strings(given)]
-                    marks[index] = unused_character(texts)
-                    changed = self._shield.mark(given, marks[index], broken=broken)
-                    if changed != given:
-                        count = len(chat.messages)
-                        tools = None if chat.tools is None else changed[count:]
-                        shielded[index] = replace(chat, messages=changed[:count], tools=tools)
-                except RecursionError:
-                    marked[index] = ChatTemplateError("the messages are nested too deep")
-            anew = self._render_all(list(shielded.values()))
-            for index, text in zip(shielded, anew, strict=True):
-                marked[index] = text
-            return [
-                index
-                for index, text in zip(shielded, anew, strict=True)
-                if isinstance(text, str) and text.replace(marks[index], "") != plain[index]
-            ]
-
-        rendered = [index for index, text in enumerate(plain) if isinstance(text, str)]
-        again(again(rendered, broken=False), broken=True)
-        found = [
-            text if isinstance(text, ChatTemplateError) else (text, marks[index])
-            for index, text in enumerate(marked)
-        ]
-        return self._unforged(chats, found)
-
-    def _unforged(
-        self, chats: Sequence["_Chat"], found: list[tuple[str, str] | ChatTemplateError]
-    ) -> list[tuple[str, str] | ChatTemplateError]:
-        """The same, but for chats of which a template's edits make control tokens.
-
-        A template that deletes "/think" from a message joins what stood around it. So a chat that has a
-        character of those that mark special tokens is rendered with marks between all characters, too: what
-        control tokens there are then, the template has written itself.
-        """
-        divided: dict[int, _Chat] = {}
-        for index, one in enumerate(found):
-            chat = chats[index]
-            if isinstance(one, ChatTemplateError):
-                continue
-            given = [*chat.messages, *(chat.tools or ())]
-            if self._shield.concerns(given):
-                changed = self._shield.divide(given, one[1])
-                count = len(chat.messages)
-                tools = None if chat.tools is None else changed[count:]
-                divided[index] = replace(chat, messages=changed[:count], tools=tools)
-        anew = self._render_all(list(divided.values()))
-        for index, text in zip(divided, anew, strict=True):
-            one = found[index]
-            if isinstance(one, ChatTemplateError) or isinstance(text, ChatTemplateError):
-                continue  # it refuses marked messages, see docs/models.md
-            if self._control_tokens(text) != self._control_tokens(*one):
-                found[index] = ChatTemplateError(
-                    "the model's chat template makes control tokens of what these messages say, by what it "
-                    "deletes or replaces in them: remove what looks like parts of such tokens"
-                )
-        return found
-
-    def _control_tokens(self, text: str, mark: str | None = None) -> list[int]:
-        """The control tokens of a rendered text, without those that a mark precedes."""
-        kinds, found, start = self._tokenizer.vocabulary.kinds, [], 0
-        while match := self._tokenizer.next_marker(text, start):
-            start = match.start() + 1
-            if mark is None or text[match.start() - 1 : match.start()] != mark:
-                start = self._tokenizer.after(match)
-                token_id = self._tokenizer.markers[match[0]]
-                found += [token_id] * (kinds[token_id] == TokenType.CONTROL)
-        return found
-
-    def _pieces(self, text: str, mark: str) -> Iterator[Piece]:
-        """Special tokens that no mark precedes as ids, the rest as text without marks."""
-        start = search = 0
-        while match := self._tokenizer.next_marker(text, search):
-            if text[match.start() - 1 : match.start()] == mark:
-                search = match.start() + 1
-                continue
-            yield from self._tokenizer.split(text[start : match.start()].replace(mark, ""), special=False)
-            yield self._tokenizer.markers[match[0]]
-            start = search = self._tokenizer.after(match)
-        yield from self._tokenizer.split(text[start:].replace(mark, ""), special=False)
-
 
 def _concerns_tools(message: Mapping[str, Any]) -> bool:
     return message.get("role") == "tool" or bool(message.get("tool_calls"))
 
 
 def thinking_marks(source: str) -> tuple[str, str] | None:
-    """What the model of this template puts around its thoughts; None if nothing that is known."""
+    """Return the marks that this template's model puts around its reasoning; None if none are known."""
     return next((marks for sign, marks in _THINKING.items() if sign in source), None)

@@ -1,4 +1,4 @@
-"""How a model's template deals with tools, found out by what it makes of a call.
+"""Find out how a model's template deals with tools, by what it makes of a call.
 
 Templates say nowhere how their model writes a call. But they write the calls of earlier messages in the same
 way: so a chat with one is rendered, and the call looked for in the text. That also shows whether the template
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from nightmill.jobs.contract import CallFormat, Tools
+from nightmill.jobs.base.contract import CallFormat, Tools
 from nightmill.jobs.errors import ChatTemplateError
 
 Messages = Sequence[Mapping[str, Any]]
@@ -44,7 +44,7 @@ REMEDY: Final = (
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """How tools are told to a model, and how it calls them.
+    """The form in which tools are described to a model, and in which it calls them.
 
     calls          how it writes calls
     as_text        the template takes the arguments of calls as JSON texts, and not as objects
@@ -66,7 +66,9 @@ class ToolUse:
 
 
 def tool_use(render: Render, wanted: CallFormat | None) -> ToolUse:
-    """What is found out; `wanted` is how the model is said to write calls, whatever its template shows.
+    """Find out by rendering how a template describes and calls tools.
+
+    `wanted` is how the model is said to write calls, whatever its template shows.
 
     Raises ChatTemplateError if the template knows no tools, or nobody knows how its calls are written.
     """
@@ -90,7 +92,7 @@ def tool_use(render: Render, wanted: CallFormat | None) -> ToolUse:
 
 
 def _format_of(text: str, prompt: str) -> CallFormat | None:
-    """How the call is written in this text, in which an answer to `prompt` makes it."""
+    """Return how the call is written in this text, where an answer to `prompt` makes it; None if unknown."""
     for style, shape in _SHAPES:
         if shape.search(text):
             return style

@@ -10,15 +10,18 @@ from nightmill.worker.model.families.ernie4_5 import ernie4_5
 from nightmill.worker.model.families.exaone4 import exaone4
 from nightmill.worker.model.families.gemma import gemma2, gemma3
 from nightmill.worker.model.families.glm4 import glm4
-from nightmill.worker.model.families.granite import granite
+from nightmill.worker.model.families.granite import granite, granitehybrid
 from nightmill.worker.model.families.hunyuan import hunyuan_dense
 from nightmill.worker.model.families.keys import Keys
+from nightmill.worker.model.families.lfm2 import lfm2
 from nightmill.worker.model.families.llama import llama
 from nightmill.worker.model.families.mistral3 import mistral3
+from nightmill.worker.model.families.nemotron_h import nemotron_h
 from nightmill.worker.model.families.olmo2 import olmo2
 from nightmill.worker.model.families.phi3 import phi3
 from nightmill.worker.model.families.qwen2 import qwen2
 from nightmill.worker.model.families.qwen3 import qwen3
+from nightmill.worker.model.families.qwen35 import qwen35
 from nightmill.worker.model.families.seed_oss import seed_oss
 from nightmill.worker.model.families.smollm3 import smollm3
 from nightmill.worker.model.families.stablelm import stablelm
@@ -48,12 +51,16 @@ FAMILIES: Final[dict[str, Callable[[Keys], ModelSpec]]] = {
     "cohere2": cohere2,
     "hunyuan-dense": hunyuan_dense,
     "seed_oss": seed_oss,
+    "qwen35": qwen35,
+    "lfm2": lfm2,
+    "granitehybrid": granitehybrid,
+    "nemotron_h": nemotron_h,
 }
 """By `general.architecture`."""
 
 
 def read_spec(file: GgufFile) -> ModelSpec:
-    """What a file's model computes, proved against the file: metadata and every tensor's shape agree.
+    """Read the model spec of a file, proved against the file: metadata and every tensor's shape agree.
 
     Nothing is assumed about a family's sizes. What the metadata lacks is read off tensors' shapes; what is
     missing or contradictory raises ModelFileError, which names the key or tensor.
@@ -67,5 +74,5 @@ def read_spec(file: GgufFile) -> ModelSpec:
     keys = Keys(file, name)
     spec = family(keys)
     keys.refuse_other_arithmetic()
-    check_tensors(file, spec)
+    check_tensors(file, spec, keys.skipped)
     return replace(spec, tensor_types={name: tensor.kind.name for name, tensor in file.tensors.items()})

@@ -7,8 +7,11 @@ from nightmill.worker.model.spec import ModelSpec
 __all__ = ["check_tensors"]
 
 
-def check_tensors(file: GgufFile, spec: ModelSpec) -> None:
-    """Raise ModelFileError, which names the tensor, where one lacks, differs or is left over."""
+def check_tensors(file: GgufFile, spec: ModelSpec, skipped: tuple[str, ...] = ()) -> None:
+    """Raise ModelFileError, which names the tensor, where one lacks, differs or is left over.
+
+    skipped  what names of tensors begin with that may be left over
+    """
     expected = {name: shape for _, weight in spec.all_weights() for name, shape in weight.parts}
     for name, shape in expected.items():
         info = file.tensors.get(name)
@@ -22,7 +25,10 @@ def check_tensors(file: GgufFile, spec: ModelSpec) -> None:
     extra = [
         name
         for name in file.tensors
-        if name not in expected and name not in ROPE_DIVISORS and not name.endswith(".attn_rot_embd")
+        if name not in expected
+        and name not in ROPE_DIVISORS
+        and not name.endswith(".attn_rot_embd")
+        and not name.startswith(skipped)
     ]
     if extra:
         more = f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""

@@ -1,4 +1,4 @@
-"""What most families share: layers of attention and SwiGLU with a norm before each, and a model of these."""
+"""Parts that most families share: layers of attention and SwiGLU with a norm before each; models of them."""
 
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,7 @@ def dense_layer(
     norm = norm or keys.norm()
     return LayerSpec(
         attention_norm=norm,
-        attention=keys.attention(style, bias=bias, qk_norm=norm if qk_norm else None),
+        mixer=keys.attention(style, bias=bias, qk_norm=norm if qk_norm else None),
         feed_forward_norm=norm,
         feed_forward=keys.feed_forward(fused=fused),
     )
@@ -44,4 +44,4 @@ def dense_model(keys: Keys, *kinds: LayerSpec, norm: Norm | None = None) -> Mode
 
 def attending(layer: LayerSpec, **changes: Any) -> LayerSpec:
     """The layer with other fields of its attention."""
-    return replace(layer, attention=replace(layer.attention, **changes))
+    return replace(layer, mixer=replace(layer.attention, **changes))

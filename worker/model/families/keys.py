@@ -3,6 +3,7 @@
 Readers raise ModelFileError, which names the key or tensor at fault.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final, Literal, cast
 
@@ -42,6 +43,7 @@ class Keys:
     def __init__(self, file: GgufFile, family: str) -> None:
         self.file = file
         self.family = family
+        self.skipped_blocks = 0  # at the end: no layers
         self._read: set[str] = set()
 
     def name(self, key: str) -> str:
@@ -71,7 +73,7 @@ class Keys:
         return value or None
 
     def has_tensor(self, name: str) -> bool:
-        """Whether the file holds a tensor of that name."""
+        """Return whether the file holds a tensor of that name."""
         return name in self.file.tensors
 
     def refuse_other_arithmetic(self) -> None:
@@ -83,14 +85,49 @@ class Keys:
                 file.fail(f"{self.name(key)}: {value:g} asks for arithmetic that is not supported")
         if not file.boolean(self.name("attention.causal"), default=True):
             file.fail(f"{self.name('attention.causal')}: this is an encoder, it cannot generate text")
-        if file.is_array(sections := self.name("rope.dimension_sections")):
-            file.fail(f"{sections}: the rotation of images is not supported")
+        sections = "rope.dimension_sections"
+        if sections not in self._read and file.is_array(self.name(sections)):
+            file.fail(f"{self.name(sections)}: the rotation of images is not supported")
         if "attention.sliding_window" not in self._read and self.window_in_context() is not None:
             file.fail(f"{self.name('attention.sliding_window')}: sliding-window attention is not supported")
 
     def block_count(self) -> int:
         """The number of layers."""
+        return self._blocks() - self.skipped_blocks
+
+    def _blocks(self) -> int:
         return self.file.integer(self.name("block_count"), minimum=1, maximum=4096)
+
+    def skip_predictors(self) -> None:
+        """Take the last blocks for what they are if the file says so: they predict further tokens (MTP)."""
+        name, blocks = self.name("nextn_predict_layers"), self._blocks()
+        self.skipped_blocks = self.file.integer(name, minimum=0, maximum=blocks - 1, default=0)
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """Prefixes of the names of tensors that are not part of the model's layers."""
+        first = self.block_count()
+        return tuple(f"blk.{index}." for index in range(first, first + self.skipped_blocks))
+
+    def by_layer(self, key: str) -> list[int]:
+        """A size of each layer, 0 where it has none; the file gives one for all, or each."""
+        file, name, layers = self.file, self.name(key), self.block_count()
+        if not file.is_array(name):
+            return [file.integer(name, minimum=0, maximum=_MAX_SIZE)] * layers
+        given = file.integers(name)
+        if len(given) != self._blocks():
+            file.fail(f"{name}: has {len(given)} entries for {self._blocks()} layers")
+        if (wrong := next((size for size in given if not 0 <= size <= _MAX_SIZE), None)) is not None:
+            file.fail(f"{name}: is {wrong}, expected 0 to {_MAX_SIZE}")
+        return given[:layers]
+
+    def refuse_experts(self) -> None:
+        """Fail where the file has experts: families that call it are read without."""
+        name = self.name("expert_count")
+        if count := self.file.integer(name, default=0):
+            self.file.fail(
+                f"{name}: {count} experts; models of this family with experts are not supported yet"
+            )
 
     def vocab(self) -> int:
         """Rows of the embedding; the tokenizer has no more tokens."""
@@ -138,15 +175,24 @@ class Keys:
             file.fail(f"{name}: has {len(given)} entries for {layers} layers")
         return given
 
+    def text_of_images(self) -> None:
+        """Take the rotation of a model of images too: where all is text, a token has one position."""
+        self._read.add("rope.dimension_sections")
+
     def attention(
-        self, style: RopeStyle, *, bias: bool | None = None, qk_norm: Norm | None = None
-    ) -> Attention:
-        """Attention that is the same in all layers; `bias` of queries, keys and values, None: as the file."""
-        layers, width = self.block_count(), self.size("embedding_length")
-        heads = self._same_in_all_layers("attention.head_count", layers)
+        self, style: RopeStyle, *, bias: bool | None = None, qk_norm: Norm | None = None,
+        layers: Sequence[int] | None = None, rope: Rope | None = None,
+    ) -> Attention:  # fmt: skip
+        """Attention that is the same in `layers`, in all by default.
+
+        bias  of queries, keys and values; None: as the file
+        rope  None: as the keys say
+        """
+        width, block = self.size("embedding_length"), f"blk.{layers[0] if layers else 0}."
+        heads = self._same("attention.head_count", layers)
         if heads is None:
             self.file.fail(f"{self.name('attention.head_count')}: the key is missing")
-        kv_heads = self._same_in_all_layers("attention.head_count_kv", layers)
+        kv_heads = self._same("attention.head_count_kv", layers)
         if kv_heads is None:
             kv_heads = heads
         if heads % kv_heads:
@@ -154,32 +200,37 @@ class Keys:
                 f"{self.name('attention.head_count_kv')}: {kv_heads} does not divide {heads} heads"
             )
         head_dim = self._head_dim(width, heads)
-        fused = self.has_tensor("blk.0.attn_qkv.weight")
+        fused = self.has_tensor(f"{block}attn_qkv.weight")
         if bias is None:
-            bias = self.has_tensor("blk.0.attn_qkv.bias" if fused else "blk.0.attn_q.bias")
+            bias = self.has_tensor(f"{block}attn_qkv.bias" if fused else f"{block}attn_q.bias")
         return Attention(
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            rope=self.rope(style, head_dim),
+            rope=rope or self.rope(style, head_dim),
             bias=bias,
-            output_bias=self.has_tensor("blk.0.attn_output.bias"),
+            output_bias=self.has_tensor(f"{block}attn_output.bias"),
             fused=fused,
             qk_norm=qk_norm,
         )
 
     def feed_forward(
-        self, *, activation: Activation = Activation.SILU, gated: bool = True, fused: bool = False
-    ) -> FeedForward:
-        """A feed-forward network that is the same in all layers; `fused`: gate and up are one tensor."""
-        rows = self._rows("blk.0.ffn_up.weight")
+        self, *, activation: Activation = Activation.SILU, gated: bool = True, fused: bool = False,
+        layers: Sequence[int] | None = None,
+    ) -> FeedForward:  # fmt: skip
+        """A feed-forward network that is the same in `layers`, in all by default.
+
+        fused  gate and up are one tensor
+        """
+        up = f"blk.{layers[0] if layers else 0}.ffn_up"
+        rows = self._rows(f"{up}.weight")
         width = rows // 2 if fused else rows
-        declared = self._same_in_all_layers("feed_forward_length", self.block_count())
+        declared = self._same("feed_forward_length", layers)
         if declared not in (None, width):
             self.file.fail(
-                f"{self.name('feed_forward_length')}: is {declared}, but blk.0.ffn_up.weight has {rows} rows"
+                f"{self.name('feed_forward_length')}: is {declared}, but {up}.weight has {rows} rows"
             )
-        bias = self.has_tensor("blk.0.ffn_up.bias")
+        bias = self.has_tensor(f"{up}.bias")
         return FeedForward(width=width, activation=activation, gated=gated, bias=bias, fused=fused)
 
     def rope(self, style: RopeStyle, head_dim: int) -> Rope:
@@ -201,15 +252,15 @@ class Keys:
         base = self.positive("rope.freq_base_swa", base)
         return replace(rope, base=base, scaling=RopeScaling(), divisors=())
 
-    def _same_in_all_layers(self, key: str, layers: int) -> int | None:
-        """A size that may be given once or per layer; None where the key lacks."""
+    def _same(self, key: str, layers: Sequence[int] | None) -> int | None:
+        """A size that may be given once or per layer, of `layers` or of all; None where the key lacks."""
         file, name = self.file, self.name(key)
         if not file.is_array(name):
             return file.integer(name, minimum=1, maximum=_MAX_SIZE, default=None)
         given = file.integers(name)
-        if len(given) != layers:
-            file.fail(f"{name}: has {len(given)} entries for {layers} layers")
-        sizes = set(given)
+        if len(given) != self._blocks():
+            file.fail(f"{name}: has {len(given)} entries for {self._blocks()} layers")
+        sizes = {given[index] for index in (range(self.block_count()) if layers is None else layers)}
         if len(sizes) != 1:
             file.fail(f"{name}: layers of different sizes are not supported")
         value = sizes.pop()

@@ -16,7 +16,7 @@ def olmo2(keys: Keys) -> ModelSpec:
     whole = replace(
         layer,
         attention_norm=None,
-        attention=replace(layer.attention, qk_norm_whole=True),
+        mixer=replace(layer.attention, qk_norm_whole=True),
         attention_post_norm=norm,
         feed_forward_norm=None,
         feed_forward_post_norm=norm,

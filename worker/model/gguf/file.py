@@ -320,7 +320,7 @@ class GgufFile:
 
 @cache
 def _can_dequantize(kind: GGMLQuantizationType) -> bool:
-    """Whether `gguf` knows how: tried on one block, since it offers no list."""
+    """Return whether `gguf` can dequantise this type: tried on one block, since it offers no list."""
     try:
         dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), dtype=np.uint8), kind)
     except NotImplementedError:  # what `gguf` raises for a type it cannot read: the answer, not a failure

@@ -51,7 +51,7 @@ _OTHER_FORMATS = (
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Where a metadata value lies. For an array, `item` and `count` describe its items from `offset` on."""
+    """Type and offset of a metadata value; `item` and `count` describe an array's items from `offset` on."""
 
     kind: GGUFValueType
     offset: int
@@ -72,7 +72,7 @@ class TensorInfo:
 
 @dataclass(slots=True)
 class Header:
-    """What the header says: values by key, tensors by name, both in the order of the file."""
+    """The contents of a file's header: values by key, tensors by name, both in the order of the file."""
 
     version: int
     values: dict[str, Value] = field(default_factory=dict)

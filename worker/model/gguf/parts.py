@@ -1,4 +1,4 @@
-"""How the parts of a split model are called: `NAME-00001-of-00003.gguf` and so on, as in llama.cpp."""
+"""Names of the parts of a split model: `NAME-00001-of-00003.gguf` and so on, as in llama.cpp."""
 
 import re
 from collections.abc import Iterator
@@ -11,13 +11,19 @@ _PART = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})", re.DOTAL
 
 
 def part_paths(path: Path, count: int) -> list[Path] | None:
-    """Where all parts of the model lie, the first of which is `path`; None if its name does not say so."""
+    """Return the paths of all parts of the model whose first part is `path`.
+
+    None if the name of `path` does not say so.
+    """
     paths = _all_parts(path, 1, count)
     return list(paths) if paths is not None else None
 
 
 def first_part(path: Path, number: int, count: int) -> Path | None:
-    """Where the first part lies of the model whose part `number`, from 1, is `path`; None as above."""
+    """Return the path of the first part of the model whose part `number`, from 1, is `path`.
+
+    None if the name of `path` does not say so.
+    """
     paths = _all_parts(path, number, count)
     return next(paths) if paths is not None else None
 
@@ -31,6 +37,6 @@ def _all_parts(path: Path, number: int, count: int) -> Iterator[Path] | None:
 
 
 def whole_name(stem: str) -> str:
-    """What the model is called whose part, or only file, has this name without its ending."""
+    """Return the name of the model whose part, or only file, has the name `stem`, without its ending."""
     match = _PART.fullmatch(stem)
     return stem if match is None else match["stem"]

@@ -1,4 +1,4 @@
-"""What of the Hub's models is on this machine: reads the cache as all programs share it, and asks nobody."""
+"""Models of the Hub on this machine: read from the cache that all programs share; no server is asked."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,7 +20,7 @@ class CachedModel:
     """A model in the cache."""
 
     name: str
-    """What `--model` takes for it."""
+    """The name that `--model` takes for it."""
     files: tuple[Path, ...]
     """Its parts, in order."""
 

@@ -43,7 +43,7 @@ def choose(name: HubName, files: Sequence[str]) -> tuple[str, ...]:
 
 
 def is_model(file: str) -> bool:
-    """Whether a file of a repository is a model, or the first part of one."""
+    """Return whether a file of a repository is a model, or the first part of one."""
     base = file.rpartition("/")[2].lower()
     part = _PART.fullmatch(base)
     first = part is None or int(part["part"]) == 1

@@ -79,9 +79,9 @@ def _fetch_from_hub(name: HubName, report: Report) -> Fetched:
 
 
 def _from_cache(name: HubName, wanted: tuple[str, ...], error: Exception) -> Fetched:
-    """What was fetched earlier, after `error`: the `wanted` files, or what `name` means among all there are.
+    """Return files fetched earlier, after `error`: those `wanted`, or what `name` means among all cached.
 
-    Raises `error` if that is not in the cache.
+    Raises `error` if they are not in the cache.
     """
     files = cached_files(name.repo, name.revision)
     offline = isinstance(error, OfflineModeIsEnabled)
@@ -186,7 +186,7 @@ def _errors(name: HubName | FileUrl) -> Iterator[None]:
 
 
 def _said(name: HubName | FileUrl, error: Exception) -> str:
-    """What went wrong, and what to do about it."""
+    """Say what went wrong, and what to do about it."""
     server = constants.ENDPOINT if isinstance(name, HubName) else urlsplit(str(name)).netloc
     if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__

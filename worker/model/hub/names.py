@@ -1,4 +1,4 @@
-"""What names a model: `hf:OWNER/REPO[:QUANT]`, `hf:OWNER/REPO/FILE.gguf`, or a URL."""
+"""Names of models to fetch: `hf:OWNER/REPO[:QUANT]`, `hf:OWNER/REPO/FILE.gguf`, or a URL."""
 
 import re
 from collections.abc import Collection
@@ -41,7 +41,7 @@ class FileUrl:
 
     @property
     def file(self) -> str:
-        """What the file is called here."""
+        """The name of the file on this machine: made from the URL, always with the ending .gguf."""
         name = re.sub(r"[^\w.+@=-]", "-", unquote(urlsplit(self.url).path).rpartition("/")[2]).lstrip(".")
         return f"{name.removesuffix('.gguf')[:150] or 'model'}.gguf"
 
@@ -52,7 +52,7 @@ class FileUrl:
 
 
 def parse_name(text: str, hub_hosts: Collection[str]) -> HubName | FileUrl:
-    """What `text` names; a URL on one of `hub_hosts` (host, or host:port) is a name on the Hub.
+    """Parse a model's name; a URL on one of `hub_hosts` (host, or host:port) is a name on the Hub.
 
     Raises ModelFetchError, with what is understood, for anything else.
     """

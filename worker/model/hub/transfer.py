@@ -32,7 +32,7 @@ _BUSY: Final = (408, 429, 500, 502, 503, 504)
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far one file is. `total` is None if the server does not say."""
+    """Progress of the transfer of one file, in bytes. `total` is None if the server does not say."""
 
     file: str
     done: int
@@ -45,7 +45,7 @@ Report = Callable[[Progress], object]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a file is, and what is known of it. `headers` may hold a token: they are not shown."""
+    """Location of a file, and what is known of it. `headers` may hold a token: they are not shown."""
 
     url: str = field(repr=False)
     shown: str

@@ -36,7 +36,7 @@ def build_engine(file: GgufFile, vocabulary: Vocabulary) -> tokenizers.Tokenizer
 
 
 def splitter(how: PreTokenizer) -> pre_tokenizers.PreTokenizer:
-    """What cuts text into words."""
+    """Build the pre-tokenizer that cuts text into words by the patterns of `how`, one after another."""
     splits: list[Any] = [
         pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in how.patterns
     ]

@@ -1,4 +1,4 @@
-r"""How text is cut into words before merging, by the name that a file gives as `tokenizer.ggml.pre`.
+r"""Rules that cut text into words before merging, by the name that a file gives as `tokenizer.ggml.pre`.
 
 A vocabulary was trained on such words: no token crosses from one to the next. The file holds only the name.
 Names, and what they stand for, are those of llama.cpp (src/llama-vocab.cpp in llama-cpp-python 0.3.36). Where
@@ -24,7 +24,7 @@ __all__ = ["PRE_TOKENIZERS", "PreTokenizer", "pre_tokenizer_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class PreTokenizer:
-    """What a name stands for."""
+    """Rules by which text is cut into words and tokens are written; a name in a file stands for them."""
 
     patterns: tuple[str, ...]
     composes: bool = False
@@ -229,7 +229,7 @@ _OTHER_MODELS: Final = {
 
 
 def pre_tokenizer_of(file: GgufFile) -> PreTokenizer | None:
-    """What cuts text for the file's vocabulary; None if it is SentencePiece's, which cuts nothing.
+    """Return the rules that cut text for a file's vocabulary; None for SentencePiece's, which cuts nothing.
 
     Raises ModelFileError if the vocabulary or its pre-tokenizer is unknown.
     """

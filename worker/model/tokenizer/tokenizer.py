@@ -31,7 +31,7 @@ class Tokenizer:
     eos_ids: frozenset[int]
     """The tokens that end an answer: declared in the metadata, or known by their text."""
     add_bos: bool
-    """Whether prompts of this model start with `bos_id`."""
+    """True if prompts of this model start with `bos_id`."""
     markers: dict[str, int]
     """The special tokens by text: never recognised in user content."""
     vocab_size: int
@@ -103,7 +103,10 @@ class Tokenizer:
         return pieces
 
     def after(self, match: re.Match[str]) -> int:
-        """Where the text goes on after a marker that was found in it."""
+        """Return the index at which a text goes on after a marker that was found in it.
+
+        White space behind the marker is skipped if the marker swallows it.
+        """
         if self._strips and match[0] not in _KEEP_SPACE and match[0] in self.markers:
             spaces = _SPACES.match(match.string, match.end())
             return match.end() if spaces is None else spaces.end()

@@ -104,7 +104,8 @@ class Vocabulary:
                 f"all, more than {MAX_SPECIAL:,}"
             )
         byte_level = how is not None and how.byte_alphabet
-        template = file.string("tokenizer.chat_template", default="")
+        keys = ("tokenizer.chat_template", "tokenizer.chat_template.tool_use")
+        template = "\n".join(file.string(key, default="") for key in keys)
         marks = {index for index, text in enumerate(tokens) if text in _MARKS and text in template} - ends
         return cls(byte_level, tokens, kinds, bos_id, eos_id, without_steps(ends, tokens), frozenset(marks))
 
@@ -176,7 +177,7 @@ class Vocabulary:
 
 
 def _looks_control(text: str, kind: int, *, typed: bool) -> bool:
-    """Whether a token is a control token that the file declares as something else.
+    """Return whether a token is a control token that the file declares as something else.
 
     Converters before mid-2024 wrote `<|im_start|>` and its like as user-defined or normal tokens; llama.cpp
     overrides their type too.

@@ -9,11 +9,12 @@ import numpy as np
 from nightmill.worker.model.spec import LayerSpec, ModelSpec
 from nightmill.worker.runners.base import FOUND
 from nightmill.worker.runners.gpu.device.device import Arena, Device, aligned
-from nightmill.worker.runners.gpu.device.operands import BYTE, ELEMENT, FLOAT, FP8, INT, Buffer
-from nightmill.worker.runners.gpu.numbers import HALF, Numbers, WeightNumbers
-from nightmill.worker.runners.gpu.products.kinds import layer_kinds
-from nightmill.worker.runners.gpu.products.shapes import Kind, padded_rows
+from nightmill.worker.runners.gpu.device.operands import BYTE, ELEMENT, FLOAT, INT, Buffer
+from nightmill.worker.runners.gpu.kinds import layer_kinds
+from nightmill.worker.runners.gpu.precision import HALF, Precision
+from nightmill.worker.runners.gpu.products.formats import ModelFormats
 from nightmill.worker.runners.gpu.rows.norms import only_rms_norms
+from nightmill.worker.runners.gpu.shapes import Kind, padded_rows
 from nightmill.worker.runners.gpu.weights.layout import padded_vocab
 
 __all__ = ["LOGIT_ROWS", "Activations", "most_draws"]
@@ -31,22 +32,23 @@ def most_draws(slots: int) -> int:
 class _Array(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    scaled: bool = False
 
     @property
     def bytes(self) -> int:
-        """With a scale for each row behind those of FP8."""
-        scales = self.shape[0] * FLOAT.itemsize if self.dtype == FP8 else 0
+        """Bytes, with a scale for each row behind those of one byte a number (`Buffer.scales`)."""
+        scales = self.shape[0] * FLOAT.itemsize if self.scaled else 0
         return math.prod(self.shape) * self.dtype.itemsize + scales
 
     def at(self, address: int) -> Buffer:
-        scales = address + math.prod(self.shape) if self.dtype == FP8 else 0
+        scales = address + math.prod(self.shape) if self.scaled else 0
         return Buffer(address, self.shape, self.dtype, scales)
 
 
 _SHARED = {
     "entering": "normed",  # the head's rows are normed when the layers are done
     "mixed_drawing": "qkv",  # gathered when attention is done with queries
-    "numbers": "tokens",  # for products that are timed before there are tokens
+    "no_rows": "tokens",  # for products that are timed before there are tokens
 }
 """Buffers in the memory of another, whose contents are of no use any more when theirs are written."""
 
@@ -56,10 +58,10 @@ class Activations:
     """Buffers for a step's tokens, and for the rows of it that draw, rounded up to `padded_rows`."""
 
     tokens: Buffer  # int32: ids, those drawn last filled in
-    numbers: Buffer  # int32
+    no_rows: Buffer  # int32: -1s, which stand for positions and cache rows while products are timed
     x: Buffer  # the residual stream, float
     normed: Buffer  # what enters the head, elements
-    entering: Buffer  # what enters a layer, normed: elements, or FP8 if its norms round
+    entering: Buffer  # what enters a layer, normed: elements, or what its products read if its norms round
     qkv: Buffer  # elements
     mixed: Buffer  # what attention gives, elements
     gate_up: Buffer  # elements; without a gate as wide as `activated`
@@ -72,20 +74,20 @@ class Activations:
     # No rows where no layer needs them:
     statistics: Buffer  # of whole rows of queries and keys, float (rows, 2, 2)
     added: Buffer  # what a product gives where more than its sum with x is to be made of that, float
-    quantised: Buffer  # what enters a product with FP8 weights, if it was elements
+    quantised: Buffer  # what enters a product with rounded weights, if it was elements
 
     @classmethod
     def allocate(
-        cls, device: Device, spec: ModelSpec, numbers: Numbers = HALF, *, max_tokens: int, max_draws: int
+        cls, device: Device, spec: ModelSpec, precision: Precision = HALF, *, max_tokens: int, max_draws: int
     ) -> "Activations":
         """Take the memory for steps of up to `max_tokens` tokens, of which `max_draws` may draw."""
-        arrays = _arrays(spec, numbers, max_tokens, max_draws)
+        arrays = _arrays(spec, precision, max_tokens, max_draws)
         arena = Arena(device, _bytes(arrays), "the workspace")
         own = {name: arena.take(array.bytes) for name, array in arrays.items() if name not in _SHARED}
         return cls(**{name: array.at(own[_SHARED.get(name, name)]) for name, array in arrays.items()})
 
     def of(self, layer: LayerSpec) -> "Activations":
-        """The same memory, with rows as wide as that layer's."""
+        """Return the same memory with rows as wide as that layer's."""
         changed: dict[str, Buffer] = {}
         for name, width in _widths(layer).items():
             buffer: Buffer = getattr(self, name)
@@ -93,13 +95,13 @@ class Activations:
         return replace(self, **changed)
 
     @staticmethod
-    def workspace(spec: ModelSpec, numbers: Numbers = HALF, *, max_tokens: int, max_draws: int) -> int:
+    def workspace(spec: ModelSpec, precision: Precision = HALF, *, max_tokens: int, max_draws: int) -> int:
         """Bytes that they take."""
-        return _bytes(_arrays(spec, numbers, max_tokens, max_draws))
+        return _bytes(_arrays(spec, precision, max_tokens, max_draws))
 
 
 def _widths(layer: LayerSpec) -> dict[str, int]:
-    """Of the buffers that are as wide as a layer needs."""
+    """Return the widths of the buffers that are as wide as a layer needs."""
     attention, ffn = layer.attention, layer.feed_forward.width
     inner = 2 * ffn if layer.feed_forward.gated else ffn
     return {
@@ -108,21 +110,23 @@ def _widths(layer: LayerSpec) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _arrays(spec: ModelSpec, numbers: Numbers, max_tokens: int, max_draws: int) -> dict[str, _Array]:
+def _arrays(spec: ModelSpec, precision: Precision, max_tokens: int, max_draws: int) -> dict[str, _Array]:
     tokens, draws = padded_rows(max_tokens), padded_rows(max_draws)
     rows = dict.fromkeys(("qkv", "mixed", "gate_up", "activated"), tokens)
     rows["mixed_drawing"] = min(tokens, draws)
     widths = [_widths(layer) for layer in spec.layers]
     whole = any(layer.attention.qk_norm_whole for layer in spec.layers)
     adds = any(Kind.ADDEND in layer_kinds(layer) for layer in spec.layers)
-    fp8 = numbers.weights is WeightNumbers.FP8
-    rounded = max(max(one["mixed"], one["activated"]) for one in widths)
+    rounded = ModelFormats(spec, precision).rounded
+    read = ELEMENT if rounded is None else rounded.activations
+    rounds = rounded is not None and only_rms_norms(spec)
+    widest = max(max(one["mixed"], one["activated"]) for one in widths)
     return {
         "tokens": _Array((tokens,), INT),
-        "numbers": _Array((tokens,), INT),
+        "no_rows": _Array((tokens,), INT),
         "x": _Array((tokens, spec.width), FLOAT),
         "normed": _Array((tokens, spec.width), ELEMENT),
-        "entering": _Array((tokens, spec.width), FP8 if fp8 and only_rms_norms(spec) else ELEMENT),
+        "entering": _Array((tokens, spec.width), read if rounds else ELEMENT, rounds),
         **{name: _Array((rows[name], max(one[name] for one in widths)), ELEMENT) for name in rows},
         "x_drawing": _Array((draws, spec.width), FLOAT),
         "logits": _Array((padded_rows(min(draws, LOGIT_ROWS)), padded_vocab(spec)), FLOAT),
@@ -130,7 +134,9 @@ def _arrays(spec: ModelSpec, numbers: Numbers, max_tokens: int, max_draws: int) 
         "found": _Array((draws, FOUND.itemsize), BYTE),
         "statistics": _Array((tokens * whole, 2, 2), FLOAT),
         "added": _Array((tokens * adds, spec.width), FLOAT),
-        "quantised": _Array((tokens * fp8, max(rounded, spec.width)), FP8),
+        "quantised": _Array(
+            (tokens * (rounded is not None), max(widest, spec.width)), read, rounded is not None
+        ),
     }
 
 

@@ -1,22 +1,39 @@
-"""Which parts of a spec the kernels compute: a model that has others is refused, not computed wrongly."""
+"""Parts of a spec that the kernels compute: a model that has others is refused, not computed wrongly."""
 
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from nightmill.worker.model.spec import Attention, LayerSpec, ModelSpec
+from nightmill.worker.model.spec import Activation, Attention, FeedForward, LayerSpec, ModelSpec
 
 __all__ = ["refusal"]
 
 
 def refusal(spec: ModelSpec) -> str | None:
-    """What of a model no kernel computes: names of the spec's fields."""
+    """Name the mixers or the fields of a spec that no kernel computes, or return None."""
+    layers = [
+        *dict.fromkeys(f"layers with {title}" for title in map(_other_mixer, spec.layers) if title),
+        *(["layers without a feed-forward network"] if not all(map(_feeds_forward, spec.layers)) else []),
+    ]
+    if layers:
+        return ", ".join(layers)
     names = sorted(set(_differences(spec, _computed(spec))))
     return f"a model with its own {', '.join(names)}" if names else None
 
 
+def _other_mixer(layer: LayerSpec) -> str | None:
+    """Title of a mixer that is not attention."""
+    if layer.mixer is None:
+        return "nothing that mixes tokens"
+    return None if isinstance(layer.mixer, Attention) else layer.mixer.title
+
+
+def _feeds_forward(layer: LayerSpec) -> bool:
+    return layer.feed_forward.width > 0
+
+
 def _computed(spec: ModelSpec) -> ModelSpec:
-    """What the kernels make of a spec: they know nothing of what is not copied here."""
+    """Copy a spec as the kernels see it: they know nothing of what is not copied here."""
     return ModelSpec(
         family=spec.family,
         name=spec.name,
@@ -25,6 +42,7 @@ def _computed(spec: ModelSpec) -> ModelSpec:
         context_length=spec.context_length,
         layers=tuple(map(_computed_layer, spec.layers)),
         output_norm=spec.output_norm,
+        output_norm_name=spec.output_norm_name,
         tied_head=spec.tied_head,
         overflows_half=spec.overflows_half,
         embedding_scale=spec.embedding_scale,
@@ -37,15 +55,21 @@ def _computed(spec: ModelSpec) -> ModelSpec:
 def _computed_layer(layer: LayerSpec) -> LayerSpec:
     return LayerSpec(
         attention_norm=layer.attention_norm,
-        attention=_computed_attention(layer.attention),
+        mixer=_computed_attention(layer.attention),
         attention_post_norm=layer.attention_post_norm,
         feed_forward_norm=layer.feed_forward_norm,
         feed_forward_norm_name=layer.feed_forward_norm_name,
-        feed_forward=layer.feed_forward,
+        feed_forward=_computed_feed_forward(layer.feed_forward),
         feed_forward_post_norm=layer.feed_forward_post_norm,
         residual_scale=layer.residual_scale,
         parallel=layer.parallel,
     )
+
+
+def _computed_feed_forward(feed_forward: FeedForward) -> FeedForward:
+    if feed_forward.activation in (Activation.SILU, Activation.GELU):
+        return feed_forward
+    return replace(feed_forward, activation=Activation.SILU)
 
 
 def _computed_attention(attention: Attention) -> Attention:

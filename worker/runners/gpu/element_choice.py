@@ -1,4 +1,4 @@
-"""Which element a model is computed in, if nobody says: by its family and by what its file holds."""
+"""The default element of a model, by its family and by what its file holds."""
 
 import math
 from collections import Counter

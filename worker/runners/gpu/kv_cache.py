@@ -68,7 +68,7 @@ def page_bytes(spec: ModelSpec, kv: KvFormat = KvFormat.ELEMENT) -> int:
 
 
 def part_numbers(head_dim: int, kv: KvFormat) -> int:
-    """What a page has of a KV head, keys or values: its numbers, of an FP8 cache with an exponent a token."""
+    """Count the numbers of a KV head in a page, keys or values; in FP8 with an exponent for each token."""
     return PAGE * (head_dim + (kv is KvFormat.FP8))
 
 

@@ -13,18 +13,18 @@ from nightmill.worker.runners.gpu.activations import Activations
 from nightmill.worker.runners.gpu.attention.choice import Attentions, Decode, Prefill
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import Buffer, Format, Matrix
+from nightmill.worker.runners.gpu.kinds import layer_kinds
 from nightmill.worker.runners.gpu.kv_cache import KvCache, LayerCache
 from nightmill.worker.runners.gpu.products.chooser import Product, Products
-from nightmill.worker.runners.gpu.products.few_rows import FewRows
-from nightmill.worker.runners.gpu.products.kinds import layer_kinds
+from nightmill.worker.runners.gpu.products.elements.few_rows import FewRows
 from nightmill.worker.runners.gpu.products.qkv import Qkv
-from nightmill.worker.runners.gpu.products.shapes import Kind
 from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.rows.norms import Norms
 from nightmill.worker.runners.gpu.rows.rotation import Rotation
+from nightmill.worker.runners.gpu.shapes import Kind
 from nightmill.worker.runners.gpu.weights.layout import LayerWeights, NormWeight, Weights
 
-__all__ = ["Addition", "GateUp", "Layer", "LayerKernels", "bind_layers"]
+__all__ = ["Addition", "GateUp", "Layer", "LayerKernels", "Launchers", "bind_layers"]
 
 
 class GateUp:
@@ -57,7 +57,7 @@ class GateUp:
     def tune(
         self, x: Buffer, layers: Sequence[LayerWeights], out: Buffer, rows: int, beside: Callable[[], None]
     ) -> None:
-        """As `Product.tune`."""
+        """Time the kernels of the product, as `Product.tune` does."""
         target = out if self._activate is None else self._inner
         self.product.tune(x, [layer.gate_up for layer in layers], target, rows, beside)
 
@@ -93,7 +93,7 @@ class Addition:
 
 @dataclass(frozen=True, slots=True)
 class LayerKernels:
-    """What computes layers of one kind, but for norms, which all layers share.
+    """The launchers of layers of one kind, but for norms, which all layers share.
 
     decode, prefill  attention of drawn tokens, and of prompts
     few              the fused kernels for steps of a few sequences, where they suit
@@ -126,11 +126,22 @@ class Layer:
     at: Activations
 
 
+@dataclass(frozen=True, slots=True)
+class Launchers:
+    """The launchers that all layers of a model share."""
+
+    products: Products
+    norms: Norms
+    activate: Activate
+    attentions: Attentions
+
+
 def bind_layers(
-    device: Device, spec: ModelSpec, weights: Weights, cache: KvCache, at: Activations, products: Products,
-    norms: Norms, activate: Activate, attentions: Attentions, *, max_context: int,
+    device: Device, spec: ModelSpec, weights: Weights, cache: KvCache, at: Activations, launchers: Launchers,
+    *, max_context: int,
 ) -> tuple[Layer, ...]:  # fmt: skip
-    """All layers; those alike, in weights' formats too, share launchers, and so what timing finds out."""
+    """Bind all layers; those alike, in weights' formats too, share launchers and what timing finds out."""
+    products, norms = launchers.products, launchers.norms
     rotations = {
         attention: Rotation(device, attention, max_context=max_context, statistics=at.statistics)
         for attention in spec.attentions
@@ -139,14 +150,16 @@ def bind_layers(
     def kernels_of(layer: LayerSpec, own: LayerWeights) -> LayerKernels:
         attention, width, ffn = layer.attention, spec.width, layer.feed_forward
         rotation, kinds = rotations[attention], layer_kinds(layer)
-        decode, prefill = attentions.of(attention)
+        decode, prefill = launchers.attentions.of(attention)
         few = FewRows.suits(layer, width, own.formats, hopper=device.hopper)
         return LayerKernels(
             qkv=Qkv(device, attention, own.qkv, products, rotation),
             decode=decode,
             prefill=prefill,
             output=products.of(kinds.output, width, attention.queries, own.attn_output.format),
-            gate_up=GateUp(products, activate, at.of(layer).gate_up, ffn, kinds.gate_up, own.gate_up),
+            gate_up=GateUp(
+                products, launchers.activate, at.of(layer).gate_up, ffn, kinds.gate_up, own.gate_up
+            ),
             down=products.of(kinds.down, width, ffn.width, own.ffn_down.format),
             few=FewRows(device, layer, width, rotation.table) if few else None,
         )

@@ -6,12 +6,34 @@ from dataclasses import dataclass
 from nightmill.worker.runners.gpu.device.device import DeviceMemoryError
 from nightmill.worker.runners.gpu.kv_cache import PAGE
 
-__all__ = ["LEAST_TOKENS", "MemoryPlan", "allowed", "plan_memory", "tokens_of_a_step"]
+__all__ = ["LEAST_TOKENS", "MemoryPlan", "RunnerSizes", "allowed", "plan_memory", "tokens_of_a_step"]
 
 LEAST_TOKENS = 2048
-"""Of a step that has not to have fewer."""
+"""Tokens of a step below which its limit is not lowered if memory is short (`tokens_of_a_step`)."""
 _LEAST_PAGES = 16
 _GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerSizes:
+    """Sizes of a runner: how much it computes at once, and how much memory it may use.
+
+    slots       sequences at once
+    context     the most tokens of a sequence; not more than the model's limit are used
+    depth       launches that may be outstanding
+    max_tokens  the most tokens of a step; at least `slots`. Fewer, if memory is short and `kv_pages` is None
+    max_draws   the most rows that draw in a step, by default `slots`
+    kv_pages   pages of the KV cache; None: as many as `gpu_memory` allows
+    gpu_memory  share of the free memory that may be used, or, an int, its bytes
+    """
+
+    slots: int
+    context: int
+    depth: int = 2
+    max_tokens: int = 8192
+    max_draws: int | None = None
+    kv_pages: int | None = None
+    gpu_memory: float = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +43,7 @@ class MemoryPlan:
     weights: int
     workspace: int
     cache: int
-    kv_blocks: int
+    kv_pages: int
     budget: int
     free: int
 
@@ -30,7 +52,7 @@ class MemoryPlan:
         parts = {
             "weights": self.weights,
             "workspace": self.workspace,
-            f"KV cache of {self.kv_blocks:,} pages": self.cache,
+            f"KV cache of {self.kv_pages:,} pages": self.cache,
             "left free": rest,
         }
         return ", ".join(f"{name} {size / _GIB:.2f} GiB" for name, size in parts.items())
@@ -42,7 +64,7 @@ def allowed(free: int, gpu_memory: float) -> int:
 
 
 def tokens_of_a_step(most: int, least: int, workspace: Callable[[int], int], room: int) -> int:
-    """How many tokens a step may have: `most`, or fewer where memory is short.
+    """Choose the most tokens of a step: `most`, or fewer if memory is short.
 
     It is halved, but not below `least`, while the workspace of such steps takes more than a quarter of
     `room`, which is what the weights leave. Texts are the same to the bit: prompts come in more pieces.
@@ -53,38 +75,27 @@ def tokens_of_a_step(most: int, least: int, workspace: Callable[[int], int], roo
     return tokens
 
 
-def plan_memory(
-    *,
-    weights: int,
-    page: int,
-    free: int,
-    gpu_memory: float,
-    slots: int,
-    context: int,
-    max_tokens: int,
-    workspace: int,
-    kv_blocks: int | None = None,
-) -> MemoryPlan:
-    """Plan for what `gpu_memory` (a share, or bytes) allows of `free` bytes.
+def plan_memory(sizes: RunnerSizes, *, weights: int, page: int, free: int, workspace: int) -> MemoryPlan:
+    """Plan for what `sizes.gpu_memory` allows of `free` bytes.
 
+    sizes      more pages than all slots can fill are not taken
     weights    bytes that they take (`weight_bytes`)
     page       bytes of a page of the KV cache (`page_bytes`)
-    context    tokens that a sequence may have; more pages than all slots can fill are not taken
     workspace  bytes of activations, of what kernels ask for, and of per-slot state
-    kv_blocks  pages to take; None: as many as fit
 
     Raises DeviceMemoryError, with the numbers and the settings to change, where that cannot fit.
     """
+    gpu_memory, kv_pages = sizes.gpu_memory, sizes.kv_pages
     budget = allowed(free, gpu_memory)
     room = (budget - weights - workspace) // page - 1  # one page more is kept for padding
-    wanted = slots * -(-context // PAGE) if kv_blocks is None else kv_blocks
-    least = min(wanted, _LEAST_PAGES) if kv_blocks is None else kv_blocks
+    wanted = sizes.slots * -(-sizes.context // PAGE) if kv_pages is None else kv_pages
+    least = min(wanted, _LEAST_PAGES) if kv_pages is None else kv_pages
     if room < least:
         raise DeviceMemoryError(
             f"the model does not fit: weights {weights:,} bytes, workspace {workspace:,} (for steps of "
-            f"{max_tokens:,} tokens), at least {least} KV pages of {page:,}; {free:,} bytes are free, of "
-            f"which --gpu-memory {gpu_memory:,} allows {budget:,}. Lower --max-sequences or --context, raise "
-            "--gpu-memory, or end what else runs on this GPU"
+            f"{sizes.max_tokens:,} tokens), at least {least} KV pages of {page:,}; {free:,} bytes are free, "
+            f"of which --gpu-memory {gpu_memory:,} allows {budget:,}. Lower --max-sequences or --context, "
+            "raise --gpu-memory, or end what else runs on this GPU"
         )
-    blocks = min(wanted, room)
-    return MemoryPlan(weights, workspace, (blocks + 1) * page, blocks, budget, free)
+    pages = min(wanted, room)
+    return MemoryPlan(weights, workspace, (pages + 1) * page, pages, budget, free)

@@ -17,13 +17,13 @@ from nightmill.worker.runners.gpu.activations import LOGIT_ROWS, Activations
 from nightmill.worker.runners.gpu.device.operands import Buffer
 from nightmill.worker.runners.gpu.layers import Layer, LayerKernels
 from nightmill.worker.runners.gpu.products.chooser import Products
-from nightmill.worker.runners.gpu.products.few_rows import MAX_ROWS
-from nightmill.worker.runners.gpu.products.shapes import Kind
+from nightmill.worker.runners.gpu.products.elements.few_rows import MAX_ROWS
 from nightmill.worker.runners.gpu.rows.embedding import Embedding
 from nightmill.worker.runners.gpu.rows.logits import LogitScale
 from nightmill.worker.runners.gpu.rows.norms import Norms
 from nightmill.worker.runners.gpu.sampling.masks import StagedMasks
-from nightmill.worker.runners.gpu.sampling.sampler import Sampler
+from nightmill.worker.runners.gpu.sampling.sampler import ChunkPages, Sampler
+from nightmill.worker.runners.gpu.shapes import Kind
 from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
 from nightmill.worker.runners.gpu.weights.layout import Weights
 
@@ -65,7 +65,7 @@ class Model:
 
     @property
     def weights(self) -> Weights:
-        """Those of all layers, and of embedding and head."""
+        """Weights of all layers, and of embedding and head."""
         return self._weights
 
     @property
@@ -75,17 +75,17 @@ class Model:
 
     @property
     def drawn(self) -> Buffer:
-        """Where a step leaves the tokens that it drew, int32 (R,)."""
+        """Buffer of the tokens that a step drew, int32 (R,)."""
         return self._at.drawn
 
     @property
     def found(self) -> Buffer:
-        """Where it leaves their log-probabilities, FOUND (R,), if any draw wants them."""
+        """Buffer of their log-probabilities, FOUND (R,), if any draw wants them."""
         return self._at.found
 
     @property
     def logits(self) -> Buffer:
-        """Where a step leaves the logits of its last LOGIT_ROWS rows or fewer, float (rows, padded_vocab)."""
+        """Buffer of the logits of a step's last LOGIT_ROWS rows or fewer, float (rows, padded_vocab)."""
         return self._at.logits
 
     def tune(self, rows: int, draws: int) -> None:
@@ -106,7 +106,7 @@ class Model:
             own, weights = layers[0].at, [layer.weights for layer in layers]
             few = self._has_few and rows <= MAX_ROWS
             if not few:
-                kernels.qkv.tune(at.entering, weights, own.qkv, layers[0].cache, at.numbers, rows, norm)
+                kernels.qkv.tune(at.entering, weights, own.qkv, layers[0].cache, at.no_rows, rows, norm)
                 sums = layers[0].attended.added or at.x
                 kernels.output.tune(own.mixed, [w.attn_output for w in weights], sums, rows, norm)
                 kernels.gate_up.tune(at.entering, weights, own.activated, rows, norm)
@@ -137,12 +137,14 @@ class Model:
         masks: StagedMasks | None = None,
         *,
         adjusted: bool = False,
-        tells: bool = False,
+        logprobs: bool = False,
     ) -> None:
         """Queue LM head and sampling of the step whose layers were queued last.
 
-        So many rows at a time that their logits fit. `adjusted`: the logits of some draws are; `tells`: some
-        draws want log-probabilities.
+        So many rows at a time that their logits fit.
+
+        adjusted  the logits of some draws are adjusted
+        logprobs  some draws want log-probabilities
         """
         at, sampler = self._at, self.shared.sampler
         for first in range(0, shape.draws, LOGIT_ROWS):
@@ -155,17 +157,17 @@ class Model:
                 if count:
                     sampler.apply_masks(at.logits, rows, draws, address, number)
             if adjusted:
-                sampler.adjust(
-                    at.logits, rows, draws, self._slots, self._history, inputs.block_tables,
-                    inputs.table_width, inputs.sequence_starts, shape.sequences,
-                )  # fmt: skip
+                chunks = ChunkPages(
+                    inputs.page_tables, inputs.table_width, inputs.sequence_starts, shape.sequences
+                )
+                sampler.adjust(at.logits, rows, draws, self._slots, self._history, chunks)
             drawn = at.drawn.from_row(first)
             sampler.sample(at.logits, rows, draws, self._slots, drawn)
-            if tells:
+            if logprobs:
                 sampler.log_probabilities(at.logits, rows, draws, drawn, at.found.from_row(first))
 
     def _any_rows(self, inputs: StepInputs, shape: StepShape) -> None:
-        """All layers; the last one computes no more than the rows that draw need."""
+        """Queue all layers; the last one computes no more than the rows that draw need."""
         at, x, rows, norms, last = self._at, self._at.x, shape.tokens, self.shared.norms, self.layers[-1]
         entering = at.entering
         norms(x, self.layers[0].weights.attn_norm, entering, rows)
@@ -187,7 +189,7 @@ class Model:
             layer.fed(own.activated, x, at.normed if layer is last else entering, rows)
 
     def _few_rows(self, inputs: StepInputs, shape: StepShape) -> None:
-        """The same for a few drawn tokens, each layer from its norm on in five launches."""
+        """Queue all layers for a few drawn tokens, each layer from its norm on in five launches."""
         x, rows = self._at.x, shape.tokens
         for layer in self.layers:
             few, weights, own = layer.kernels.few, layer.weights, layer.at
@@ -202,7 +204,7 @@ class Model:
         self.shared.norms(x, self._weights.output_norm, self._at.normed, shape.draws)
 
     def _attention(self, layer: Layer, inputs: StepInputs, shape: StepShape) -> None:
-        """Of the drawn tokens, and of the chunks of prompts."""
+        """Queue attention of the drawn tokens, and of the chunks of prompts."""
         if shape.drawn:
             layer.kernels.decode(layer.at.qkv, layer.cache, inputs, shape, layer.at.mixed)
         if shape.tiles:

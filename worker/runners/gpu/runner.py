@@ -10,7 +10,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,15 @@ import numpy as np
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
-from nightmill.worker.runners.base import FOUND, DrawArray, Drawn, IntArray, StepBatch, masked_draws, tells
+from nightmill.worker.runners.base import (
+    FOUND,
+    DrawArray,
+    Drawn,
+    IntArray,
+    StepBatch,
+    masked_draws,
+    wants_logprobs,
+)
 from nightmill.worker.runners.gpu.activations import LOGIT_ROWS, Activations, most_draws
 from nightmill.worker.runners.gpu.arithmetic import arithmetic_of
 from nightmill.worker.runners.gpu.attention.choice import Attentions
@@ -28,21 +36,20 @@ from nightmill.worker.runners.gpu.device.compiler import compile_all
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.graphs import Graph, bucket_of, buckets
 from nightmill.worker.runners.gpu.kv_cache import PAGE, KvCache, page_bytes
-from nightmill.worker.runners.gpu.layers import bind_layers
+from nightmill.worker.runners.gpu.layers import Launchers, bind_layers
+from nightmill.worker.runners.gpu.loading import load_weights
 from nightmill.worker.runners.gpu.memory import (
     LEAST_TOKENS,
     MemoryPlan,
+    RunnerSizes,
     allowed,
     plan_memory,
     tokens_of_a_step,
 )
 from nightmill.worker.runners.gpu.model import Model, Shared
-from nightmill.worker.runners.gpu.numbers import HALF, Numbers, WeightNumbers
+from nightmill.worker.runners.gpu.precision import HALF, Precision
 from nightmill.worker.runners.gpu.products.chooser import Products
-from nightmill.worker.runners.gpu.products.kinds import kinds_of
-from nightmill.worker.runners.gpu.products.packed_tiles import packed_products
-from nightmill.worker.runners.gpu.products.shapes import MANY_ROWS
-from nightmill.worker.runners.gpu.products.unpacked import Unpacked
+from nightmill.worker.runners.gpu.products.formats import ModelFormats
 from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.rows.embedding import Embedding
 from nightmill.worker.runners.gpu.rows.logits import LogitScale
@@ -51,13 +58,13 @@ from nightmill.worker.runners.gpu.sampling.masks import MaskBuffers
 from nightmill.worker.runners.gpu.sampling.sampler import Sampler
 from nightmill.worker.runners.gpu.sampling.slots import SlotTable
 from nightmill.worker.runners.gpu.self_test import check_products, checked_products
+from nightmill.worker.runners.gpu.shapes import MANY_ROWS
 from nightmill.worker.runners.gpu.steps import PADDING, StepBuffers, StepInputs, StepShape, padded_lengths
 from nightmill.worker.runners.gpu.weights.choice import choose_weights
 from nightmill.worker.runners.gpu.weights.layout import padded_vocab, weight_bytes
-from nightmill.worker.runners.gpu.weights.loading import load_weights
 from nightmill.worker.runners.starting import Progress, StartStep, no_progress
 
-__all__ = ["CudaRunner"]
+__all__ = ["CudaRunner", "Launching"]
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +72,7 @@ _MOST_ROWS = 65_535  # of a grid: attention has a row of blocks for each piece o
 
 
 @dataclass(frozen=True, slots=True)
-class _Launch:
+class _PendingLaunch:
     """A launch that was not collected yet."""
 
     turn: int
@@ -73,64 +80,69 @@ class _Launch:
     inputs: StepInputs
     shape: StepShape
     adjusted: bool  # the logits of some draws are
-    tells: bool  # some draws want log-probabilities
+    logprobs: bool  # some draws want log-probabilities
+
+
+@dataclass(frozen=True, slots=True)
+class Launching:
+    """Settings for the launching of steps.
+
+    graphs  replay decode steps from CUDA graphs
+    tune    time the algorithms of products at start-up, else take the library's first guess
+    """
+
+    graphs: bool = True
+    tune: bool = True
 
 
 class CudaRunner:
     """Runs steps on one GPU; belongs to the thread that made it.
 
-    file, spec     the model
-    kv_blocks      pages of the KV cache; None: as many as `gpu_memory` allows
-    gpu_memory     share of the free memory that may be used, or, an int, its bytes
-    slots          sequences at once
-    depth          launches that may be outstanding
-    context        the most tokens of a sequence, by default the model's limit
-    max_tokens     the most tokens of a step; at least `slots`. Fewer, if memory is short and `kv_blocks` is
-                   left open
-    max_draws      the most rows that draw in a step, by default `slots`
-    numbers        formats of weights, activations, keys and values
-    graphs         replay decode steps from CUDA graphs
-    tune           time the algorithms of products at start-up, else take the library's first guess
-    report         told what is being done, for a person who waits
-    progress       told the steps of the start, each before it begins
+    file, spec  the model
+    sizes       how much is computed at once, and the memory for it
+    precision   formats of weights, activations, keys and values
+    launching   how steps are launched
+    report      told what is being done, for a person who waits
+    progress    told the steps of the start, each before it begins
 
     Raises RunnerError (CudaError, KernelCompileError, ...) where the GPU, the toolkit or the memory does not
     suffice, ModelFileError for weights that it cannot compute with.
     """
 
     def __init__(
-        self, file: GgufFile, spec: ModelSpec, *, kv_blocks: int | None = None, gpu_memory: float = 0.9,
-        slots: int, depth: int = 2, context: int | None = None, max_tokens: int = 8192,
-        max_draws: int | None = None, gpu: int = 0, numbers: Numbers = HALF, graphs: bool = True,
-        tune: bool = True, report: Callable[[str], None] = log.info, progress: Progress = no_progress,
+        self, file: GgufFile, spec: ModelSpec, sizes: RunnerSizes, *, gpu: int = 0,
+        precision: Precision = HALF, launching: Launching = Launching(),
+        report: Callable[[str], None] = log.info, progress: Progress = no_progress,
     ) -> None:  # fmt: skip
+        slots, max_tokens, max_draws = sizes.slots, sizes.max_tokens, sizes.max_draws
         if max_tokens < slots:
             raise ValueError(f"a step of {max_tokens} tokens cannot hold one token of each of {slots} slots")
         began = time.monotonic()
-        self.block_size = PAGE
+        self.page_size = PAGE
         self.slots = slots
-        self.depth = depth
+        self.depth = sizes.depth
+        self.prompt_grid, self.snapshots = 1, 0
         self.vocab = spec.vocab
         self._row_of_logits = padded_vocab(spec)
         self.max_tokens = max_tokens
         self.max_draws = max(most_draws(slots) if max_draws is None else max_draws, slots)
-        self._context = spec.context_length if context is None else min(context, spec.context_length)
+        self._context = min(sizes.context, spec.context_length)
         self._report = report
         self._progress = progress
-        self._pending: deque[_Launch] = deque()
+        self._pending: deque[_PendingLaunch] = deque()
         self._graphs: dict[tuple[int, int], Graph] = {}
         """Whole decode steps, by sequences, and pieces of their contexts."""
         self._undrawn_graphs: dict[tuple[int, int], Graph] = {}
         """The same up to the draws, where these are launched apart; captured when such a step first comes."""
         self._waits_for_masks = False
-        self._tune = tune
+        self._tune = launching.tune
         self._turn = 0
         self._products: Products | None = None
-        self.device = Device(gpu, numbers.element, numbers.kv)
+        self.device = Device(gpu, precision.element, precision.kv)
         try:
-            self.arithmetic = arithmetic_of(file, self.device, numbers)
-            self._build(file, spec, numbers, kv_blocks, gpu_memory)
-            if graphs:
+            self.arithmetic = arithmetic_of(file, self.device, precision)
+            self._build(file, spec, precision, sizes)
+            if launching.graphs:
                 self._capture_all()
             self._progress(StartStep.SELF_TEST, "")
             checked = list(checked_products(self.device, self._model, spec, file))
@@ -142,20 +154,17 @@ class CudaRunner:
             f"GPU {gpu} ({self.device.name}) is ready after {time.monotonic() - began:.1f} s: {self.memory}"
         )
 
-    def _build(
-        self, file: GgufFile, spec: ModelSpec, numbers: Numbers, kv_blocks: int | None, gpu_memory: float
-    ) -> None:  # fmt: skip
+    def _build(self, file: GgufFile, spec: ModelSpec, precision: Precision, sizes: RunnerSizes) -> None:
         device, slots, context = self.device, self.slots, self._context
-        numbers, why = choose_weights(spec, numbers, allowed(device.free_memory(), gpu_memory))
+        gpu_memory = sizes.gpu_memory
+        precision, why = choose_weights(spec, precision, allowed(device.free_memory(), gpu_memory))
         self._report(f"weights {why}")
-        self.numbers = numbers  # as they were chosen
-        check_spec(spec, numbers)
-        if numbers.weights is WeightNumbers.FP8 and not device.hopper:
-            raise RunnerError(
-                f"FP8 weights need a GPU of compute capability 9.0 (H100, H200), which {device.name} is "
-                "not: give another --weights"
-            )
-        sources = sources_for(spec, numbers, hopper=device.hopper)
+        self.precision = precision  # as they were chosen
+        check_spec(spec, precision)
+        formats = ModelFormats(spec, precision)
+        if formats.rounded is not None and (reason := formats.rounded.refusal_on(device)) is not None:
+            raise RunnerError(reason)
+        sources = sources_for(spec, precision, hopper=device.hopper)
         self._progress(StartStep.COMPILING, "")
         compile_all(sources, device.architecture, report=self._compiled)  # each is then in the cache
         self._progress(StartStep.STARTING, "planning the memory")
@@ -173,47 +182,41 @@ class CudaRunner:
             "slots": slots, "table_width": -(-context // PAGE), "max_pieces": decode.most_pieces(slots),
             "max_draws": self.max_draws,
         }  # fmt: skip
-        kept = SlotTable.bytes(slots, spec.vocab) + MaskBuffers.bytes(spec.vocab, LOGIT_ROWS)
+        slot_bytes = SlotTable.bytes(slots, spec.vocab) + MaskBuffers.bytes(spec.vocab, LOGIT_ROWS)
 
         def workspace(max_tokens: int) -> int:
-            return kept + StepBuffers.bytes(max_tokens=max_tokens, **step) + workspace_bytes(
-                spec, numbers, device.multiprocessors, slots=slots, max_context=context,
+            return slot_bytes + StepBuffers.bytes(max_tokens=max_tokens, **step) + workspace_bytes(
+                spec, precision, device.multiprocessors, slots=slots, max_context=context,
                 max_tokens=max_tokens, max_draws=self.max_draws, hopper=device.hopper,
             )  # fmt: skip
 
-        weights_size = weight_bytes(spec, numbers)
-        if kv_blocks is None:
+        weights_size = weight_bytes(spec, precision)
+        if sizes.kv_pages is None:
             room = allowed(free, gpu_memory) - weights_size
             least = max(slots, LEAST_TOKENS)
             self.max_tokens = tokens_of_a_step(self.max_tokens, least, workspace, room)
         self.memory: MemoryPlan = plan_memory(
-            weights=weights_size, page=page_bytes(spec, numbers.kv), free=free, gpu_memory=gpu_memory,
-            slots=slots, context=context, kv_blocks=kv_blocks, max_tokens=self.max_tokens,
-            workspace=workspace(self.max_tokens),
+            replace(sizes, context=context, max_tokens=self.max_tokens), weights=weights_size,
+            page=page_bytes(spec, precision.kv), free=free, workspace=workspace(self.max_tokens),
         )  # fmt: skip
         draws = {"max_tokens": self.max_tokens, "max_draws": self.max_draws}
         step |= {"max_tokens": self.max_tokens}
         self._report(f"memory of {device.name}: {self.memory}")
-        self.kv_blocks = self.memory.kv_blocks
+        self.kv_pages = self.memory.kv_pages
         self._prefill.reserve(slots=slots, max_context=context, max_tokens=self.max_tokens, depth=self.depth)
-        at = Activations.allocate(device, spec, numbers, **draws)
+        at = Activations.allocate(device, spec, precision, **draws)
         norms, activate = Norms(device, spec), Activate(device)
-        quantised = at.quantised if numbers.weights is WeightNumbers.FP8 else None
-        self._products = products = Products(
-            device, activate, at.gate_up, kinds_of(spec), Unpacked.workspace(spec, numbers), quantised,
-            packed_products(spec, numbers),
-        )  # fmt: skip
+        self._products = products = formats.products(device, activate, at.gate_up, at.quantised)
         self._progress(StartStep.LOADING, "")
-        weights = load_weights(device, file, spec, numbers, report=self._report)
+        weights = load_weights(device, file, spec, precision, report=self._report)
         self._progress(StartStep.STARTING, "binding the layers")
-        cache = KvCache.allocate(device, spec, self.kv_blocks + 1)  # one more for rows of padding
-        layers = bind_layers(
-            device, spec, weights, cache, at, products, norms, activate, attentions, max_context=context
-        )
+        cache = KvCache.allocate(device, spec, self.kv_pages + 1)  # one more for rows of padding
+        launchers = Launchers(products, norms, activate, attentions)
+        layers = bind_layers(device, spec, weights, cache, at, launchers, max_context=context)
         sampler = Sampler(device, spec.vocab, max_rows=LOGIT_ROWS)
         self._slots = SlotTable(device, sampler, slots=slots, vocab=spec.vocab, depth=self.depth)
         self._masks = MaskBuffers(device, vocab=spec.vocab, rows=LOGIT_ROWS, depth=self.depth)
-        self._steps = StepBuffers(device, padding_page=self.kv_blocks, depth=self.depth, **step)
+        self._steps = StepBuffers(device, padding_page=self.kv_pages, depth=self.depth, **step)
         embedding = Embedding(device, spec.vocab, spec.embedding_scale)
         shared = Shared(embedding, norms, LogitScale(device, spec), sampler)
         self._model = Model(spec, weights, shared, layers, products, self._slots.address, cache.tokens, at)
@@ -259,7 +262,13 @@ class CudaRunner:
         self._waits_for_masks = False
         launch = self._pending[-1]
         staged = self._masks.stage(launch.turn, launch.draws, masks)
-        self._model.draw(launch.inputs, launch.shape, staged, adjusted=launch.adjusted, tells=launch.tells)
+        self._model.draw(
+            launch.inputs,
+            launch.shape,
+            staged,
+            adjusted=launch.adjusted,
+            logprobs=launch.logprobs,
+        )
         self._return_tokens(launch)
 
     def collect(self) -> Drawn | None:
@@ -271,14 +280,14 @@ class CudaRunner:
         launch = self._pending.popleft()
         count = len(launch.draws)
         self.device.wait(self._done[launch.turn], f"a step that draws {count} tokens")
-        found = self._found[launch.turn][:count].copy() if launch.tells else None
+        found = self._found[launch.turn][:count].copy() if launch.logprobs else None
         return Drawn(self._drawn[launch.turn][:count].copy(), found)
 
-    def _return_tokens(self, launch: _Launch) -> None:
+    def _return_tokens(self, launch: _PendingLaunch) -> None:
         """Queue the copy of what is drawn."""
         if count := len(launch.draws):
             self.device.copy_out(self._drawn[launch.turn][:count], self._model.drawn.address)
-        if launch.tells:
+        if launch.logprobs:
             self.device.copy_out(self._found[launch.turn][:count], self._model.found.address)
         self._done[launch.turn].record(self.device.stream)
 
@@ -292,7 +301,7 @@ class CudaRunner:
         return np.ascontiguousarray(logits[:, : self.vocab])
 
     def products(self) -> dict[str, dict[int, str]]:
-        """Which way is taken for how many rows, by product; for a person."""
+        """Names of the kernels that are taken, by product and number of rows; for a person."""
         return {} if self._products is None else self._products.tuned()
 
     def close(self) -> None:
@@ -340,7 +349,7 @@ class CudaRunner:
         )
 
     def _decode_pieces(self, batch: StepBatch, size: int) -> IntArray:
-        """How a decode step, padded to `size`, is shared out."""
+        """Divide the contexts of a decode step, padded to `size`, into pieces."""
         lengths = padded_lengths(batch, size)
         return self._decode.pieces(lengths, np.arange(size, dtype=np.int32))
 
@@ -359,20 +368,20 @@ class CudaRunner:
 
     def _queue(
         self, inputs: StepInputs, shape: StepShape, *, draws: bool, adjusted: bool = False,
-        tells: bool = False,
+        logprobs: bool = False,
     ) -> None:  # fmt: skip
-        """A step, kernel by kernel, with its draws or without."""
+        """Queue a step, kernel by kernel, with its draws or without."""
         self._model.forward(inputs, shape)
         if draws:
-            self._model.draw(inputs, shape, adjusted=adjusted, tells=tells)
+            self._model.draw(inputs, shape, adjusted=adjusted, logprobs=logprobs)
 
-    def _replay(self, turn: int, batch: StepBatch) -> _Launch:
+    def _replay(self, turn: int, batch: StepBatch) -> _PendingLaunch:
         """Queue a step in which all sequences decode one token."""
         size = min(bucket_of(len(batch.slots)), self.slots)
         pieces = self._decode_pieces(batch, size)
         room = self._decode.room(size, len(pieces))
-        adjusted, told = self._slots.adjusts(batch.draws), tells(batch.draws)
-        apart = adjusted or told or self._waits_for_masks
+        adjusted, logprobs = self._slots.adjusts(batch.draws), wants_logprobs(batch.draws)
+        apart = adjusted or logprobs or self._waits_for_masks
         graphs = self._undrawn_graphs if apart else self._graphs
         if (size, room) not in graphs:
             graphs[size, room] = self._capture(size, room, draws=not apart)
@@ -380,14 +389,14 @@ class CudaRunner:
         inputs, shape = self._steps.write_padded(turn, batch, size, pieces, room), _decode_shape(size, room)
         graphs[size, room].launch()
         if apart and not self._waits_for_masks:
-            self._model.draw(inputs, shape, adjusted=adjusted, tells=told)
-        return _Launch(turn, batch.draws, inputs, shape, adjusted, told)
+            self._model.draw(inputs, shape, adjusted=adjusted, logprobs=logprobs)
+        return _PendingLaunch(turn, batch.draws, inputs, shape, adjusted, logprobs)
 
-    def _launch_kernels(self, turn: int, batch: StepBatch) -> _Launch:
+    def _launch_kernels(self, turn: int, batch: StepBatch) -> _PendingLaunch:
         """Queue a step of any composition."""
         drawn = batch.drawn
         tiles, groups = self._prefill.stage(
-            turn, batch.block_tables, batch.sequence_starts, batch.context_lengths, drawn
+            turn, batch.page_tables, batch.sequence_starts, batch.context_lengths, drawn
         )
         pieces = self._decode.pieces(batch.context_lengths[:drawn], np.arange(drawn, dtype=np.int32))
         shape = StepShape(
@@ -402,11 +411,11 @@ class CudaRunner:
             groups=groups,
         )
         inputs = self._steps.write(turn, batch, shape, tiles, pieces)
-        adjusted, told = self._slots.adjusts(batch.draws), tells(batch.draws)
-        self._queue(inputs, shape, draws=not self._waits_for_masks, adjusted=adjusted, tells=told)
-        return _Launch(turn, batch.draws, inputs, shape, adjusted, told)
+        adjusted, logprobs = self._slots.adjusts(batch.draws), wants_logprobs(batch.draws)
+        self._queue(inputs, shape, draws=not self._waits_for_masks, adjusted=adjusted, logprobs=logprobs)
+        return _PendingLaunch(turn, batch.draws, inputs, shape, adjusted, logprobs)
 
 
 def _decode_shape(size: int, room: int) -> StepShape:
-    """Of a decode step that is replayed."""
+    """Return the shape of a decode step that is replayed."""
     return StepShape(tokens=size, sequences=size, drawn=size, draws=size, tiles=0, pieces=room)

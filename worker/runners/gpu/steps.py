@@ -5,17 +5,16 @@ the same place however many pages the longest sequence has.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from nightmill.worker.runners.base import DRAW, NOT_GIVEN, UNMASKED, UNTOLD, IntArray, StepBatch
-from nightmill.worker.runners.gpu.attention.prompts import PromptGroup
+from nightmill.worker.runners.base import DRAW, NO_LOGPROBS, NOT_GIVEN, UNMASKED, IntArray, StepBatch
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.kv_cache import PAGE
 
-__all__ = ["PADDING", "StepBuffers", "StepInputs", "StepShape", "padded_lengths"]
+__all__ = ["PADDING", "PromptGroup", "StepBuffers", "StepInputs", "StepShape", "padded_lengths"]
 
 _ALIGN = 64  # int32 words
 _DRAW_WORDS = DRAW.itemsize // 4
@@ -24,6 +23,15 @@ _NO_INTS = np.zeros(0, dtype=np.int32)
 _NO_DRAWS = np.zeros(0, dtype=DRAW)
 PADDING = StepBatch(*(_NO_INTS,) * 5, np.zeros((0, 1), dtype=np.int32), _NO_INTS, _NO_DRAWS, drawn=0)
 """A batch of no sequences, for `StepBuffers.write_padded`."""
+
+
+class PromptGroup(NamedTuple):
+    """Prompts whose pages are widened together (`attention/prompts.py`), and their part of a step's tiles."""
+
+    first_page: int
+    pages: int
+    first_tile: int
+    tiles: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +50,12 @@ class StepShape:
 
     @property
     def gathers(self) -> bool:
-        """Whether the rows that draw have to be gathered; else they are all rows, in order."""
+        """True if the rows that draw have to be gathered; else they are all rows, in order."""
         return self.draws != self.tokens or self.given
 
     @property
     def decodes(self) -> bool:
-        """Whether all tokens were drawn."""
+        """True if all tokens were drawn."""
         return self.drawn == self.tokens
 
 
@@ -55,7 +63,7 @@ class StepShape:
 class StepInputs:
     """Device addresses of a step's arrays (`StepBatch`), and some that are derived from them."""
 
-    block_tables: int  # (S, table_width)
+    page_tables: int  # (S, table_width)
     table_width: int
     tokens: int  # (T,)
     token_slots: int  # (T,) the slot of each token's sequence
@@ -89,7 +97,7 @@ class StepBuffers:
         rows = max(slots, 1)
         words = _layout(max_tokens, rows, max_draws, max_tokens, max_pieces)[1]
         self._packed = device.allocate(4 * words, "a step's arrays")
-        self._tables = device.allocate(4 * rows * table_width, "block tables")
+        self._tables = device.allocate(4 * rows * table_width, "page tables")
         self._numbers = np.arange(rows + 1, dtype=np.int32)
         self._host = [device.pinned(words, np.int32) for _ in range(depth)]
         self._host_tables = [device.pinned((rows, table_width), np.int32) for _ in range(depth)]
@@ -122,8 +130,8 @@ class StepBuffers:
         for offset, array in zip(offsets, arrays, strict=True):
             host[offset : offset + len(array)] = array
         tables = self._host_tables[turn]
-        count, width = batch.block_tables.shape
-        tables[:count, :width] = batch.block_tables
+        count, width = batch.page_tables.shape
+        tables[:count, :width] = batch.page_tables
         return self._send(turn, offsets, words, count, width)
 
     def write_padded(self, turn: int, batch: StepBatch, size: int, pieces: IntArray, room: int) -> StepInputs:
@@ -148,12 +156,12 @@ class StepBuffers:
             host[offset + used : offset + size] = padding
         draws = host[offsets[7] : offsets[7] + _DRAW_WORDS * size].view(DRAW)
         draws[:count] = batch.draws
-        draws[count:] = (0, self._slots, 0, UNMASKED, NOT_GIVEN, UNTOLD)
+        draws[count:] = (0, self._slots, 0, UNMASKED, NOT_GIVEN, NO_LOGPROBS)
         host[offsets[-1] : offsets[-1] + 4 * room] = -1
         host[offsets[-1] : offsets[-1] + pieces.size] = pieces.reshape(-1)
         tables = self._host_tables[turn]
-        width = batch.block_tables.shape[1]
-        tables[:count, :width] = batch.block_tables
+        width = batch.page_tables.shape[1]
+        tables[:count, :width] = batch.page_tables
         tables[count:size, 0] = self._padding_page
         return self._send(turn, offsets, words, size, width)
 
@@ -166,7 +174,7 @@ class StepBuffers:
 
 
 def padded_lengths(batch: StepBatch, size: int) -> IntArray:
-    """Of the contexts of a batch as `StepBuffers.write_padded` pads it."""
+    """Return the lengths of the contexts of a batch as `StepBuffers.write_padded` pads it."""
     lengths = np.ones(size, dtype=np.int32)
     lengths[: len(batch.context_lengths)] = batch.context_lengths
     return lengths

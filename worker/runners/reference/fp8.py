@@ -33,7 +33,7 @@ def round_e4m3(x: FloatArray) -> FloatArray:
 
 
 def exponents_of(x: FloatArray, powers: tuple[int, int] = POWERS_OF_FLOAT) -> npt.NDArray[np.int32]:
-    """Of the power of two for each row of x (..., D): (..., 1).
+    """Return the exponent (..., 1) of the power of two for each row of x (..., D).
 
     powers  exponents of the least and of the largest that there is
     """
@@ -44,7 +44,7 @@ def exponents_of(x: FloatArray, powers: tuple[int, int] = POWERS_OF_FLOAT) -> np
 
 
 def as_kept(x: FloatArray, powers: tuple[int, int] = POWERS_OF_FLOAT) -> FloatArray:
-    """What is left of x (..., D), rows of which have a power of two in common.
+    """Round x (..., D) to FP8 and back; rows have a power of two in common.
 
     A row with a number that is infinite or NaN becomes NaN.
     """

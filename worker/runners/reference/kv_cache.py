@@ -6,41 +6,41 @@ import numpy as np
 import numpy.typing as npt
 
 from nightmill.jobs.errors import RunnerError
-from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.model.spec import Attention, ModelSpec
 from nightmill.worker.runners.base import StepBatch
 from nightmill.worker.runners.kv_format import KvFormat
 from nightmill.worker.runners.reference import ops
 from nightmill.worker.runners.reference.fp8 import as_kept
 
-__all__ = ["KvCache", "Places", "choose_kv_blocks"]
+__all__ = ["Places", "ReferenceKvCache", "choose_kv_pages"]
 
 DEFAULT_BYTES = 512 << 20
 RowArray = npt.NDArray[np.intp]
 
 
-def choose_kv_blocks(
+def choose_kv_pages(
     spec: ModelSpec,
     *,
     max_sequences: int,
     context: int,
-    block_size: int = 16,
+    page_size: int = 16,
     memory: int = DEFAULT_BYTES,
 ) -> int:
     """Pages for `max_sequences` full contexts, or as many as fit into `memory` bytes.
 
     Raises RunnerError where not even one page fits.
     """
-    page_bytes = 2 * block_size * sum(layer.attention.keys for layer in spec.layers) * 4
+    page_bytes = 2 * page_size * spec.keys * 4
     if memory < page_bytes:
         raise RunnerError(
             f"the KV cache was given {memory} bytes, but one page of this model takes {page_bytes}"
         )
-    return min(max_sequences * -(-context // block_size), memory // page_bytes)
+    return min(max_sequences * -(-context // page_size), memory // page_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where a step's tokens read and write the cache; the same for all layers."""
+    """Rows of the cache that a step's tokens read and write; the same for all layers."""
 
     written: npt.NDArray[np.int32]  # (T,) cache rows
     positions: npt.NDArray[np.int32]  # (T,)
@@ -49,25 +49,28 @@ class Places:
     chunks: list[tuple[slice, RowArray]]  # longer chunks: their tokens, cache rows (1, L)
 
 
-class KvCache:
-    """Keys and values of each layer, float32 (cache rows, kv_heads, head_dim): what `kv` leaves of them.
+class ReferenceKvCache:
+    """Keys and values of each layer of attention: what `kv` leaves of them.
+
+    They are float32 (cache rows, kv_heads, head_dim); other layers have no heads.
 
     The row after the last page is never written: padding reads zeros there.
     """
 
     def __init__(
-        self, spec: ModelSpec, *, pages: int, block_size: int, kv: KvFormat = KvFormat.ELEMENT
+        self, spec: ModelSpec, *, pages: int, page_size: int, kv: KvFormat = KvFormat.ELEMENT
     ) -> None:
         self._kv = kv
-        self._block_size = block_size
-        self._zero_row = pages * block_size
+        self._page_size = page_size
+        self._zero_row = pages * page_size
         self.keys, self.values = (
             [self._empty(spec, index) for index in range(len(spec.layers))] for _ in "kv"
         )
 
     def _empty(self, spec: ModelSpec, index: int) -> npt.NDArray[np.float32]:
-        attention = spec.layers[index].attention
-        return np.zeros((self._zero_row + 1, attention.kv_heads, attention.head_dim), dtype=np.float32)
+        mixer = spec.layers[index].mixer
+        heads = (mixer.kv_heads, mixer.head_dim) if isinstance(mixer, Attention) else (0, 0)
+        return np.zeros((self._zero_row + 1, *heads), dtype=np.float32)
 
     def close(self) -> None:
         """Drop it all."""
@@ -94,7 +97,7 @@ class KvCache:
         return mixed
 
     def places(self, batch: StepBatch) -> Places:
-        """Where a step reads and writes."""
+        """Find the rows that a step reads and writes."""
         starts = batch.sequence_starts
         alone = np.arange(batch.drawn)
         longer = np.arange(batch.drawn, len(batch.slots))
@@ -115,7 +118,7 @@ class KvCache:
             return np.zeros((0, ops.KEY_TILE), dtype=np.intp)
         lengths = batch.context_lengths[sequences]
         places = np.arange(-(-int(lengths.max()) // ops.KEY_TILE) * ops.KEY_TILE)
-        tables = batch.block_tables[sequences]
-        pages = tables[:, np.minimum(places // self._block_size, tables.shape[1] - 1)]
-        rows = pages.astype(np.intp) * self._block_size + places % self._block_size
+        tables = batch.page_tables[sequences]
+        pages = tables[:, np.minimum(places // self._page_size, tables.shape[1] - 1)]
+        rows = pages.astype(np.intp) * self._page_size + places % self._page_size
         return np.where(places < lengths[:, None], rows, self._zero_row)

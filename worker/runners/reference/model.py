@@ -1,8 +1,8 @@
 """The transformer in NumPy, as a spec says it: weights, and the forward pass over the tokens of a step.
 
 float32 throughout. All tokens of a step go through the matrices together; attention takes the tokens that
-were drawn in one piece and every longer chunk by itself. The LM head sees only the rows that draw. A job's
-tokens do not depend on what else is in the batch (see `ops`).
+were drawn in one piece and every longer chunk by itself, and so do layers with states. The LM head sees only
+the rows that draw. A job's tokens do not depend on what else is in the batch (see `ops`).
 """
 
 from collections.abc import Callable, Mapping
@@ -13,12 +13,23 @@ import numpy.typing as npt
 
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.rope import Rope, RopeStyle
-from nightmill.worker.model.spec import Activation, Attention, FeedForward, ModelSpec, Norm, Role, Weight
+from nightmill.worker.model.spec import (
+    Activation,
+    Attention,
+    FeedForward,
+    Mixer,
+    ModelSpec,
+    Norm,
+    Role,
+    Weight,
+)
 from nightmill.worker.runners.reference import ops
-from nightmill.worker.runners.reference.kv_cache import KvCache, Places
+from nightmill.worker.runners.reference.kv_cache import Places, ReferenceKvCache
+from nightmill.worker.runners.reference.mixing import mix
 from nightmill.worker.runners.reference.rounding import as_fp8
+from nightmill.worker.runners.reference.states import Flow, ReferenceStates
 
-__all__ = ["Model", "Trace"]
+__all__ = ["ReferenceModel", "Trace"]
 
 FloatArray = npt.NDArray[np.float32]
 Weights = dict[Role, FloatArray]
@@ -28,12 +39,14 @@ _ACTIVATIONS = {
     (Activation.SILU, False): ops.silu,
     (Activation.GELU, True): ops.geglu,
     (Activation.GELU, False): ops.gelu,
+    (Activation.RELU_SQUARED, True): ops.reglu_squared,
+    (Activation.RELU_SQUARED, False): ops.relu_squared,
 }
 Trace = Callable[[str, npt.NDArray[Any]], None]
 
 
-class Model:
-    """A model's weights as float32; computes on a cache.
+class ReferenceModel:
+    """A model's weights as float32; computes on a cache and on states.
 
     trace  called with a name and an array at each stage of a step: "embedding", "layer.0", ..., "norm" (all
            tokens), "logits" (only the rows that draw)
@@ -41,25 +54,31 @@ class Model:
     """
 
     def __init__(
-        self, file: GgufFile, spec: ModelSpec, cache: KvCache, trace: Trace | None = None, *,
-        fp8: bool = False,
+        self, file: GgufFile, spec: ModelSpec, cache: ReferenceKvCache, states: ReferenceStates,
+        trace: Trace | None = None, *, fp8: bool = False,
     ) -> None:  # fmt: skip
         self._spec = spec
         self._fp8 = fp8
         self._cache = cache
+        self._states = states
         self._trace = trace
         self._layers = [_load(file, spec.layer_weights(index), fp8=fp8) for index in range(len(spec.layers))]
-        self._output_norm = _load(file, spec.output_norm.weights(Role.OUTPUT_NORM, "output_norm", spec.width))
+        norm = spec.output_norm.weights(Role.OUTPUT_NORM, spec.output_norm_name, spec.width)
+        self._output_norm = _load(file, norm)
         self._embedding = file.array("token_embd.weight")
         self._head = (self._embedding if spec.tied_head else file.array("output.weight")).T
-        matrices = (weight for layer in self._layers for weight in layer.values() if weight.ndim == 2)
-        shapes = {matrix.shape: matrix for matrix in matrices}
+        shapes = {
+            layer[role].shape: layer[role]
+            for index, layer in enumerate(self._layers)
+            for role, weight in spec.layer_weights(index).items()
+            if weight.is_matrix
+        }
         self._tiled = not all(map(ops.rows_are_independent, (*shapes.values(), self._head)))
-        ropes = {layer.attention.rope for layer in spec.layers}
+        ropes = {attention.rope for attention in spec.attentions}
         self._frequencies = {rope: rope.frequencies() for rope in ropes}
 
-    def forward(self, tokens: npt.NDArray[np.int32], places: Places) -> ops.FloatArray:
-        """All layers over tokens (T,); returns the normed hidden states (T, width)."""
+    def forward(self, tokens: npt.NDArray[np.int32], places: Places, flow: Flow) -> ops.FloatArray:
+        """Compute all layers over tokens (T,); returns the normed hidden states (T, width)."""
         rotations = {
             rope: ops.rope_table(places.positions, frequencies, rope.magnitude, np.float32)
             for rope, frequencies in self._frequencies.items()
@@ -68,15 +87,17 @@ class Model:
         self._report("embedding", x)
         for index, layer in enumerate(self._spec.layers):
             weights = self._layers[index]
-            normed = _norm(layer.attention_norm, x, weights, Role.ATTN_NORM)
-            added = self._attend(index, layer.attention, weights, normed, places, rotations)
-            added = _norm(layer.attention_post_norm, added, weights, Role.ATTN_POST_NORM)
-            x = x + _scaled(added, layer.residual_scale)
-            if not layer.parallel:
-                normed = _norm(layer.feed_forward_norm, x, weights, Role.FFN_NORM)
-            added = self._feed_forward(layer.feed_forward, weights, normed)
-            added = _norm(layer.feed_forward_post_norm, added, weights, Role.FFN_POST_NORM)
-            x = x + _scaled(added, layer.residual_scale)
+            if layer.mixer is not None:
+                normed = _norm(layer.attention_norm, x, weights, Role.ATTN_NORM)
+                added = self._mix(index, layer.mixer, weights, normed, places, flow, rotations)
+                added = _norm(layer.attention_post_norm, added, weights, Role.ATTN_POST_NORM)
+                x = x + _scaled(added, layer.residual_scale)
+            if layer.feed_forward.width:
+                if not layer.parallel:
+                    normed = _norm(layer.feed_forward_norm, x, weights, Role.FFN_NORM)
+                added = self._feed_forward(layer.feed_forward, weights, normed)
+                added = _norm(layer.feed_forward_post_norm, added, weights, Role.FFN_POST_NORM)
+                x = x + _scaled(added, layer.residual_scale)
             self._report(f"layer.{index}", x)
         x = _norm(self._spec.output_norm, x, self._output_norm, Role.OUTPUT_NORM)
         self._report("norm", x)
@@ -93,13 +114,25 @@ class Model:
         """Drop the layers' weights."""
         self._layers = []
 
+    def _mix(
+        self, index: int, mixer: Mixer, weights: Weights, x: ops.FloatArray, places: Places, flow: Flow,
+        rotations: Rotations,
+    ) -> ops.FloatArray:  # fmt: skip
+        if isinstance(mixer, Attention):
+            return self._attend(index, mixer, weights, x, places, rotations)
+        inputs = self._linear(x, weights[Role.MIXER_INPUT])
+        mixed = mix(mixer, weights, inputs, self._states.layers[index], flow)
+        return self._linear(mixed, weights[Role.MIXER_OUTPUT])
+
     def _attend(
         self, index: int, attention: Attention, weights: Weights, x: ops.FloatArray, places: Places,
         rotations: Rotations,
     ) -> ops.FloatArray:  # fmt: skip
         heads, kv_heads = attention.heads, attention.kv_heads
         qkv = self._linear(x, weights[Role.QKV], weights.get(Role.QKV_BIAS))
-        q, k, v = np.split(qkv.reshape(len(x), -1, attention.head_dim), [heads, heads + kv_heads], axis=1)
+        q, k, v = np.split(qkv, np.cumsum([attention.gated_queries, attention.keys]), axis=1)
+        q, *gate = np.split(q.reshape(len(x), heads, -1), 1 + attention.gated, axis=2)
+        k, v = (part.reshape(len(x), kv_heads, -1) for part in (k, v))
         if attention.qk_norm_whole:
             q, k = (part.reshape(len(x), 1, -1) for part in (q, k))
         norm = attention.qk_norm
@@ -114,8 +147,12 @@ class Model:
         if attention.temperature is not None:
             q = q * attention.temperature.factors(places.positions)[:, None, None].astype(q.dtype)
         how = ops.Scores(attention.scale, attention.softcap, attention.window)
-        mixed = self._cache.attend(index, q, k, v, places, how).reshape(len(x), -1)
-        return self._linear(mixed, weights[Role.ATTN_OUTPUT], weights.get(Role.ATTN_OUTPUT_BIAS))
+        mixed = self._cache.attend(index, q, k, v, places, how)
+        if attention.gated:
+            mixed = mixed * ops.sigmoid(gate[0])
+        return self._linear(
+            mixed.reshape(len(x), -1), weights[Role.ATTN_OUTPUT], weights.get(Role.ATTN_OUTPUT_BIAS)
+        )
 
     def _feed_forward(self, feed_forward: FeedForward, weights: Weights, x: ops.FloatArray) -> ops.FloatArray:
         inner = self._linear(x, weights[Role.GATE_UP], weights.get(Role.GATE_UP_BIAS))

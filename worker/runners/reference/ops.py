@@ -67,7 +67,7 @@ def linear(
 
 
 def rows_are_independent(weight: FloatArray) -> bool:
-    """Whether multiplying many rows by `weight` (inputs, outputs) at once gives the bits of tiles, here.
+    """Return whether multiplying many rows by `weight` (inputs, outputs) at once gives the bits of tiles.
 
     An experiment on this machine's BLAS. Small products may go through other kernels, up to some size: for
     small weights all row counts are tried up to 32 tiles, for large ones a few.
@@ -113,6 +113,19 @@ def silu(x: FloatArray) -> FloatArray:
     return result
 
 
+def sigmoid(x: FloatArray) -> FloatArray:
+    """1 / (1 + exp(-x))"""
+    with np.errstate(over="ignore"):  # exp(-x) = inf makes it 0, its limit
+        result: FloatArray = 1 / (1 + np.exp(-x))
+    return result
+
+
+def relu_squared(x: FloatArray) -> FloatArray:
+    """max(x, 0)^2 (So et al. 2021)."""
+    result: FloatArray = np.square(np.maximum(x, 0))
+    return result
+
+
 def gelu(x: FloatArray) -> FloatArray:
     """x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) (Hendrycks and Gimpel 2016)."""
     with np.errstate(over="ignore"):  # tanh(inf) is 1
@@ -133,6 +146,12 @@ def geglu(gate_up: FloatArray) -> FloatArray:
     return gelu(gate) * up
 
 
+def reglu_squared(gate_up: FloatArray) -> FloatArray:
+    """relu_squared(gate) * up of (T, 2 F), gate first."""
+    gate, up = np.split(gate_up, 2, axis=-1)
+    return relu_squared(gate) * up
+
+
 def softcap(x: FloatArray, cap: float | None) -> FloatArray:
     """cap * tanh(x / cap): nothing gets beyond the cap. None: x."""
     if cap is None:
@@ -143,7 +162,7 @@ def softcap(x: FloatArray, cap: float | None) -> FloatArray:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What becomes of the products of queries and keys, as `worker.model.spec.Attention` says."""
+    """Scaling, capping and windowing of attention scores, as `worker.model.spec.Attention` says."""
 
     scale: float | None = None
     softcap: float | None = None

@@ -27,7 +27,7 @@ def to_fp8(x: FloatArray) -> tuple[FloatArray, FloatArray]:
 
 
 def as_fp8(x: FloatArray) -> FloatArray:
-    """What is left of x: numbers times scales."""
+    """Round x to FP8 and back: numbers times scales."""
     numbers, scales = to_fp8(x)
     result: FloatArray = numbers * scales
     return result

@@ -1,13 +1,14 @@
 """Runs steps on the CPU: what slots hold, the forward pass, and the tokens drawn."""
 
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from threadpoolctl import threadpool_info
 
-from nightmill.jobs.arithmetic import DIGITS, Arithmetic
+from nightmill.jobs.base.arithmetic import DIGITS, Arithmetic
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
@@ -15,8 +16,9 @@ from nightmill.worker.runners.adjusting import Adjustment, adjustment_of
 from nightmill.worker.runners.base import (
     FOUND,
     FROM_SLOT,
+    NO_LOGPROBS,
     NOT_A_NUMBER,
-    UNTOLD,
+    STATE_CHUNK,
     Admission,
     DrawArray,
     Drawn,
@@ -24,11 +26,12 @@ from nightmill.worker.runners.base import (
     StepBatch,
     mask_words,
     masked_draws,
-    tells,
+    wants_logprobs,
 )
 from nightmill.worker.runners.kv_format import KvFormat
-from nightmill.worker.runners.reference.kv_cache import KvCache
-from nightmill.worker.runners.reference.model import Model, Trace
+from nightmill.worker.runners.reference.kv_cache import ReferenceKvCache
+from nightmill.worker.runners.reference.model import ReferenceModel, Trace
+from nightmill.worker.runners.reference.states import Flow, ReferenceStates, flow_of
 from nightmill.worker.runners.sampling import (
     PARAMETERS,
     SamplingRows,
@@ -38,38 +41,53 @@ from nightmill.worker.runners.sampling import (
     sample,
 )
 
-__all__ = ["ReferenceRunner"]
+__all__ = ["ReferenceRunner", "Rounding"]
 
-_GIVEN_ROWS = 32  # beside the draws of all slots
+_GIVEN_ROWS = 64  # beside the draws of all slots; not less than STATE_CHUNK
 
 FloatArray = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """The precision that a reference runner rounds to, as the kernels do.
+
+    kv   the format of keys and values: rounded to it, stored as float32
+    fp8  layers multiply FP8 numbers, as `model.Model` says
+    """
+
+    kv: KvFormat = KvFormat.ELEMENT
+    fp8: bool = False
 
 
 class ReferenceRunner:
     """Runs steps on the CPU; `launch` or `draw` computes, `collect` hands out the result.
 
     file, spec       the model; weights are kept as float32
-    kv_blocks        pages of `block_size` tokens; the memory is only touched as pages are used
+    kv_pages        pages of `page_size` tokens; the memory is only touched as pages are used
     slots            sequences at once
     depth            launches that may be queued before one is collected
-    kv               how keys and values are kept: rounded to it, in float32
+    rounding         the precision of keys, values and weights
     trace            told the stages of a step, as `model.Model` says
-    fp8              layers multiply FP8 numbers, as `model.Model` says
     """
 
     def __init__(
-        self, file: GgufFile, spec: ModelSpec, *, kv_blocks: int, block_size: int = 16, slots: int,
-        depth: int = 1, kv: KvFormat = KvFormat.ELEMENT, trace: Trace | None = None, fp8: bool = False,
+        self, file: GgufFile, spec: ModelSpec, *, kv_pages: int, page_size: int = 16, slots: int,
+        depth: int = 1, rounding: Rounding = Rounding(), trace: Trace | None = None,
     ) -> None:  # fmt: skip
-        self.kv_blocks = kv_blocks
-        self.block_size = block_size
+        kv, fp8 = rounding.kv, rounding.fp8
+        self.kv_pages = kv_pages
+        self.page_size = page_size
         self.slots = slots
         self.max_draws = slots + _GIVEN_ROWS
         self.depth = depth
         self.vocab = spec.vocab
         self.arithmetic = _arithmetic(file, "fp8 in f32" if fp8 else "f32", kv)
-        self._cache = KvCache(spec, pages=kv_blocks, block_size=block_size, kv=kv)
-        self._model = Model(file, spec, self._cache, trace, fp8=fp8)
+        self._cache = ReferenceKvCache(spec, pages=kv_pages, page_size=page_size, kv=kv)
+        self.prompt_grid = STATE_CHUNK if spec.state_bytes else 1
+        self.snapshots = slots if spec.state_bytes else 0
+        self.states = ReferenceStates(spec, slots, self.snapshots)
+        self._model = ReferenceModel(file, spec, self._cache, self.states, trace, fp8=fp8)
         self._last_token = np.zeros(slots, dtype=np.int32)
         self._parameters = np.zeros(slots, dtype=PARAMETERS)
         self._seen: list[npt.NDArray[np.bool_] | None] = [None] * slots
@@ -90,7 +108,10 @@ class ReferenceRunner:
             self._admit(admission)
         try:
             with np.errstate(invalid="ignore", over="ignore"):  # what is not a number is told by its token
-                hidden = self._model.forward(self._tokens(batch), self._cache.places(batch))
+                flow = flow_of(batch) if self.prompt_grid > 1 else Flow([], [])
+                hidden = self._model.forward(self._tokens(batch), self._cache.places(batch), flow)
+                for slot, snapshot in batch.snapshots:
+                    self.states.save(slot, snapshot)
                 logits = self._logits(hidden[batch.draws["row"]])
                 if len(masked_draws(batch.draws)):
                     self._undrawn = batch.draws, logits
@@ -121,10 +142,12 @@ class ReferenceRunner:
         """Drop weights and cache."""
         self._model.close()
         self._cache.close()
+        self.states.close()
         self._results.clear()
 
     def _admit(self, admission: Admission) -> None:
         slot, params = admission.slot, admission.params
+        self.states.begin(slot, admission.snapshot)
         self._last_token[slot] = admission.token_ids[-1]
         self._parameters[slot] = parameters_of(admission)
         self._seen[slot] = None
@@ -140,7 +163,7 @@ class ReferenceRunner:
         return np.where(batch.tokens == FROM_SLOT, self._last_token[slots], batch.tokens)
 
     def _logits(self, hidden: npt.NDArray[Any]) -> FloatArray:
-        """Of the rows that draw (R, V)."""
+        """Compute the logits (R, V) of the rows that draw."""
         return self._model.logits(hidden) if len(hidden) else np.zeros((0, self.vocab), dtype=np.float32)
 
     def _sample(self, draws: DrawArray, logits: FloatArray) -> Drawn:
@@ -151,9 +174,9 @@ class ReferenceRunner:
         drawing = np.flatnonzero(~given)
         tokens[drawing] = sample(logits[drawing], rows.of(drawing))
         found = None
-        if tells(draws):
+        if wants_logprobs(draws):
             found = np.zeros(len(draws), dtype=FOUND)
-            asking = np.flatnonzero(draws["likely"] != UNTOLD)
+            asking = np.flatnonzero(draws["likely"] != NO_LOGPROBS)
             found[asking] = log_probabilities(
                 logits[asking], rows.of(asking), tokens[asking], draws["likely"][asking]
             )
@@ -162,6 +185,7 @@ class ReferenceRunner:
         for row in drawing.tolist():
             seen, token = rows.seen[row], int(tokens[row])
             if token == NOT_A_NUMBER:
+                self.states.clear(int(draws["slot"][row]))  # where NaN would stay for ever
                 continue
             if seen is not None:
                 seen[token] = True
@@ -170,7 +194,7 @@ class ReferenceRunner:
         return Drawn(tokens, found)
 
     def _rows(self, draws: DrawArray) -> SamplingRows:
-        """What the draws (R,) are drawn with; of what is given, nothing."""
+        """Collect the sampling rows of the draws (R,); given tokens have none."""
         slots = draws["slot"].tolist()
         return SamplingRows(
             self._parameters[slots],

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.sql.claims import Claims
 from tests.integration.jobs.batches.rows import write
-from tests.servers import Clock
+from tests.support.servers import Clock
 
 
 @pytest.fixture

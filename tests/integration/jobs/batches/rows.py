@@ -4,9 +4,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from nightmill.jobs.base.contract import JobState, StopReason
 from nightmill.jobs.batches.batch import Batch
-from nightmill.jobs.contract import JobState, StopReason
-from nightmill.jobs.job import Job
+from nightmill.jobs.reply.job import Job
 from nightmill.jobs.sql.claims import Claims, Outcome
 
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.batches.batch import Batch
-from nightmill.jobs.client import Client
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.main import main
-from nightmill.jobs.errors import BatchConflictError, BatchFileError
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.errors import BatchConflictError, BatchFileError, BatchNotFoundError
 from nightmill.jobs.sql.batches import BatchStore
 from tests.integration.jobs.batches.rows import jobs_of
-from tests.servers import worker_env
+from tests.support.servers import worker_env
 
 ROWS = 150
 PAD = "x" * 300  # so that the file is longer than what is read ahead
@@ -151,7 +151,8 @@ def test_a_change_before_the_first_row_enters_none(
     monkeypatch.setattr(BatchStore, "last_row", changing)
     with pytest.raises(BatchFileError, match="changed while"):
         submit(sqlite_client, path)
-    assert jobs_of(sqlite_client.get_batch("night")) == {}
+    with pytest.raises(BatchNotFoundError):
+        sqlite_client.get_batch("night")
 
 
 def test_bytes_that_changed_without_a_trace_are_found_at_the_end(

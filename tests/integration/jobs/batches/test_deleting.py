@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from sqlalchemy.orm import Session
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState
+from nightmill.jobs.base.contract import JobState
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import (
     BatchConflictError,
     BatchNotFoundError,
@@ -17,14 +18,13 @@ from nightmill.jobs.errors import (
     InvalidTransitionError,
     JobNotFoundError,
 )
-from nightmill.jobs.job import Job
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.reply.job import Job
 from nightmill.jobs.sql.claims import Claims
 from nightmill.jobs.sql.deletion import Deletion
 from nightmill.jobs.sql.prune import Prune, Pruned
 from tests.integration.jobs.batches.rows import finish, jobs_of
-from tests.interleaving import before, wait_until_one_is_blocked
-from tests.servers import Clock
+from tests.support.interleaving import before, wait_until_one_is_blocked
+from tests.support.servers import Clock
 
 
 @pytest.fixture

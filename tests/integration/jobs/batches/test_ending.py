@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from nightmill.jobs.client import Client
+from nightmill.jobs.base.contract import JobState, StopReason
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.progress import BatchProgress
-from nightmill.jobs.contract import JobState, StopReason
 from nightmill.jobs.errors import BatchNotFoundError, InvalidTransitionError
-from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.jobs.sql.prune import Prune, Pruned
 from nightmill.jobs.sql.sweep import Sweep
 from tests.integration.jobs.batches.rows import finish, jobs_of, write
-from tests.servers import Clock, RedisServer
+from tests.support.servers import Clock, RedisServer
 
 # -- times ---------------------------------------------------------------------------------------
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState, StopReason
+from nightmill.jobs.base.contract import JobState, StopReason
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import (
     BatchConflictError,
     BatchFileError,
@@ -18,12 +19,11 @@ from nightmill.jobs.errors import (
     UnknownModelError,
     WaitTimeoutError,
 )
-from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.claims import Claims
 from nightmill.jobs.sql.sweep import Sweep
 from tests.integration.jobs.batches.rows import finish, jobs_of, write
-from tests.servers import Clock, free_port
+from tests.support.servers import Clock, free_port
 
 
 def test_every_row_of_a_file_becomes_a_job_and_bad_ones_fail_alone(client: Client, file: Path) -> None:

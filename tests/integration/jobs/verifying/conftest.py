@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import WorkerState
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.base.contract import WorkerState
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.sql.claims import Claims
 from tests.integration.jobs.verifying.worked import (
     run_all,

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from nightmill.jobs.client import Client
+from nightmill.jobs.base.contract import StopReason
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.main import main
-from nightmill.jobs.contract import StopReason
-from nightmill.jobs.job import Job
+from nightmill.jobs.reply.job import Job
 from nightmill.jobs.sql.claims import Claims
 from tests.integration.jobs.verifying.worked import (
     H100,
@@ -19,7 +19,7 @@ from tests.integration.jobs.verifying.worked import (
     tamper,
     working,
 )
-from tests.servers import worker_env
+from tests.support.servers import worker_env
 
 
 @pytest.fixture

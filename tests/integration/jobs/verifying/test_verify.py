@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from sqlalchemy import update
 
+from nightmill.jobs.base.contract import StopReason
 from nightmill.jobs.batches.verifying import Verdict, Verification
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import StopReason
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import (
     BatchNotFoundError,
     InvalidParameterError,
@@ -17,12 +17,12 @@ from nightmill.jobs.errors import (
     NotServedError,
     WaitTimeoutError,
 )
-from nightmill.jobs.job import Worker
+from nightmill.jobs.reply.job import Worker
 from nightmill.jobs.sql.claims import Claim, Claims, Outcome
 from nightmill.jobs.sql.jobs import JOBS
 from nightmill.jobs.sql.workers import WorkerStore
 from tests.integration.jobs.verifying.worked import H100, H200, everything, outcome, run_all, tamper, working
-from tests.servers import wait_until
+from tests.support.servers import wait_until
 
 
 def test_rows_that_give_their_texts_again_are_equal_and_nothing_is_left(

@@ -7,9 +7,9 @@ from typing import Any
 
 from sqlalchemy import select, update
 
-from nightmill.jobs.arithmetic import Arithmetic
-from nightmill.jobs.client import Client
-from nightmill.jobs.contract import StopReason
+from nightmill.jobs.base.arithmetic import Arithmetic
+from nightmill.jobs.base.contract import StopReason
+from nightmill.jobs.client.client import Client
 from nightmill.jobs.sql.batches import BATCHES
 from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.jobs.sql.jobs import JOBS

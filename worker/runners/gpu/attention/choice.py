@@ -1,4 +1,4 @@
-"""Which kernels compute a model's attention: for each kind of layer the first that suit it."""
+"""The choice of attention kernels: for each kind of layer the first launchers that suit it."""
 
 from nightmill.worker.model.spec import Attention, ModelSpec
 from nightmill.worker.runners.gpu.attention.decode import DecodeAttention
@@ -33,14 +33,14 @@ class Attentions:
                 self._known[score_arguments(other)] = decode, prefill_attention(device, other, self.prefill)
 
     def of(self, attention: Attention) -> tuple[Decode, Prefill]:
-        """For the drawn tokens, and for the prompts, of such a layer."""
+        """Return the launchers for the drawn tokens, and for the prompts, of such a layer."""
         return self._known[score_arguments(attention)]
 
 
 def decode_attention(
     device: Device, attention: Attention, *, max_context: int, beside: Decode | None = None
 ) -> Decode:
-    """For drawn tokens.
+    """Choose the launcher of attention for drawn tokens.
 
     max_context  tokens that a sequence may have
     beside       for other layers of the model
@@ -52,7 +52,7 @@ def decode_attention(
 
 
 def prefill_attention(device: Device, attention: Attention, beside: Prefill | None = None) -> Prefill:
-    """For chunks of prompts; beside: for other layers of the model."""
+    """Choose the launcher of attention for chunks of prompts; `beside`: that of the model's other layers."""
     if HopperPrefill.suits(attention, hopper=device.hopper):
         return HopperPrefill(device, attention, beside if isinstance(beside, HopperPrefill) else None)
     return PortablePrefill(device, attention)

@@ -90,12 +90,12 @@ class DecodeAttention:
 
     @staticmethod
     def suits(attention: Attention) -> bool:
-        """Whether the kernels take a model."""
+        """Return whether the kernels take a layer's attention."""
         return attention.head_dim in FAST_HEADS
 
     @classmethod
     def sources(cls, spec: ModelSpec, *, hopper: bool) -> list[Source]:
-        """What they are compiled from."""
+        """List the kernel files for a model."""
         return [source for one in spec.attentions if cls.suits(one) for source in _sources(one)]
 
     @classmethod
@@ -104,7 +104,7 @@ class DecodeAttention:
         return sum(_meeting(attention, max_context, multiprocessors))
 
     def pieces(self, lengths: IntArray, sequences: IntArray) -> IntArray:
-        """What blocks are to compute, on the host, good until the next call.
+        """Divide contexts into the pieces that blocks compute, on the host; good until the next call.
 
         lengths    (S,) tokens of contexts
         sequences  (S,) which of the step's they are
@@ -122,7 +122,7 @@ class DecodeAttention:
         return next(room for room in (0, *self._paddings(sequences)) if pieces <= room)
 
     def rooms(self, sequences: int) -> list[int]:
-        """All that the pieces of a step of so many may be padded to; 0: split attention, which has none."""
+        """Padded sizes of the work list for a batch of that size; 0: split attention, which has none."""
         segments = sequences * self._segments  # at most
         split = self._may_split(sequences)
         if split and segments < _SPLIT_SEGMENTS * self._held:
@@ -135,7 +135,7 @@ class DecodeAttention:
         return self._paddings(sequences)[-1]
 
     def _may_split(self, sequences: int) -> bool:
-        """Whether so few do not fill the chip, and there is a kernel for them."""
+        """Return whether so few sequences leave the chip idle, and there is a kernel for them."""
         return self._splits and self._blocks * sequences < self._full_chip
 
     def _paddings(self, sequences: int) -> list[int]:
@@ -161,7 +161,7 @@ class DecodeAttention:
         kernel, shared = self._far if shape.pieces <= self._far_pieces else self._near
         kernel.of(shape.drawn)(
             (self._blocks, shape.pieces, 1), _THREADS, qkv.address, cache.keys.address, cache.values.address,
-            inputs.block_tables, inputs.table_width, 0, inputs.pieces, out.address, *self._meeting,
+            inputs.page_tables, inputs.table_width, 0, inputs.pieces, out.address, *self._meeting,
             self._heads, self._kv_heads, self._segment_pages, *self._scores, shared=shared, apart=shape.again,
         )  # fmt: skip
 
@@ -185,7 +185,7 @@ class DecodeAttention:
         segments = min(segments, max(_MAX_CLUSTER, -(-enough // _MAX_CLUSTER) * _MAX_CLUSTER))
         split(
             (self._blocks, count, segments), _THREADS, qkv.address, cache.keys.address, cache.values.address,
-            inputs.block_tables, stride, inputs.context_lengths, 0, 0, out.address, *self._meeting,
+            inputs.page_tables, stride, inputs.context_lengths, 0, 0, out.address, *self._meeting,
             self._heads, self._kv_heads, self._segment_pages, self._segments, *self._scores, shared=shared,
             apart=shape.again,
         )  # fmt: skip
@@ -209,7 +209,7 @@ def _aheads(attention: Attention, kv: KvFormat) -> tuple[int, int]:
 
 
 def _width(attention: Attention) -> int:
-    """Of a row in registers."""
+    """Return the width of a row in registers."""
     return -(-attention.head_dim // 64) * 64
 
 
@@ -227,7 +227,7 @@ def _rows(attention: Attention) -> int:
 
 
 def _blocks(attention: Attention) -> int:
-    """Of a piece."""
+    """Return the number of blocks for a piece."""
     return attention.kv_heads * -(-(attention.heads // attention.kv_heads) // _rows(attention))
 
 

@@ -25,12 +25,12 @@ class GeneralDecode:
 
     @staticmethod
     def sources(spec: ModelSpec, *, hopper: bool) -> list[Source]:
-        """What it is compiled from, for heads that no other kernel takes."""
+        """List the kernel files, if a model has heads that no other kernel takes."""
         slow = (one for one in spec.attentions if one.head_dim not in FAST_HEADS)
         return [scoring("attention_any", attention) for attention in slow]
 
     def pieces(self, lengths: IntArray, sequences: IntArray) -> IntArray:
-        """None: contexts stay whole."""
+        """Return no pieces: contexts stay whole."""
         return NO_PIECES
 
     def room(self, sequences: int, pieces: int) -> int:
@@ -47,6 +47,6 @@ class GeneralDecode:
     ) -> None:
         self._kernel.of(shape.drawn)(
             (self._heads, shape.drawn, 1), (32, 1, 1), qkv.address, cache.keys.address,
-            cache.values.address, inputs.block_tables, inputs.table_width, inputs.context_lengths, 0, 0,
+            cache.values.address, inputs.page_tables, inputs.table_width, inputs.context_lengths, 0, 0,
             out.address, self._heads, self._kv_heads, *self._scores,
         )  # fmt: skip

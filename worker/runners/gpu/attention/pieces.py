@@ -1,4 +1,4 @@
-"""How the contexts of a step's drawn tokens are shared out among blocks of the GPU."""
+"""Division of the contexts of a step's drawn tokens among blocks of the GPU."""
 
 import math
 
@@ -107,7 +107,7 @@ class Planner:
         self._owners = NO_PIECES[:, 0]
 
     def pieces(self, lengths: IntArray, sequences: IntArray) -> IntArray:
-        """As `decode_pieces`, good until the next call; within a segment, lengths may be in any order."""
+        """Return the pieces of `decode_pieces`, good until the next call; order within a segment is free."""
         key = (-(-lengths // self.segment)).tobytes() + sequences.tobytes()
         if key != self._key:
             places = np.arange(len(lengths), dtype=np.int32)

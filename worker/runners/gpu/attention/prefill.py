@@ -2,7 +2,6 @@
 
 from nightmill.worker.model.spec import Attention, ModelSpec
 from nightmill.worker.runners.base import IntArray
-from nightmill.worker.runners.gpu.attention.prompts import PromptGroup
 from nightmill.worker.runners.gpu.attention.scores import FAST_HEADS, SCORES, score_arguments, scoring
 from nightmill.worker.runners.gpu.attention.tiles import TILE_BYTES, TILE_ROWS, prefill_tiles
 from nightmill.worker.runners.gpu.attention.widening import Widening
@@ -12,8 +11,8 @@ from nightmill.worker.runners.gpu.device.operands import Buffer
 from nightmill.worker.runners.gpu.device.sources import Source
 from nightmill.worker.runners.gpu.device.tensor_maps import TensorMaps
 from nightmill.worker.runners.gpu.kv_cache import PAGE, LayerCache
-from nightmill.worker.runners.gpu.products.shapes import padded_rows
-from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
+from nightmill.worker.runners.gpu.shapes import padded_rows
+from nightmill.worker.runners.gpu.steps import PromptGroup, StepInputs, StepShape
 from nightmill.worker.runners.kv_format import KvFormat
 
 __all__ = ["HopperPrefill", "PortablePrefill"]
@@ -48,12 +47,12 @@ class HopperPrefill:
 
     @staticmethod
     def suits(attention: Attention, *, hopper: bool) -> bool:
-        """Whether the kernel takes a model."""
+        """Return whether the kernel takes a layer's attention."""
         return hopper and attention.head_dim in FAST_HEADS
 
     @classmethod
     def sources(cls, spec: ModelSpec, *, hopper: bool) -> list[Source]:
-        """What it is compiled from."""
+        """List the kernel files for a model."""
         suited = (attention for attention in spec.attentions if cls.suits(attention, hopper=hopper))
         return [scoring("hopper_attention", attention) for attention in suited]
 
@@ -68,7 +67,7 @@ class HopperPrefill:
             self._widening.reserve(slots=slots, max_context=max_context, max_tokens=max_tokens, depth=depth)
 
     def stage(
-        self, turn: int, block_tables: IntArray, sequence_starts: IntArray, context_lengths: IntArray,
+        self, turn: int, page_tables: IntArray, sequence_starts: IntArray, context_lengths: IntArray,
         drawn: int,
     ) -> tuple[IntArray, tuple[PromptGroup, ...]]:  # fmt: skip
         """The pieces of a step's prompts, and their groups; queues the copy of what else the step needs.
@@ -79,7 +78,7 @@ class HopperPrefill:
         tiles = prefill_tiles(sequence_starts, self._group, context_lengths, self._rows, drawn)
         if self._widening is None or not len(tiles):
             return tiles, ()
-        plan = self._widening.stage(turn, block_tables, context_lengths, tiles)
+        plan = self._widening.stage(turn, page_tables, context_lengths, tiles)
         return plan.tiles, plan.groups
 
     def __call__(
@@ -90,7 +89,7 @@ class HopperPrefill:
         Rows of qkv are read up to `padded_rows(T)`.
         """
         if self._widening is None:
-            tables = inputs.block_tables, inputs.table_width
+            tables = inputs.page_tables, inputs.table_width
             self._attend(qkv, cache, tables, inputs, inputs.tiles, shape.tiles, shape.tokens, out)
             return
         for group in shape.groups:
@@ -137,13 +136,13 @@ class PortablePrefill:
 
     @classmethod
     def sources(cls, spec: ModelSpec, *, hopper: bool) -> list[Source]:
-        """What it is compiled from, where no better one suits."""
+        """List the kernel files, if no better ones suit a model."""
         others = (one for one in spec.attentions if not HopperPrefill.suits(one, hopper=hopper))
         return [cls._source(attention) for attention in others]
 
     @staticmethod
     def refusal(spec: ModelSpec) -> str | None:
-        """What of a model no prefill attention takes."""
+        """Return the part of a model that no prefill attention takes, or None."""
         attention = spec.layers[0].attention
         group = attention.heads // attention.kv_heads
         return f"{group} query heads to a KV head (at most {TILE_ROWS})" if group > TILE_ROWS else None
@@ -152,7 +151,7 @@ class PortablePrefill:
         """Nothing: it reads pages as they are."""
 
     def stage(
-        self, turn: int, block_tables: IntArray, sequence_starts: IntArray, context_lengths: IntArray,
+        self, turn: int, page_tables: IntArray, sequence_starts: IntArray, context_lengths: IntArray,
         drawn: int,
     ) -> tuple[IntArray, tuple[PromptGroup, ...]]:  # fmt: skip
         group = self._heads // self._kv_heads
@@ -163,13 +162,13 @@ class PortablePrefill:
     ) -> None:
         self._kernel.of(shape.tiles)(
             (self._columns, shape.tiles, 1), (self._threads, 1, 1), qkv.address, cache.keys.address,
-            cache.values.address, inputs.block_tables, inputs.table_width, inputs.context_lengths,
+            cache.values.address, inputs.page_tables, inputs.table_width, inputs.context_lengths,
             inputs.sequence_starts, inputs.tiles, out.address, self._heads, self._kv_heads, *self._scores,
             shared=self._shared,
         )  # fmt: skip
 
 
 def _tile_bytes(head: int) -> int:
-    """Of the tiles of keys and values that a block of `prefill_attention.cu` has at once."""
+    """Return the bytes of the tiles of keys and values that a block of `prefill_attention.cu` has at once."""
     keys, pitch = 32 if head > 128 else 64, 2 * head if head in (64, 128) else 2 * head + 16
     return 4 * keys * pitch

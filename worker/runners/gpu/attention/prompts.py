@@ -1,4 +1,4 @@
-"""Which pages of an FP8 cache a step's prompts see, so that prefill attention finds them as elements.
+"""Pages of an FP8 cache that a step's prompts see, which prefill attention finds as elements.
 
 `widen_pages.cu` makes them so, in room for a bounded number of pages: prompts are grouped so that the pages
 of a group fit. A page that several prompts share is there once.
@@ -6,32 +6,23 @@ of a group fit. A page that several prompts share is there once.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from nightmill.worker.runners.base import IntArray
 from nightmill.worker.runners.gpu.kv_cache import PAGE
+from nightmill.worker.runners.gpu.steps import PromptGroup
 
-__all__ = ["PromptGroup", "WidePages", "wide_pages"]
-
-
-class PromptGroup(NamedTuple):
-    """Prompts whose pages are widened together: places in `WidePages.pages`, and in the step's tiles."""
-
-    first_page: int
-    pages: int
-    first_tile: int
-    tiles: int
+__all__ = ["WidePages", "wide_pages"]
 
 
 @dataclass(frozen=True, slots=True)
 class WidePages:
-    """What is widened for a step.
+    """Pages that are widened for a step.
 
     pages   (n,) int32: those of the cache, group after group; each group's fill the room from its beginning
-    places  (S, B) int32: where in the room those of a chunk's block table are, as far as it sees them
+    places  (S, B) int32: where in the room those of a chunk's page table are, as far as it sees them
     groups  of prompts
     tiles   (tiles, 2) int32: those of a group beside each other
     """
@@ -42,18 +33,18 @@ class WidePages:
     tiles: IntArray
 
 
-def wide_pages(block_tables: IntArray, context_lengths: IntArray, tiles: IntArray, room: int) -> WidePages:
+def wide_pages(page_tables: IntArray, context_lengths: IntArray, tiles: IntArray, room: int) -> WidePages:
     """Group the chunks that have tiles, of which there are some.
 
-    block_tables, context_lengths  as in `StepBatch`
+    page_tables, context_lengths  as in `StepBatch`
     tiles  (tiles, 2), as `prefill_tiles` gives them; within a group they keep their order
     room   pages; at least those of each context
     """
     chunks = np.unique(tiles[:, 0])
     held = -(-context_lengths[chunks] // PAGE)
-    tables = block_tables[chunks, : held.max()]
+    tables = page_tables[chunks, : held.max()]
     seen = np.arange(tables.shape[1]) < held[:, None]
-    places = np.zeros((len(block_tables), tables.shape[1]), dtype=np.int32)
+    places = np.zeros((len(page_tables), tables.shape[1]), dtype=np.int32)
     pages, groups, shares = [], [], []
     first_page = first_tile = 0
     for part, widened in _parts(tables, seen, slice(0, len(chunks)), room):

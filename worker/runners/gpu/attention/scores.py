@@ -1,4 +1,4 @@
-"""What the kernels of attention take: heads, and what becomes of the products of queries and keys."""
+"""Arguments of attention kernels: head sizes, scaling, capping and windowing of scores."""
 
 from nightmill.worker.model.spec import Attention
 from nightmill.worker.runners.gpu.device.sources import Source, by_head, source_of

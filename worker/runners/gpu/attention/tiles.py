@@ -1,4 +1,4 @@
-"""How chunks of prompts are cut into tiles for prefill attention."""
+"""Division of chunks of prompts into tiles for prefill attention."""
 
 import numpy as np
 

@@ -4,13 +4,14 @@ import math
 
 from nightmill.worker.model.spec import Attention, ModelSpec
 from nightmill.worker.runners.base import IntArray
-from nightmill.worker.runners.gpu.attention.prompts import PromptGroup, WidePages, wide_pages
+from nightmill.worker.runners.gpu.attention.prompts import WidePages, wide_pages
 from nightmill.worker.runners.gpu.attention.scores import FAST_HEADS
 from nightmill.worker.runners.gpu.device.device import Arena, Device, aligned
 from nightmill.worker.runners.gpu.device.functions import Module
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, INT, Buffer
 from nightmill.worker.runners.gpu.device.sources import Source, by_head, source_of
 from nightmill.worker.runners.gpu.kv_cache import PAGE, LayerCache
+from nightmill.worker.runners.gpu.steps import PromptGroup
 
 __all__ = ["Widening"]
 
@@ -28,7 +29,7 @@ class Widening:
 
     @staticmethod
     def sources(spec: ModelSpec, *, hopper: bool) -> list[Source]:
-        """What it is compiled from, where `HopperPrefill` computes a model."""
+        """List the kernel files, if `HopperPrefill` computes a layer of a model."""
         fast = (one for one in spec.attentions if hopper and one.head_dim in FAST_HEADS)
         return [source_of("widen_pages", *by_head(one)) for one in fast]
 
@@ -59,17 +60,17 @@ class Widening:
 
     @property
     def places(self) -> tuple[int, int]:
-        """The address of the tables (S, B) of places in the room, in place of block tables, and their B."""
+        """The address of the tables (S, B) of places in the room, in place of page tables, and their B."""
         return self._places, self._host_places[0].shape[1]
 
     def stage(
-        self, turn: int, block_tables: IntArray, context_lengths: IntArray, tiles: IntArray
+        self, turn: int, page_tables: IntArray, context_lengths: IntArray, tiles: IntArray
     ) -> WidePages:
         """Plan a step, and queue the copy of what the GPU needs of that.
 
         turn  names buffers whose earlier copies are done
         """
-        plan = wide_pages(block_tables, context_lengths, tiles, self._wide.pages)
+        plan = wide_pages(page_tables, context_lengths, tiles, self._wide.pages)
         pages, places = self._host_pages[turn], self._host_places[turn]
         count, width = plan.places.shape
         pages[: len(plan.pages)] = plan.pages

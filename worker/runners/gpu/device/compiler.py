@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 Report = Callable[[str], None]
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
+_COMMENT = re.compile(rb"""//[^\n]*|/\*.*?\*/|(?P<literal>"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])+')""", re.DOTALL)
 _FORMAT = b"1"  # change it to make every cached cubin stale
 COMMON_OPTIONS = ("-O3", "-std=c++17", "-lineinfo")
 _SHOWN_LINES = 40
@@ -49,17 +50,27 @@ class KernelCompileError(RunnerError):
 
 
 def kernel_directory() -> Path:
-    """Where the .cu files are."""
+    """Return the folder of the kernel files."""
     return package_directory() / "_cuda"
 
 
 @cache
 def kernel_revision() -> str:
-    """A digest of all kernels as they are written (64 hexadecimal digits)."""
+    """Return a digest of the code of all kernels (64 hexadecimal digits).
+
+    Comments, spacing and folders do not count: texts depend on what is computed, not on how it is explained.
+    """
     seen = hashlib.sha256()
-    for path in sorted(kernel_directory().rglob("*.cu*")):
-        seen.update(path.name.encode() + b"\x00" + path.read_bytes() + b"\x00")
+    for path in sorted(kernel_directory().rglob("*.cu*"), key=lambda path: path.name):
+        seen.update(path.name.encode() + b"\x00" + _code(path.read_bytes()) + b"\x00")
     return seen.hexdigest()
+
+
+def _code(text: bytes) -> bytes:
+    """The text of a kernel file without comments, with single spaces, and includes without their folders."""
+    code = _COMMENT.sub(lambda found: found["literal"] or b" ", text)
+    code = _INCLUDE.sub(lambda found: b"#include " + found[1].rpartition(b"/")[2], code)
+    return b" ".join(code.split())
 
 
 def find_nvcc() -> str:
@@ -76,7 +87,7 @@ def find_nvcc() -> str:
 
 @cache
 def compiler_version(nvcc: str) -> str:
-    """What `nvcc --version` prints; raises CompilerMissingError where it does not run."""
+    """Return what `nvcc --version` prints; raises CompilerMissingError if it does not run."""
     try:
         return subprocess.run(
             [nvcc, "--version"], capture_output=True, text=True, check=True, timeout=60

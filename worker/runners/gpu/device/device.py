@@ -121,13 +121,13 @@ class Device:
 
     @property
     def architecture(self) -> str:
-        """What to compile for: sm_90a on Hopper (wgmma needs the a), else sm_XY."""
+        """Architecture to compile for: sm_90a on Hopper (wgmma needs the a), else sm_XY."""
         major, minor = self.compute_capability
         return f"sm_{major}{minor}{'a' if (major, minor) == (9, 0) else ''}"
 
     @property
     def hopper(self) -> bool:
-        """Whether kernels for Hopper run on it; others have no wgmma."""
+        """True if kernels for Hopper run on it; other GPUs have no wgmma."""
         return self.compute_capability == (9, 0)
 
     @property
@@ -136,7 +136,7 @@ class Device:
         return int(self.stream.handle)
 
     def peaks(self) -> Peaks:
-        """What it is built for."""
+        """Peak rates of its memory and tensor cores."""
         ask, names = self._handle.get_attribute, self._cuda.device_attribute
         with self.errors("asking what the GPU is built for"):
             return peaks_of(
@@ -332,7 +332,7 @@ def aligned(size: int) -> int:
 
 
 def device_count() -> int:
-    """How many GPUs PyCUDA can use; 0 where it or the driver is missing."""
+    """Return how many GPUs PyCUDA can use; 0 if it or the driver is missing."""
     try:
         cuda = _driver()
         cuda.init()

@@ -8,7 +8,7 @@ __all__ = ["Element"]
 
 
 class Element(Enum):
-    """As `cuda/common/element.cuh` says, for which kernels are compiled; the value names it to people.
+    """The 16-bit type that kernels are compiled for (`cuda/common/element.cuh`); the value names it.
 
     Half has 11 bits of precision and ends at 65,504; bfloat16 has 8 bits and the range of float. Both take 2
     bytes, so that launches and the memory plan are the same.
@@ -19,22 +19,22 @@ class Element(Enum):
 
     @property
     def options(self) -> tuple[str, ...]:
-        """For nvcc, of files that include `element.cuh`."""
+        """Options for nvcc, of files that include `element.cuh`."""
         return ("-DELEMENT_BF16",) if self is Element.BF16 else ()
 
     @property
     def format(self) -> Format:
-        """Of matrices that are not quantised."""
+        """Format of matrices that are not quantised."""
         return Format[self.name]
 
     @property
     def library_type(self) -> int:
-        """As cuBLASLt calls it: CUDA_R_16F, CUDA_R_16BF of `cudaDataType`."""
+        """Its `cudaDataType` for cuBLASLt: CUDA_R_16F, CUDA_R_16BF."""
         return 14 if self is Element.BF16 else 2
 
     @property
     def map_type(self) -> str:
-        """As tensor maps call it: a name of `CUtensorMapDataType`."""
+        """Its name as a `CUtensorMapDataType`."""
         suffix = "BFLOAT16" if self is Element.BF16 else "FLOAT16"
         return f"CU_TENSOR_MAP_DATA_TYPE_{suffix}"
 

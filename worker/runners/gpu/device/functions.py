@@ -230,6 +230,6 @@ def bindings() -> Any:
 
 
 def error_text(status: Any) -> str:
-    """What the driver says of a status."""
+    """Return the driver's message for a status."""
     text = bindings().cuGetErrorString(status)[1]
     return text.decode() if isinstance(text, bytes) else str(status)

@@ -24,12 +24,12 @@ def bucket_of(sequences: int) -> int:
 
 
 def buckets(slots: int) -> list[int]:
-    """All batch sizes up to the one that holds `slots` sequences."""
+    """List all batch sizes up to the one that holds `slots` sequences."""
     return sorted({min(bucket_of(count), slots) for count in range(1, slots + 1)})
 
 
 class Graph:
-    """What `record` queues on the device's stream, captured, ready to be replayed; `nodes` launches."""
+    """A captured sequence of launches, those that `record` queues, ready to be replayed; `nodes` of them."""
 
     def __init__(self, device: Device, record: Callable[[], None]) -> None:
         from cuda.bindings import driver

@@ -1,4 +1,4 @@
-"""What launchers are given: matrices of weights, and buffers of activations and vectors."""
+"""Operands of launchers: matrices of weights, and buffers of activations and vectors."""
 
 import math
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ GROUP = 32
 
 
 class Format(Enum):
-    """How a matrix keeps its numbers: its name, rows of a panel, numbers of a row in a packet, bytes of that.
+    """Storage of a matrix: name, rows of a panel, numbers of a row in a packet, bytes of a packet.
 
     Last, bytes of what kernels compute of the scale of a GROUP, where that is quantised itself. One that is
     not quantised has the format of the element, each number by itself. Quantised ones are packed as
@@ -47,16 +47,16 @@ class Format(Enum):
     Q4_0 = ("Q4_0", PANEL_ROWS, 64, 288, 0)
     IQ4_NL = ("IQ4_NL", PANEL_ROWS, 64, 288, 0)
     MIXED = ("mixed", 0, 0, 0, 0)
-    """Of a stack of matrices in different packed formats (`Matrix.parts`)."""
+    """The format of a stack of matrices in different packed formats (`Matrix.parts`)."""
 
     @property
     def plain(self) -> bool:
-        """Whether its numbers are elements, as kernels without a format of their own take them."""
+        """True if its numbers are elements, as kernels without a format of their own take them."""
         return self in (Format.F16, Format.BF16)
 
     @property
     def packed(self) -> bool:
-        """Whether `cuda/common/packed.cuh` knows it."""
+        """True if it is a format of `cuda/common/packed.cuh`."""
         return self.value[1] == PANEL_ROWS
 
     @property
@@ -75,13 +75,18 @@ class Format(Enum):
         return self.value[4]
 
     def bytes(self, rows: int, columns: int) -> int:
-        """Of a matrix, without scales that are kept apart; whole panels and packets."""
+        """Bytes of a matrix, without scales that are stored apart; whole panels and packets."""
         _, panel, step, packet, _ = self.value
         return -(-rows // panel) * -(-columns // step) * packet
 
     def scale_bytes(self, rows: int) -> int:
-        """Of the scales of a matrix that are kept apart."""
-        return rows * FLOAT.itemsize if self is Format.FP8 else 0
+        """Bytes of the scales of a matrix that are stored apart."""
+        return rows * FLOAT.itemsize if self.scaled else 0
+
+    @property
+    def scaled(self) -> bool:
+        """True if a float for each row, which its numbers are multiplied by, stands apart from them."""
+        return self is Format.FP8
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +111,7 @@ class Matrix:
 
     @property
     def bytes(self) -> int:
-        """Without scales that are kept apart."""
+        """Bytes of a matrix, without scales that are stored apart; whole panels and packets."""
         if self.parts:
             return sum(part.bytes for part in self.parts)
         return self.format.bytes(self.rows, self.columns)

@@ -1,4 +1,4 @@
-"""What a GPU is built for: bytes of its memory and FLOPs of its tensor cores, a second."""
+"""Peak rates of a GPU: bytes of its memory and FLOPs of its tensor cores, a second."""
 
 from dataclasses import dataclass
 
@@ -21,6 +21,6 @@ class Peaks:
 def peaks_of(
     capability: tuple[int, int], multiprocessors: int, *, clock_khz: int, memory_khz: int, bus_bits: int
 ) -> Peaks:
-    """From what the driver says of a GPU; its memory moves twice the bus in a clock."""
+    """Compute the peaks from the driver's attributes; memory moves twice the bus in a clock."""
     flops = _FLOPS_A_CLOCK.get(capability, _USUAL_FLOPS_A_CLOCK) * multiprocessors * clock_khz * 1e3
     return Peaks(2 * memory_khz * 1e3 * bus_bits / 8, flops)

@@ -21,8 +21,8 @@ Source = tuple[Path, tuple[str, ...]]
 
 
 def source_of(name: str, *options: str) -> Source:
-    """The file of that name in a folder of `cuda/`."""
-    (path,) = kernel_directory().glob(f"*/{name}.cu")
+    """The kernel file of that name in `cuda/` or a folder of it, with options for nvcc."""
+    (path,) = kernel_directory().rglob(f"{name}.cu")
     return path, options
 
 

@@ -1,4 +1,4 @@
-"""What bulk tensor copies must know of matrices and tensors: tensor maps, made once for each."""
+"""Tensor maps, which describe matrices and tensors to bulk tensor copies; made once for each."""
 
 import ctypes
 import math
@@ -29,7 +29,7 @@ class TensorMaps:
         return self._map(address, (columns, rows), (_BOX_COLUMNS, box))
 
     def of_fp8(self, address: int, rows: int, columns: int, box: int) -> bytes:
-        """The same of FP8, a multiple of 16 in a row, with boxes of 128 columns."""
+        """Make the map of an FP8 matrix, with a multiple of 16 columns, in boxes of 128 columns."""
         return self._map(address, (columns, rows), (_BOX_BYTES, box), FP8.itemsize)
 
     def of_three(self, address: int, sizes: tuple[int, int, int], box: tuple[int, int]) -> bytes:
@@ -41,9 +41,9 @@ class TensorMaps:
         size = _FLOAT if floats else ELEMENT.itemsize
         return self._map(address, (columns, rows), (PIECE_BYTES // size, PIECE_ROWS), size)
 
-    def of_packed(self, address: int, rows: int, columns: int, kept: Format, panels: int) -> bytes:
+    def of_packed(self, address: int, rows: int, columns: int, format_: Format, panels: int) -> bytes:
         """The map of a packed matrix, a row of 8-byte words a panel; boxes of a packet by `panels`."""
-        words, steps = kept.packet // _WORD, -(-columns // kept.step)
+        words, steps = format_.packet // _WORD, -(-columns // format_.step)
         return self._map(address, (steps * words, -(-rows // PANEL_ROWS)), (words, panels), _WORD)
 
     def _map(

@@ -1,4 +1,4 @@
-"""Which wait of a kernel did not end: read from what kernels that are built with BOUNDED_WAITS leave.
+"""Reports of waits that did not end, which kernels built with BOUNDED_WAITS leave behind.
 
 Kernels wait inside a block for copies and for each other (`cuda/common/waits.cuh`). As built for service,
 such a wait has no limit: a lost arrival would be a GPU that is busy for ever. Built with the option, the

@@ -1,1 +1,1 @@
-"""Products with weights: every way to compute one, and which of them is taken."""
+"""Products with weights: kernels by format, and the choice among them by timing."""

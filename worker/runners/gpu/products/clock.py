@@ -1,4 +1,4 @@
-"""Times several ways to compute the same, as they run in a step; keeps which is best for how many rows."""
+"""Timing of kernels that compute the same, as they run in a step, and the choice of one by number of rows."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -8,9 +8,9 @@ import numpy as np
 
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.graphs import Graph
-from nightmill.worker.runners.gpu.products.shapes import MANY_ROWS, padded_rows
+from nightmill.worker.runners.gpu.shapes import MANY_ROWS, padded_rows
 
-__all__ = ["Choices", "Clock", "nearest"]
+__all__ = ["Choices", "KernelClock", "nearest"]
 
 Tried = TypeVar("Tried")
 
@@ -28,7 +28,7 @@ _WARM_SECONDS = 0.2  # of work before the first is timed
 _LOAD_SECONDS, _LOAD_TIMED_SECONDS = 0.05, 0.025  # of each of the best few alone, then of it, timed
 
 
-class Clock:
+class KernelClock:
     """Times launches.
 
     scratch, size  address and bytes of memory that may be overwritten at any time, 32 MiB or so
@@ -40,9 +40,9 @@ class Clock:
         self._started, self._ended = device.event(timing=True), device.event(timing=True)
 
     def ranked(
-        self, ways: Sequence[Callable[[int], None]], beside: Callable[[], None], *, loaded: bool = False
+        self, kernels: Sequence[Callable[[int], None]], beside: Callable[[], None], *, loaded: bool = False
     ) -> list[int]:
-        """Which of these take the least time, called with the numbers 0, 1, 2 ..., best first; waits.
+        """Rank launches by the time they take, called with the numbers 0, 1, 2 ..., best first; waits.
 
         They are timed as they run in a step: in a graph, so that no pause of the host counts, and with
         `beside` between the calls, since kernels of ours overlap with what is before and after them, the
@@ -55,7 +55,7 @@ class Clock:
         runs = _LOADED_RUNS if loaded else _TIMED_RUNS
         graphs: list[Graph] = []
         try:
-            graphs.extend(self._repeated(way, beside, runs) for way in ways)
+            graphs.extend(self._repeated(kernel, beside, runs) for kernel in kernels)
             return self._under_load(graphs) if loaded and len(graphs) > 1 else self._by_least(graphs)
         finally:
             for graph in graphs:
@@ -92,7 +92,7 @@ class Clock:
         return Graph(self._device, record)
 
     def _seconds(self, graph: Graph) -> float:
-        """What a replay takes."""
+        """Time a replay."""
         for _ in range(_OCCUPYING_FILLS):  # something to do while the host queues the graph and the events
             self._device.fill(self._scratch, 0, self._size)
         return self._replayed(graph)
@@ -115,7 +115,7 @@ def _best_of(times: Sequence[float]) -> list[int]:
 
 
 def nearest(tried: Iterable[int], rows: int) -> int | None:
-    """Of the numbers of rows that were tried, the one to choose by for others; None if all are too far.
+    """Return the number of rows, of those that were tried, to choose by for others; None if all are too far.
 
     More than MANY_ROWS have only each other.
     """
@@ -126,7 +126,7 @@ def nearest(tried: Iterable[int], rows: int) -> int | None:
 
 
 class Choices(Generic[Tried]):
-    """Which way is taken for each number of rows, padded.
+    """The kernel that is chosen for each number of rows, padded.
 
     every  all ways that there are for so many rows, the best guess first
     suits  whether what was found for other rows can compute so many
@@ -135,8 +135,8 @@ class Choices(Generic[Tried]):
     """
 
     def __init__(
-        self, clock: Clock, every: Callable[[int], Sequence[Tried]],
-        suits: Callable[[Tried, int], bool] = lambda way, rows: True,
+        self, clock: KernelClock, every: Callable[[int], Sequence[Tried]],
+        suits: Callable[[Tried, int], bool] = lambda kernel, rows: True,
     ) -> None:  # fmt: skip
         self._clock = clock
         self._every = every
@@ -147,11 +147,11 @@ class Choices(Generic[Tried]):
 
     @property
     def tuned(self) -> Mapping[int, Tried]:
-        """What was fastest, by the numbers of rows that were tried."""
+        """The fastest candidates, by the numbers of rows that were tried."""
         return self._tuned
 
     def best(self, rows: int) -> Tried:
-        """What was fastest, for so many rows or for the nearest number that was tried; else the best guess.
+        """Return the fastest for so many rows, or for the nearest number that was tried; else the best guess.
 
         With what was tried nothing has to be asked for, or loaded, now.
         """
@@ -165,15 +165,15 @@ class Choices(Generic[Tried]):
     def tune(
         self, rows: int, runs: Callable[[Tried], Callable[[int], None]], beside: Callable[[], None]
     ) -> bool:
-        """Time the ways for so many rows, run by `runs(way)(turn)`, and keep the fastest; False: known."""
+        """Time the kernels for so many rows, by `runs(kernel)(turn)`; returns False if that is done."""
         rows = padded_rows(rows)
         if rows in self._tuned:
             return False
         octave = (rows - 1).bit_length()
-        few = [way for way in self._shortlist if octave == self._octave and self._suits(way, rows)]
-        ways = few or self._every(rows)
-        order = self._clock.ranked([runs(way) for way in ways], beside, loaded=rows > MANY_ROWS)
-        ranked = [ways[index] for index in order]
+        few = [kernel for kernel in self._shortlist if octave == self._octave and self._suits(kernel, rows)]
+        kernels = few or self._every(rows)
+        order = self._clock.ranked([runs(kernel) for kernel in kernels], beside, loaded=rows > MANY_ROWS)
+        ranked = [kernels[index] for index in order]
         if not few:
             self._octave, self._shortlist = octave, ranked[:_SHORTLIST]
         self._tuned[rows] = ranked[0]

@@ -10,16 +10,16 @@ from nightmill.worker.runners.gpu.device.operands import Buffer, Matrix
 from nightmill.worker.runners.gpu.kv_cache import LayerCache
 from nightmill.worker.runners.gpu.products.chooser import Products
 from nightmill.worker.runners.gpu.products.clock import Choices
-from nightmill.worker.runners.gpu.products.hopper_qkv import HopperQkv
-from nightmill.worker.runners.gpu.products.packed_qkv import PackedQkv
-from nightmill.worker.runners.gpu.products.shapes import Kind, padded_rows
+from nightmill.worker.runners.gpu.products.elements.hopper_qkv import HopperQkv
+from nightmill.worker.runners.gpu.products.packed.packed_qkv import PackedQkv
 from nightmill.worker.runners.gpu.rows.rotation import Rotation
+from nightmill.worker.runners.gpu.shapes import Kind, padded_rows
 from nightmill.worker.runners.gpu.steps import StepInputs
 from nightmill.worker.runners.gpu.weights.layout import LayerWeights
 
 __all__ = ["Qkv"]
 
-_Way = Callable[[Buffer, LayerWeights, int, int, Buffer, LayerCache, int], None]
+_QkvKernel = Callable[[Buffer, LayerWeights, int, int, Buffer, LayerCache, int], None]
 """Queues x, layer, positions, cache rows, qkv, cache, rows."""
 
 
@@ -29,9 +29,9 @@ def _any_number(rows: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """A way, and whether it is worth timing for so many rows."""
+    """A kernel, and whether it is worth timing for so many rows."""
 
-    way: _Way
+    kernel: _QkvKernel
     suits: Callable[[int], bool] = _any_number
 
 
@@ -63,7 +63,7 @@ class Qkv:
             lambda rows: [one for one in self._every if one.suits(rows)],
             lambda one, rows: one.suits(rows),
         )
-        self._ways: dict[int, _Way] = {}
+        self._kernels: dict[int, _QkvKernel] = {}
         """By padded rows."""
 
     def __call__(
@@ -72,35 +72,37 @@ class Qkv:
         """Queue it for x (rows, width), which has room for `padded_rows(rows)`."""
         if rows:
             padded = padded_rows(rows)
-            way = self._ways.get(padded) or self._choose(padded)
-            way(x, layer, inputs.positions, inputs.cache_rows, qkv, cache, rows)
+            kernel = self._kernels.get(padded) or self._choose(padded)
+            kernel(x, layer, inputs.positions, inputs.cache_rows, qkv, cache, rows)
 
     def tune(
-        self, x: Buffer, layers: Sequence[LayerWeights], qkv: Buffer, cache: LayerCache, numbers: Buffer,
+        self, x: Buffer, layers: Sequence[LayerWeights], qkv: Buffer, cache: LayerCache, no_rows: Buffer,
         rows: int, beside: Callable[[], None],
     ) -> None:  # fmt: skip
-        """Time the ways for so many rows and keep the fastest; waits for the device.
+        """Time the kernels for so many rows and remember the fastest; waits for the device.
 
-        numbers  room for an int32 a row
+        no_rows  room for an int32 a row, filled with -1: no row of the pages is written
         beside   as for `Product.tune`
 
-        What is at `qkv` and `numbers` is overwritten; the pages are not.
+        What is at `qkv` and `no_rows` is overwritten; the pages are not.
         """
         self.product.tune(x, [layer.qkv for layer in layers], qkv, rows, beside)
         if len(self._every) == 1:
             return
-        nowhere = numbers.address
+        nowhere = no_rows.address
         self._device.fill(nowhere, 0xFF, 4 * rows)  # no row of the pages, and of positions the first
 
         def runs(choice: _Choice) -> Callable[[int], None]:
-            return lambda turn: choice.way(x, layers[turn % len(layers)], nowhere, nowhere, qkv, cache, rows)
+            return lambda turn: choice.kernel(
+                x, layers[turn % len(layers)], nowhere, nowhere, qkv, cache, rows
+            )
 
         if self._choices.tune(padded_rows(rows), runs, beside):
             self._choose(padded_rows(rows))
 
-    def _choose(self, rows: int) -> _Way:
-        way = self._ways[rows] = self._choices.best(rows).way
-        return way
+    def _choose(self, rows: int) -> _QkvKernel:
+        kernel = self._kernels[rows] = self._choices.best(rows).kernel
+        return kernel
 
     def _apart(
         self, x: Buffer, layer: LayerWeights, positions: int, cache_rows: int, qkv: Buffer, cache: LayerCache,

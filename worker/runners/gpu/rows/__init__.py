@@ -1,1 +1,1 @@
-"""What is done to the rows of a step one by one: embedding, gathering, norms, SwiGLU, rotation."""
+"""Launchers that work on the rows of a step one by one: embedding, gathering, norms, SwiGLU, rotation."""

@@ -1,4 +1,4 @@
-"""What a feed-forward network does between its matrices, where no product has it inside."""
+"""Activations of a feed-forward network between its matrices, if no product has them inside."""
 
 from nightmill.worker.model.spec import Activation, ModelSpec
 from nightmill.worker.runners.gpu.device.device import Device
@@ -6,12 +6,16 @@ from nightmill.worker.runners.gpu.device.functions import KernelPairs, blocks_fo
 from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer
 from nightmill.worker.runners.gpu.device.sources import Source, source_of
 
-__all__ = ["Activate"]
+__all__ = ["COMPUTED", "Activate"]
 
 _KERNELS = {
     (Activation.SILU, True): "swiglu", (Activation.GELU, True): "geglu",
     (Activation.SILU, False): "silu", (Activation.GELU, False): "gelu",
 }  # fmt: skip
+
+
+COMPUTED = frozenset(activation for activation, _ in _KERNELS)
+"""Activations that there are kernels of."""
 
 
 class Activate:
@@ -23,13 +27,16 @@ class Activate:
 
     @staticmethod
     def sources(spec: ModelSpec, *, hopper: bool) -> list[Source]:
-        """What it is compiled from."""
+        """List the kernel files for a model."""
         return [source_of("activate")]
 
     @staticmethod
     def refusal(spec: ModelSpec) -> str | None:
-        """What of a model it does not take."""
-        odd = next((layer.feed_forward.width for layer in spec.layers if layer.feed_forward.width % 8), None)
+        """Return the activation or the width of a model that it does not take, or None."""
+        networks = [layer.feed_forward for layer in spec.layers]
+        if other := next((one.activation for one in networks if one.activation not in COMPUTED), None):
+            return f"the activation {other}"
+        odd = next((one.width for one in networks if one.width % 8), None)
         return None if odd is None else f"an FFN width of {odd} (multiples of 8)"
 
     def __call__(

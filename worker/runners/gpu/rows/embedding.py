@@ -1,4 +1,4 @@
-"""Where rows come from: the embedding table, and rows picked from others."""
+"""Rows of the embedding table, and rows picked from other arrays."""
 
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device.device import Device
@@ -23,7 +23,7 @@ class Embedding:
 
     @staticmethod
     def sources(spec: ModelSpec, *, hopper: bool) -> list[Source]:
-        """What it is compiled from."""
+        """List the kernel files for a model."""
         return [source_of("embedding")]
 
     def embed(self, tokens: Buffer, table: Matrix, out: Buffer, rows: int) -> None:
@@ -35,12 +35,12 @@ class Embedding:
                 width, self._vocab, self._scale,
             )  # fmt: skip
 
-    def _of(self, kept: Format) -> KernelPair:
+    def _of(self, format_: Format) -> KernelPair:
         """The kernel for tables of a format."""
-        if kept not in self._embed:
-            name = f"embed_{kept.name}" if kept.packed else "embed"
-            self._embed[kept] = self._kernels.function(name, "PPPiiif")
-        return self._embed[kept]
+        if format_ not in self._embed:
+            name = f"embed_{format_.name}" if format_.packed else "embed"
+            self._embed[format_] = self._kernels.function(name, "PPPiiif")
+        return self._embed[format_]
 
     def gather_rows(self, x: Buffer, indices: int, out: Buffer, rows: int) -> None:
         """out[r] = x[indices[r]], rows of a multiple of 16 bytes; zeros where indices[r] is negative."""

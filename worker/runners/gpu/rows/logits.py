@@ -20,7 +20,7 @@ class LogitScale:
 
     @staticmethod
     def sources(spec: ModelSpec, *, hopper: bool) -> list[Source]:
-        """What it is compiled from."""
+        """List the kernel files for a model."""
         return [source_of("logits")] if _needs(spec) else []
 
     def __call__(self, logits: Buffer, rows: int) -> None:

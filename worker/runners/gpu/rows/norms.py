@@ -5,8 +5,8 @@ from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import KernelPair, KernelPairs
 from nightmill.worker.runners.gpu.device.operands import ABSENT, FP8, Buffer
 from nightmill.worker.runners.gpu.device.sources import Source, source_of
-from nightmill.worker.runners.gpu.products.kinds import layer_kinds
-from nightmill.worker.runners.gpu.products.shapes import Kind
+from nightmill.worker.runners.gpu.kinds import layer_kinds
+from nightmill.worker.runners.gpu.shapes import Kind
 from nightmill.worker.runners.gpu.weights.layout import NO_NORM, NormWeight
 
 __all__ = ["Norms", "only_rms_norms"]
@@ -28,13 +28,13 @@ class Norms:
 
     @staticmethod
     def sources(spec: ModelSpec, *, hopper: bool) -> list[Source]:
-        """What they are compiled from."""
+        """List the kernel files for a model."""
         names = ["rms_norm"] if only_rms_norms(spec) else ["rms_norm", "residual"]
         return [source_of(name) for name in names]
 
     @staticmethod
     def refusal(spec: ModelSpec) -> str | None:
-        """What of a model they do not take."""
+        """Return the width of a model that they do not take, or None."""
         width = spec.width
         return f"a width of {width} (multiples of 8 up to {_MOST})" if width % 8 or width > _MOST else None
 
@@ -82,7 +82,7 @@ def _shape(width: int) -> tuple[int, tuple[int, int, int]]:
 
 
 def only_rms_norms(spec: ModelSpec) -> bool:
-    """Whether nothing is done between products but RMS norms, without biases."""
+    """Return whether nothing is done between products but RMS norms, without biases."""
     norms = [spec.output_norm, *(layer.attention_norm for layer in spec.layers)]
     norms += [layer.feed_forward_norm for layer in spec.layers if not layer.parallel]
     plain = all(norm is not None and not norm.centred and not norm.bias for norm in norms)

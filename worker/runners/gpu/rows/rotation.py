@@ -1,4 +1,4 @@
-"""What follows the product of queries, keys and values: bias, norms, rotation, the write to the cache."""
+"""Work between the product of queries, keys and values and attention: bias, norms, rotation, cache write."""
 
 import numpy as np
 
@@ -55,12 +55,12 @@ class Rotation:
 
     @classmethod
     def sources(cls, spec: ModelSpec, *, hopper: bool) -> list[Source]:
-        """What it is compiled from."""
+        """List the kernel files for a model."""
         return [_source(attention) for attention in spec.attentions]
 
     @staticmethod
     def refusal(spec: ModelSpec) -> str | None:
-        """What of a model it does not take."""
+        """Return the part of a model that it does not take, or None."""
         for attention in spec.attentions:
             head, keys = attention.head_dim, attention.keys
             if head % 4 or head > 512 or (head > 128 and head % 16):

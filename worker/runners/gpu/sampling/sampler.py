@@ -1,5 +1,7 @@
 """Launches the kernels of `cuda/sampling/`: draws, masks, and what touches the table of slots."""
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from nightmill.jobs.errors import RunnerError
@@ -11,7 +13,7 @@ from nightmill.worker.runners.gpu.device.operands import Buffer
 from nightmill.worker.runners.gpu.device.sources import Source, members, source_of
 from nightmill.worker.runners.sampling import PARAMETERS
 
-__all__ = ["SLOT", "Sampler"]
+__all__ = ["SLOT", "ChunkPages", "Sampler"]
 
 SLOT = np.dtype(
     [
@@ -21,7 +23,7 @@ SLOT = np.dtype(
         ("answer_from", np.int32),
         ("biases", np.int32),
         ("words", np.int32),
-        ("wishes", np.uint64),
+        ("adjustments", np.uint64),
         ("seen", np.uint64),
     ],
     align=True,
@@ -31,13 +33,27 @@ SLOT = np.dtype(
 last_token   that was drawn
 adjusted     1 if `adjust` changes its logits, by the next four and its penalties
 answer_from  the position of the first token of its answer
-biases, words, wishes  how many biases and banned runs of tokens it has, and the address where they are
+biases, words, adjustments  how many biases and banned runs of tokens it has, and the address where they are
 seen         the address of its bitmap of tokens, 0 for none
 """
 
 _BLOCK = (256, 1, 1)
 _BLOCKS = 4  # of `sample` that a multiprocessor holds
 _BEST_BYTES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPages:
+    """Device addresses of the pages of a step's chunks.
+
+    tables  (count, width) int32, the pages of each chunk's sequence
+    starts  (count + 1,) int32, where the chunks begin among the step's tokens
+    """
+
+    tables: int
+    width: int
+    starts: int
+    count: int
 
 
 class Sampler:
@@ -68,7 +84,7 @@ class Sampler:
 
     @staticmethod
     def sources(spec: ModelSpec, *, hopper: bool) -> list[Source]:
-        """What it is compiled from."""
+        """List the kernel files for a model."""
         return _sources()
 
     @staticmethod
@@ -101,17 +117,16 @@ class Sampler:
         )
 
     def adjust(
-        self, logits: Buffer, count: int, draws: int, slots: int, history: Buffer, tables: int, width: int,
-        starts: int, chunks: int,
-    ) -> None:  # fmt: skip
+        self, logits: Buffer, count: int, draws: int, slots: int, history: Buffer, chunks: ChunkPages
+    ) -> None:
         """Adjust logits (R, V) of rows whose slot asks for it, as `worker.runners.adjusting` defines it.
 
         history  the tokens in the KV cache
-        tables   (chunks, width) int32, the pages of each chunk's sequence
-        starts   (chunks + 1,) int32, where the chunks begin among the step's tokens
+        chunks   of the step
         """
-        inputs = (logits.address, self._vocab, draws, slots, history.address, tables, width, starts, chunks)
-        self._adjust.of(count)((count, 1), (1024, 1, 1), *inputs)
+        inputs = (logits.address, self._vocab, draws, slots, history.address)
+        pages = (chunks.tables, chunks.width, chunks.starts, chunks.count)
+        self._adjust.of(count)((count, 1), (1024, 1, 1), *inputs, *pages)
 
     def sample(self, logits: Buffer, count: int, draws: int, slots: int, out_tokens: Buffer) -> None:
         """Draw a token for each row of logits (R, V) float, whose rows have room for a multiple of 8.

@@ -1,4 +1,4 @@
-"""What the GPU knows about each running sequence: one table of records, which the kernels of sampling read.
+"""Slots: the table of records of running sequences, which the kernels of sampling read.
 
 One slot more than sequences can have belongs to the rows that pad a captured graph.
 
@@ -16,20 +16,20 @@ import numpy.typing as npt
 from nightmill.worker.runners.adjusting import adjusts
 from nightmill.worker.runners.base import Admission, DrawArray, mask_words
 from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.sampling.logit_adjustments import ADJUSTMENT_WORDS, write_adjustments
 from nightmill.worker.runners.gpu.sampling.sampler import SLOT, Sampler
-from nightmill.worker.runners.gpu.sampling.wishes import WISH_WORDS, write_wishes
 from nightmill.worker.runners.sampling import parameters_of
 
 __all__ = ["SlotTable"]
 
-_AT_ONCE = 64  # sequences with a bitmap, and with wishes, that arrive without a wait between them
+_AT_ONCE = 64  # sequences with a bitmap, and with adjustments, that arrive without a wait between them
 
 
 @dataclass(slots=True)
 class _Staging:
     rows: npt.NDArray[np.uint8]
     bitmaps: npt.NDArray[np.uint32]
-    wishes: npt.NDArray[np.int32]
+    adjustments: npt.NDArray[np.int32]
 
 
 class SlotTable:
@@ -43,13 +43,13 @@ class SlotTable:
         self.address = device.upload(np.zeros(slots + 1, dtype=SLOT), "the table of slots")
         self._arriving = device.allocate(slots * _ARRIVAL_BYTES, "sequences that take a slot")
         self._seen = device.allocate(slots * self._bitmap_bytes, "tokens seen")
-        self._wishes = device.allocate(slots * _WISH_BYTES, "biases and banned words")
+        self._adjustments = device.allocate(slots * _ADJUSTMENT_BYTES, "biases and banned words")
         self._adjusted = np.zeros(slots, dtype=np.bool_)
         self._staging = [
             _Staging(
                 device.pinned(slots * _ARRIVAL_BYTES, np.uint8),
                 device.pinned((_AT_ONCE, self._words), np.uint32),
-                device.pinned((_AT_ONCE, WISH_WORDS), np.int32),
+                device.pinned((_AT_ONCE, ADJUSTMENT_WORDS), np.int32),
             )
             for _ in range(depth)
         ]
@@ -57,10 +57,12 @@ class SlotTable:
     @staticmethod
     def bytes(slots: int, vocab: int) -> int:
         """Device memory that the table takes, with all that belongs to it."""
-        return (slots + 1) * (SLOT.itemsize + _ARRIVAL_BYTES + 4 * mask_words(vocab) + _WISH_BYTES) + 4096
+        return (slots + 1) * (
+            SLOT.itemsize + _ARRIVAL_BYTES + 4 * mask_words(vocab) + _ADJUSTMENT_BYTES
+        ) + 4096
 
     def adjusts(self, draws: DrawArray) -> bool:
-        """Whether the logits of any of these draws are adjusted."""
+        """Return whether the logits of any of these draws are adjusted."""
         slots = draws["slot"]
         return bool(self._adjusted[slots[slots >= 0]].any())
 
@@ -75,7 +77,7 @@ class SlotTable:
         staging = self._staging[turn]
         used = 0  # places of the staging
         for index, admission in enumerate(admissions):
-            slot, seen, wishes = admission.slot, 0, 0
+            slot, seen, adjustments = admission.slot, 0, 0
             repeats = admission.params.repetition_penalty != 1.0
             # What tells log-probabilities reads logits with their penalties applied.
             adjusted = adjusts(admission) or (repeats and admission.params.logprobs is not None)
@@ -88,9 +90,9 @@ class SlotTable:
                     seen = self._seen + slot * self._bitmap_bytes
                     self._device.copy_in(seen, staging.bitmaps[used])
                 if adjusted:
-                    words = write_wishes(staging.wishes[used], admission)
-                    wishes = self._wishes + slot * _WISH_BYTES
-                    self._device.copy_in(wishes, staging.wishes[used, :words])
+                    words = write_adjustments(staging.adjustments[used], admission)
+                    adjustments = self._adjustments + slot * _ADJUSTMENT_BYTES
+                    self._device.copy_in(adjustments, staging.adjustments[used, :words])
                 used += 1
             self._adjusted[slot] = adjusted
             rows[index] = (
@@ -100,7 +102,7 @@ class SlotTable:
                 len(admission.token_ids) - admission.answered,
                 len(admission.params.logit_bias),
                 len(admission.banned),
-                wishes,
+                adjustments,
                 seen,
             )
             places[index] = slot
@@ -109,7 +111,7 @@ class SlotTable:
 
 
 _ARRIVAL_BYTES = SLOT.itemsize + 4  # a record and the number of its slot
-_WISH_BYTES = 4 * WISH_WORDS
+_ADJUSTMENT_BYTES = 4 * ADJUSTMENT_WORDS
 
 
 def mark(row: npt.NDArray[np.uint32], token_ids: Sequence[int]) -> None:

@@ -1,13 +1,13 @@
-"""Whether weights stay as in the file or become elements, if nobody says: by the memory that there is.
+"""The default of `--weights`: elements if memory is ample, else the formats of the file.
 
 Both give the same bits. As in the file they take less memory, and on an H200 a 7B's products in Q4_K_M take
-up to 20% less time with up to 64 rows, 21 to 31% more with 128 to 512 (benchmarks/RESULTS.md).
+up to 20% less time with up to 64 rows, 21 to 31% more with 128 to 512 (benchmarks/history/speed.md).
 """
 
 from dataclasses import replace
 
 from nightmill.worker.model.spec import ModelSpec
-from nightmill.worker.runners.gpu.numbers import Numbers, WeightNumbers
+from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.weights.layout import weight_bytes
 
 __all__ = ["choose_weights"]
@@ -15,15 +15,15 @@ __all__ = ["choose_weights"]
 _GIB = 1 << 30
 
 
-def choose_weights(spec: ModelSpec, numbers: Numbers, budget: int) -> tuple[Numbers, str]:
+def choose_weights(spec: ModelSpec, precision: Precision, budget: int) -> tuple[Precision, str]:
     """The numbers with another choice than AUTO, and why, for a person; `budget`: bytes that may be used.
 
     Elements, if these take at most half of it, or the file's form is no smaller; else as in the file.
     """
-    if numbers.weights is not WeightNumbers.AUTO:
-        return numbers, f"{numbers.weights.words}, as asked for"
+    if precision.weights is not WeightsFormat.AUTO:
+        return precision, f"{precision.weights.words}, as asked for"
     elements, as_in_file = (
-        replace(numbers, weights=one) for one in (WeightNumbers.ELEMENT, WeightNumbers.FILE)
+        replace(precision, weights=one) for one in (WeightsFormat.ELEMENT, WeightsFormat.FILE)
     )
     size = weight_bytes(spec, elements)
     if weight_bytes(spec, as_in_file) >= size:

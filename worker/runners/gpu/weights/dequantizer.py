@@ -31,7 +31,7 @@ class Dequantizer:
 
     @staticmethod
     def sources(spec: ModelSpec, *, hopper: bool) -> list[Source]:
-        """What it is compiled from."""
+        """List the kernel files for a model."""
         return [source_of("dequantize")]
 
     def __init__(self, device: Device, staging: Staging) -> None:

@@ -1,4 +1,4 @@
-"""In which order the GPU keeps the elements of queries' and keys' heads."""
+"""Order of the elements of queries' and keys' heads on the GPU."""
 
 import numpy as np
 import numpy.typing as npt

@@ -7,7 +7,7 @@ from itertools import groupby
 from nightmill.worker.model.spec import ModelSpec, Role, Shape, Weight
 from nightmill.worker.runners.gpu.device.device import aligned
 from nightmill.worker.runners.gpu.device.operands import ABSENT, FLOAT, Buffer, Format, Matrix
-from nightmill.worker.runners.gpu.numbers import Numbers, WeightNumbers
+from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 
 __all__ = [
     "NO_NORM", "LayerWeights", "NormWeight", "Run", "Weights", "formats_in", "padded_vocab", "runs_of",
@@ -26,7 +26,7 @@ class NormWeight:
 
     @property
     def plain(self) -> bool:
-        """Whether it is an RMS norm without a bias."""
+        """True if it is an RMS norm without a bias."""
         return self.weight is not ABSENT and not self.centred and self.bias is ABSENT
 
 
@@ -35,7 +35,7 @@ NO_NORM = NormWeight(ABSENT, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One block's weights; ABSENT what the model has none of."""
+    """The weights of one block; ABSENT those that the model lacks."""
 
     attn_norm: NormWeight
     qkv: Matrix  # ((heads + 2 kv_heads) head_dim, width)
@@ -54,9 +54,9 @@ class LayerWeights:
 
     @property
     def formats(self) -> tuple[Format, ...]:
-        """Of its matrices and their parts, in the order of their use."""
+        """Formats of its matrices and their parts, in the order of their use."""
         matrices = (self.qkv, self.attn_output, self.gate_up, self.ffn_down)
-        return tuple(kept for matrix in matrices for kept in matrix.formats)
+        return tuple(format_ for matrix in matrices for format_ in matrix.formats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +88,19 @@ class Run:
         return self.format.bytes(self.rows, self.columns)
 
 
-def runs_of(spec: ModelSpec, role: Role, weight: Weight, numbers: Numbers) -> list[Run]:
-    """How a matrix is kept: one run, unless its tensors are in different packed formats.
+def runs_of(spec: ModelSpec, role: Role, weight: Weight, precision: Precision) -> list[Run]:
+    """Return the runs that a matrix is stored as: one, unless its tensors are in different packed formats.
 
     Each tensor of a type that can be packed stays as it is in the file. Where a tensor of a stack has another
-    type, all become elements: nothing is quantised anew, and products have the same bits in any case. But if
-    FP8 is asked for, all matrices of layers are rounded to that, and the others are elements.
+    type, all become elements: nothing is quantised anew, and products have the same bits in any case. If
+    layers are rounded to a format (`WeightsFormat.rounded`), their matrices are, and the others are elements.
     """
-    if numbers.weights is WeightNumbers.FP8 and role in _OF_LAYERS:
-        return [Run(Format.FP8, weight.parts, weight.shape[0], weight.shape[1])]
-    element = numbers.element.format
+    if (rounded := precision.weights.rounded) is not None and role in _OF_LAYERS:
+        return [Run(rounded, weight.parts, weight.shape[0], weight.shape[1])]
+    element = precision.element.format
     names = [spec.tensor_types.get(name, "") for name in weight.names]
-    kept = numbers.weights is WeightNumbers.FILE and all(name in _PACKED for name in names)
-    formats = [_PACKED[name] for name in names] if kept else [element] * len(names)
+    stay = precision.weights is WeightsFormat.FILE and all(name in _PACKED for name in names)
+    formats = [_PACKED[name] for name in names] if stay else [element] * len(names)
     runs = []
     for format_, group in groupby(zip(formats, weight.parts, strict=True), lambda pair: pair[0]):
         parts = tuple(part for _, part in group)
@@ -110,13 +110,13 @@ def runs_of(spec: ModelSpec, role: Role, weight: Weight, numbers: Numbers) -> li
     return runs
 
 
-def formats_in(spec: ModelSpec, numbers: Numbers, *roles: Role) -> set[Format]:
-    """All formats of the matrices of a model, or of those with these roles, by parts where they are MIXED."""
+def formats_in(spec: ModelSpec, precision: Precision, *roles: Role) -> set[Format]:
+    """Return all formats of a model's matrices, or of those with these roles, by parts if they are MIXED."""
     return {
         run.format
         for role, weight in spec.all_weights()
         if weight.is_matrix and (role in roles or not roles)
-        for run in runs_of(spec, role, weight, numbers)
+        for run in runs_of(spec, role, weight, precision)
     }
 
 
@@ -134,20 +134,20 @@ def stored(spec: ModelSpec, role: Role, weight: Weight) -> tuple[int, ...]:
     return (padded_vocab(spec), *weight.shape[1:]) if role is head else weight.shape
 
 
-def weight_bytes(spec: ModelSpec, numbers: Numbers) -> int:
-    """Bytes that the weights take on the device."""
+def weight_bytes(spec: ModelSpec, precision: Precision) -> int:
+    """Return the bytes that the weights take on the device."""
     return sum(
-        aligned(size) for role, weight in spec.all_weights() for size in _sizes(spec, role, weight, numbers)
+        aligned(size) for role, weight in spec.all_weights() for size in _sizes(spec, role, weight, precision)
     )
 
 
-def _sizes(spec: ModelSpec, role: Role, weight: Weight, numbers: Numbers) -> list[int]:
+def _sizes(spec: ModelSpec, role: Role, weight: Weight, precision: Precision) -> list[int]:
     if weight.is_matrix:
-        runs = runs_of(spec, role, weight, numbers)
+        runs = runs_of(spec, role, weight, precision)
         return [size for run in runs for size in (run.bytes, run.format.scale_bytes(run.rows))]
     return [math.prod(weight.shape) * FLOAT.itemsize]
 
 
-_PACKED = {kept.name: kept for kept in Format if kept.packed}
+_PACKED = {format_.name: format_ for format_ in Format if format_.packed}
 """Formats by GGUF's names of types."""
 _OF_LAYERS = (Role.QKV, Role.ATTN_OUTPUT, Role.GATE_UP, Role.FFN_DOWN)

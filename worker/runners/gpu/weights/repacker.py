@@ -9,7 +9,7 @@ from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import Function, Module, blocks_for
 from nightmill.worker.runners.gpu.device.operands import PANEL_ROWS, Format, Matrix
 from nightmill.worker.runners.gpu.device.sources import Source, source_of
-from nightmill.worker.runners.gpu.numbers import Numbers
+from nightmill.worker.runners.gpu.precision import Precision
 from nightmill.worker.runners.gpu.weights.layout import formats_in
 from nightmill.worker.runners.gpu.weights.staging import Staging
 
@@ -22,9 +22,9 @@ class Repacker:
     """Uploads rows of matrices and repacks them on the device's stream; launches `repack.cu`."""
 
     @staticmethod
-    def sources(spec: ModelSpec, numbers: Numbers, *, hopper: bool) -> list[Source]:
-        """What it is compiled from."""
-        return [source_of("repack")] if any(kept.packed for kept in formats_in(spec, numbers)) else []
+    def sources(spec: ModelSpec, precision: Precision, *, hopper: bool) -> list[Source]:
+        """List the kernel files for a model."""
+        return [source_of("repack")] if any(format_.packed for format_ in formats_in(spec, precision)) else []
 
     def __init__(self, device: Device, staging: Staging) -> None:
         self._device = device
@@ -49,10 +49,10 @@ class Repacker:
                 first + start // row, rows, matrix.columns, self._bad,
             )  # fmt: skip
 
-    def _function(self, kept: Format) -> Function:
-        if kept not in self._functions:
-            self._functions[kept] = self._module.function(f"repack_{kept.name}", "PPqqiP")
-        return self._functions[kept]
+    def _function(self, format_: Format) -> Function:
+        if format_ not in self._functions:
+            self._functions[format_] = self._module.function(f"repack_{format_.name}", "PPqqiP")
+        return self._functions[format_]
 
     def fits(self) -> bool:
         """Wait for all that was queued; False if a weight does not fit an element, or is not a number."""

@@ -1,0 +1,1 @@
+"""The class behind the functions of `nightmill.jobs`."""

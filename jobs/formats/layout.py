@@ -1,0 +1,93 @@
+"""The layout of results or errors in a file: the columns of a row, and its form in each format."""
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from nightmill.jobs.base.contract import JsonObject
+from nightmill.jobs.formats.parquet import ParquetWriter, read_ids
+from nightmill.jobs.formats.results import ERROR_COLUMNS, READ, RESULT_COLUMNS, error_row, result_row
+from nightmill.jobs.formats.rows import FileFormat
+from nightmill.jobs.reply.job import Job
+
+_OPENAI_KEYS = {"id", "custom_id", "response", "error"}
+_SOMETIMES = {"answers", *READ}
+_RESULT_KEYS = RESULT_COLUMNS.keys() - _SOMETIMES
+_ERROR_KEYS = {"custom_id", "id", "line", "error", "text"} | _SOMETIMES
+
+
+class WholeWriter(Protocol):
+    """Writes a file that can be read once it is closed, and not before."""
+
+    def write(self, rows: Sequence[JsonObject]) -> None:
+        """Add rows."""
+        ...
+
+    def close(self) -> None:
+        """Write the rest."""
+        ...
+
+    def discard(self) -> None:
+        """Let go of the file, which nobody will read."""
+        ...
+
+
+class Layout:
+    """Rows of results, or of errors, in a format. Others have other columns, and the same methods.
+
+    columns    of tables, and their types
+    id_column  the key, or the column, of jobs' ids
+    """
+
+    id_column = "id"
+    delimiter = ","
+
+    def __init__(self, format: FileFormat, errors: bool = False) -> None:
+        self.format = format
+        self.errors = errors
+        self.columns: Mapping[str, str] = ERROR_COLUMNS if errors else RESULT_COLUMNS
+
+    @property
+    def grows(self) -> bool:
+        """True if rows can be appended to a file of this format."""
+        return self.format not in (FileFormat.PARQUET, FileFormat.ARROW)
+
+    def row(self, job: Job) -> JsonObject:
+        """A job that has ended as a row."""
+        return error_row(job, self.format) if self.errors else result_row(job, self.format)
+
+    def writer(self, path: Path, label: str) -> WholeWriter:
+        """Make the writer of a file that does not grow."""
+        return ParquetWriter(path, self.columns, label)
+
+    def read_ids(self, path: Path) -> Iterator[str] | None:
+        """The job ids of a file that does not grow; None if its columns are others."""
+        return read_ids(path, self.columns)
+
+    def head(self) -> bytes:
+        """The beginning of a file that grows, before its rows: in CSV the names of columns, else empty."""
+        return self._csv_line(self.columns) if self.format is FileFormat.CSV else b""
+
+    def line(self, row: JsonObject) -> bytes:
+        """A row of a file that grows."""
+        if self.format is FileFormat.CSV:
+            return self._csv_line(row.get(name) for name in self.columns)
+        return json.dumps(row, ensure_ascii=False).encode() + b"\n"
+
+    def owns(self, row: JsonObject) -> bool:
+        """True if an object of a JSON file is a row that this layout wrote."""
+        if not isinstance(row.get(self.id_column), str):
+            return False
+        if self.format is FileFormat.OPENAI:
+            return row.keys() == _OPENAI_KEYS and (row["error"] is not None) == self.errors
+        if self.errors:
+            return "error" in row and row.keys() <= _ERROR_KEYS
+        return row.keys() - _SOMETIMES == _RESULT_KEYS
+
+    def _csv_line(self, cells: Iterable[object]) -> bytes:
+        line = io.StringIO()
+        csv.writer(line, delimiter=self.delimiter).writerow(cells)
+        return line.getvalue().encode()

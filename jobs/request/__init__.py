@@ -1,0 +1,1 @@
+"""The description of a job: `JobSpec`, its fields and parameters, prompts, tools, structured output."""

@@ -1,0 +1,276 @@
+"""The checked description of a job. Every interface parses requests into `JobSpec`."""
+
+import hashlib
+import json
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Self
+
+from nightmill.jobs.base.contract import (
+    AS_USUAL,
+    Constrained,
+    ConstraintKind,
+    JobState,
+    JsonObject,
+    Prompt,
+    Rendering,
+    Tools,
+)
+from nightmill.jobs.errors import InvalidParameterError, InvalidPromptError, RowCode
+from nightmill.jobs.request.fields import (
+    FIELDS,
+    INTERACTIVE,
+    PARAMETERS,
+    Options,
+    check_option,
+    moment,
+    unknown_field,
+)
+from nightmill.jobs.request.parameters import DEFAULTS, MAX_SEED, GenerationParams
+from nightmill.jobs.request.prompts import check_messages, check_text, check_token_ids, is_id, json_type
+from nightmill.jobs.request.structured import CONSTRAINT_FIELDS, constrained_by
+from nightmill.jobs.request.tools import TOOL_KEYS, tools_by
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpec(Options):
+    """A checked description of a job, or, without a prompt, the defaults of other jobs."""
+
+    text: str | None = None
+    messages: list[JsonObject] | None = None
+    token_ids: list[int] | None = None
+    params: GenerationParams = DEFAULTS
+    tooling: Mapping[str, Any] = field(default_factory=dict)
+    """The keywords about tools as given, by TOOL_KEYS; `tools` is parsed from them."""
+    tools: Tools | None = None
+    constrained: Constrained | None = None
+    """The constraint, from whichever of CONSTRAINT_FIELDS was given."""
+    request: JsonObject | None = None
+    """Parts of a request to /v1/responses that its answer repeats (`jobs.formats.responses`)."""
+
+    @classmethod
+    def defaults(cls, settings: Mapping[str, Any], known: Iterable[str] = ()) -> Self:
+        """Make the defaults of jobs from settings; raises InvalidParameterError.
+
+        known  the allowed fields; empty: all
+        """
+        allowed = frozenset(known) or FIELDS.keys()
+        if foreign := [name for name in settings if name not in allowed]:
+            raise unknown_field(foreign[0], allowed)
+        return cls().updated(settings)
+
+    @classmethod
+    def parse(cls, item: "Prompt | Mapping[str, Any]", defaults: "JobSpec | None" = None) -> "JobSpec":
+        """Parse a prompt, or a mapping with `prompt` or `messages` and further fields, over `defaults`.
+
+        A prompt is a text, a list of token ids, or a list of messages.
+
+        None counts as not given. Raises InvalidPromptError and InvalidParameterError, which name the field.
+        """
+        base = defaults or cls()
+        if isinstance(item, str) or not isinstance(item, Mapping):
+            return base._replace(_prompt(item))._checked()
+        values = {name: value for name, value in item.items() if value is not None}
+        prompt, messages = values.pop("prompt", None), values.pop("messages", None)
+        if prompt is not None and messages is not None:
+            raise InvalidPromptError("prompt: give either prompt or messages, not both", field="prompt")
+        if prompt is None and messages is None:
+            raise InvalidPromptError(
+                "prompt: is missing; give a prompt (a text) or messages (a list)",
+                field="prompt",
+                code=RowCode.MISSING_FIELD,
+            )
+        said = _prompt(prompt) if messages is None else {"text": None, "messages": check_messages(messages)}
+        return (base.updated(values, said) if values else base._replace(said))._checked()
+
+    def prompted(self, prompt: Prompt) -> Self:
+        """Return a copy with another prompt; raises InvalidPromptError and InvalidParameterError."""
+        nothing = {"text": None, "token_ids": None, "messages": None}
+        return self._replace(nothing | _prompt(prompt))._checked()
+
+    @property
+    def prompt(self) -> Prompt | None:
+        """The text, the token ids, or the messages."""
+        prompts = (prompt for prompt in (self.text, self.token_ids, self.messages) if prompt is not None)
+        return next(prompts, None)
+
+    @property
+    def rendering(self) -> Rendering | None:
+        """The options for rendering the messages; None if they are the defaults, or if the prompt is not a
+        chat."""
+        if self.messages is None:
+            return None
+        continues = self.continue_final_message
+        opens = not continues if self.add_generation_prompt is None else self.add_generation_prompt
+        rendering = Rendering(dict(self.chat_template_kwargs or {}), opens, continues, self.tools)
+        return None if rendering == AS_USUAL else rendering
+
+    def row(self, job_id: str, now: datetime, default_attempts: int) -> dict[str, Any]:
+        """Return the queued row for the table `jobs`. Draws a seed unless one is given.
+
+        All rows have the same keys, so that one statement can insert many. Raises InvalidParameterError for a
+        time beyond the calendar.
+        """
+        params, rendering = self.params, self.rendering
+        return {
+            "id": job_id,
+            "batch": self.batch,
+            "custom_id": self.custom_id,
+            "model": self.model,
+            "prompt": self.text,
+            "prompt_ids": self.token_ids,
+            "messages": self.messages,
+            "rendering": None if rendering is None else rendering.values(),
+            "params": params.stored(),
+            "constrained": None if self.constrained is None else self.constrained.values(),
+            "answers": params.answers,
+            "request": self.request,
+            "seed": secrets.randbits(MAX_SEED.bit_length()) if params.seed is None else params.seed,
+            "state": JobState.QUEUED.value,
+            "attempt": 0,
+            "failures": 0,
+            "max_attempts": self.max_attempts or default_attempts,
+            "priority": self.priority,
+            # The message is sent right after the commit. For a scheduled job, a worker's sweep sends it
+            # later.
+            "sent_at": None if self.scheduled_at is not None else now,
+            "idempotency_key": self.idempotency_key,
+            "fingerprint": self._fingerprint() if self.idempotency_key else None,
+            "metadata": dict(self.metadata) if self.metadata else None,
+            "created_at": now,
+            "scheduled_at": moment("scheduled_at", self.scheduled_at, now),
+            "deadline_at": moment("deadline", self.deadline, now),
+        }
+
+    def as_interactive(self) -> Self:
+        """Return a copy with the interactive priority, which a later `updated` may override."""
+        return self._replace({"priority": INTERACTIVE})
+
+    def updated(self, settings: Mapping[str, Any], said: Mapping[str, Any] | None = None) -> Self:
+        """Return a copy with these fields changed; `said` is checked already. Raises
+        InvalidParameterError."""
+        params: dict[str, Any] = {}
+        forms: dict[str, Any] = {}
+        tooling: dict[str, Any] = {}
+        others = dict(said or {})
+        for name, value in settings.items():
+            if value is None:
+                continue
+            if name in PARAMETERS:
+                params[name] = value
+            elif name in CONSTRAINT_FIELDS:
+                forms[name] = value
+            elif name in TOOL_KEYS:
+                tooling[name] = value
+            else:
+                check_option(name, value)
+                others[name] = value
+        if params:
+            others["params"] = GenerationParams.parse(vars(self.params) | params)
+        if forms:
+            others["constrained"] = constrained_by(forms)
+        if tooling:
+            others["tooling"] = said_of_tools = {**self.tooling, **tooling}
+            others["tools"] = tools_by(said_of_tools)
+        spec = self._replace(others)
+        if spec.params.ignore_eos and (spec.constrained or (spec.tools and spec.tools.required)):
+            raise InvalidParameterError(
+                "ignore_eos: contradicts the constraint, which says where the answer ends; give one of them",
+                field="ignore_eos",
+            )
+        return spec
+
+    def _replace(self, values: Mapping[str, Any]) -> Self:
+        """Return a copy with these attributes; `dataclasses.replace` takes ten times as long, and a batch may
+        have 100,000 rows."""
+        copy = object.__new__(type(self))
+        vars(copy).update(vars(self), **values)
+        return copy
+
+    def _checked(self) -> Self:
+        """Return the spec if its fields are consistent with its prompt; raises InvalidRequestError."""
+        if self.tools is not None and self.tools.required and self.constrained is not None:
+            # A required call is constrained completely by the tools. Clients ask for both to be sure of one.
+            return self._replace({"constrained": None})._checked()
+        if self.params.echo and self.messages is not None:
+            raise InvalidParameterError(
+                "echo: is for plain prompts: a chat is no text to begin an answer with; remove it",
+                field="echo",
+            )
+        if self.params.score and self.constrained is not None:
+            raise InvalidParameterError(
+                "score: contradicts the constraint, since nothing is generated; give one of them",
+                field="score",
+            )
+        if self.tools is not None:
+            self._check_tools()
+        if not self.continue_final_message or self.messages is None:
+            return self
+        if self.add_generation_prompt:
+            raise InvalidParameterError(
+                "add_generation_prompt: contradicts continue_final_message, which opens no other message; "
+                "give one of them",
+                field="add_generation_prompt",
+            )
+        if (role := self.messages[-1]["role"]) != "assistant":
+            raise InvalidParameterError(
+                f"continue_final_message: the last message must be the assistant's, not the {role}'s: "
+                "add one with what the answer begins with",
+                field="continue_final_message",
+            )
+        return self
+
+    def _check_tools(self) -> None:
+        if self.messages is None:
+            raise InvalidParameterError(
+                "tools: are for chats, whose template tells the model of them; give messages",
+                field="tools",
+            )
+        if self.constrained is not None and self.constrained.kind is ConstraintKind.GRAMMAR:
+            raise InvalidParameterError(
+                "tools: contradict grammar, which would have to say how calls are written; give one of them, "
+                'json_schema, regex or choice in place of the grammar, or tool_choice "none" or "required"',
+                field="tools",
+            )
+        if self.continue_final_message:
+            raise InvalidParameterError(
+                "tools: contradict continue_final_message, whose answer begins in the middle of a message; "
+                "give one of them",
+                field="tools",
+            )
+
+    def _fingerprint(self) -> str:
+        content: dict[str, Any] = {
+            "prompt": self.text,
+            "messages": self.messages,
+            "params": self.params.stored() | {"seed": self.params.seed},
+            "model": self.model,
+        }
+        if self.constrained is not None:
+            content["constrained"] = self.constrained.values()
+        if self.token_ids is not None:
+            content["prompt_ids"] = self.token_ids
+        if (rendering := self.rendering) is not None:
+            content["rendering"] = rendering.values()
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _prompt(prompt: Any) -> dict[str, Any]:
+    if isinstance(prompt, str):
+        return {"text": check_text(prompt), "messages": None}
+    if isinstance(prompt, bytes | Mapping) or not isinstance(prompt, Iterable):
+        raise InvalidPromptError(
+            f"prompt: must be a text, a list of messages or of token ids, not {type(prompt).__name__}",
+            field="prompt",
+        )
+    items = list(prompt)
+    if not items:
+        raise InvalidPromptError("prompt: is empty", field="prompt")
+    if is_id(items[0]):
+        return {"text": None, "token_ids": check_token_ids(items)}
+    if not isinstance(items[0], Mapping):
+        said = f"prompt[0]: must be a token id (a whole number) or a message, not {json_type(items[0])}"
+        raise InvalidPromptError(said, field="prompt[0]")
+    return {"text": None, "messages": check_messages(items)}

@@ -1,0 +1,150 @@
+"""Files that are tables, as sources of a batch: their columns, and their rows as prompts."""
+
+import base64
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from nightmill.jobs.errors import BatchFileError, EmptyBatchFileError, InvalidParameterError
+from nightmill.jobs.formats.csvfile import index_columns, read_cells, say_ignored
+from nightmill.jobs.formats.inputs import NOTHING_SAID, InputFile
+from nightmill.jobs.formats.jsonlines import read_objects
+from nightmill.jobs.formats.parquet import UNREADABLE
+from nightmill.jobs.formats.parquet_reader import PROGRAM, Expansion, ParquetReader
+from nightmill.jobs.formats.rows import FileFormat, InputRow, RowError
+from nightmill.jobs.request.spec import JobSpec
+from nightmill.jobs.tables.arrow_files import pyarrow
+from nightmill.jobs.tables.columns import Columns, Record, Table, check_names, kinds_of
+from nightmill.jobs.tables.kinds import TEXT
+from nightmill.jobs.tables.memory import TableItems
+from nightmill.jobs.tables.options import TableOptions
+
+_PROGRAM = PROGRAM.with_name("table_process.py")
+_ARROW_SUFFIXES = (".arrow", ".feather", ".ipc", ".arrows")
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+
+
+class TableFile(InputFile):
+    """A file that is a table: CSV, TSV, Parquet, Arrow, or JSON lines, one object for each row.
+
+    Raises BatchFileError, also for columns without a name or with one that is there twice, and
+    InvalidParameterError for a template that names a column which is not there.
+    """
+
+    formats = tuple(FileFormat)
+
+    def __init__(
+        self,
+        path: str | Path,
+        format: FileFormat | None = None,
+        *,
+        options: TableOptions,
+        label: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(path, format, label=label, name=name)
+        if self.format is FileFormat.OPENAI:
+            self.format = FileFormat.JSONL
+        with self._errors():
+            self.table = Table(self._columns(), options)
+
+    def rows(self, defaults: JobSpec = NOTHING_SAID) -> Iterator[InputRow]:
+        """Every row, its prompt made by the template; `defaults` hold for all."""
+        self._position = 0
+        read = 0
+
+        def records() -> Iterator[Record]:
+            nonlocal read
+            for record in self._records():
+                read += 1
+                yield record
+
+        found = 0
+        for row in self.table.rows(records(), defaults):
+            found += 1
+            yield row
+        if not read:
+            raise EmptyBatchFileError(f"{self.label}: holds no rows; write one row on each line")
+        if not found:
+            raise EmptyBatchFileError(
+                f"{self.label}: each of its {read:,} rows lacks a value, and is left out"
+            )
+
+    def _records(self) -> Iterator[Record]:
+        if self.format in (FileFormat.PARQUET, FileFormat.ARROW):
+            yield from self._typed_records()
+            return
+        with self._errors(), self._open() as stream:
+            if self.format is FileFormat.JSONL:
+                yield from read_objects(stream)
+                return
+            text = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
+            names, records = read_cells(text, self._delimiter)
+            for number, cells in records:
+                if isinstance(cells, RowError):
+                    yield number, cells
+                else:
+                    yield number, {name: cell for name, cell in zip(names, cells, strict=True) if cell != ""}
+
+    def _typed_records(self) -> Iterator[Record]:
+        wanted = {"columns": self.table.wanted}
+        with ParquetReader(self.path, self.label, Expansion(), _PROGRAM, wanted) as reader:
+            total = int(reader.header()["rows"])
+            number = 0
+            for rows in reader.rows():
+                for row in rows:
+                    number += 1
+                    yield number, UNREADABLE[row] if isinstance(row, str) else dict(row)
+                if total > 0:
+                    self._note_share(number / total)
+
+    @property
+    def _delimiter(self) -> str | None:
+        return "\t" if self._name.lower().removesuffix(".gz").endswith(".tsv") else None
+
+    def _columns(self) -> Columns:
+        if self.format in (FileFormat.PARQUET, FileFormat.ARROW):
+            with ParquetReader(self.path, self.label, Expansion(), _PROGRAM, {"columns": None}) as reader:
+                schema = base64.b64decode(reader.header()["schema"])
+            arrow = pyarrow()
+            columns = Columns.of_schema(arrow.ipc.read_schema(arrow.py_buffer(schema)), self.label)
+            say_ignored(self.label, columns.index)
+            return columns
+        if self.format is FileFormat.CSV:
+            return self._csv_columns()
+        with self._open() as stream:
+            return Columns(kinds_of((record for _, record in read_objects(stream)), self.label))
+
+    def _csv_columns(self) -> Columns:
+        with self._open() as stream:
+            text = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
+            names, _ = read_cells(text, self._delimiter)
+            text.detach()
+        index = index_columns(names, text=True)
+        kept = [name for name in names if name not in index]
+        check_names(kept, self.label)
+        say_ignored(self.label, index)
+        return Columns(dict.fromkeys(kept, TEXT), index=index)
+
+    def _table_format(self, start: bytes) -> FileFormat | None:
+        name = self._name.lower().removesuffix(".gz")
+        if start.startswith(_UTF16):
+            raise BatchFileError(f"{self.label}: is UTF-16; save it as UTF-8")
+        if name.endswith(_ARROW_SUFFIXES):
+            return FileFormat.ARROW
+        return super()._table_format(start)
+
+
+TableSource = TableFile | TableItems
+
+
+def table_source(source: Any, options: TableOptions) -> TableSource:
+    """A source of a batch as a table, unless it is one."""
+    if isinstance(source, TableFile | TableItems):
+        return source
+    if isinstance(source, InputFile):
+        raise InvalidParameterError("template: is for a path or a table; give the path", field="template")
+    return (
+        TableFile(source, options=options) if isinstance(source, str | Path) else TableItems(source, options)
+    )

@@ -1,0 +1,403 @@
+"""The cases of OpenAI's Python client."""
+
+import asyncio
+import io
+import json
+import time
+from typing import Any, Literal
+
+import openai
+from openai import AsyncOpenAI, OpenAI
+from pydantic import BaseModel
+from reporting import BASE_URL, KEY, MODEL, WEATHER, case, run_cases
+
+client = OpenAI(base_url=BASE_URL, api_key=KEY)
+HELLO: list[Any] = [{"role": "user", "content": "Say hello."}]
+ASK_WEATHER: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
+FUNCTION: dict[str, Any] = {"type": "function", **WEATHER["function"]}
+
+
+class Verdict(BaseModel):
+    mood: Literal["good", "bad"]
+    sure: bool
+
+
+@case
+def models() -> None:
+    listed = client.models.list()
+    assert [model.id for model in listed] == [MODEL]
+    one = client.models.retrieve(MODEL)
+    assert one.id == MODEL and one.object == "model" and one.created > 0 and one.owned_by
+
+
+@case
+def chat_with_defaults() -> None:
+    """With a seed, since a model this small may end at once, with an empty text."""
+    answer = client.chat.completions.create(model=MODEL, messages=HELLO, seed=7)
+    assert answer.object == "chat.completion" and answer.choices[0].message.content
+    assert answer.choices[0].finish_reason in ("stop", "length") and answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+@case
+def chat_stream_is_the_whole_answer() -> None:
+    asked: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 12, "temperature": 0}
+    whole = client.chat.completions.create(**asked)
+    stream = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    chunks = list(stream)
+    pieces = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert "".join(pieces) == whole.choices[0].message.content
+    assert chunks[-1].usage == whole.usage and not chunks[-1].choices
+    assert chunks[0].choices[0].delta.role == "assistant"
+
+
+@case
+def chat_stream_helper() -> None:
+    with client.chat.completions.stream(model=MODEL, messages=HELLO, seed=3, stop=["e"]) as stream:
+        deltas = [event.delta for event in stream if event.type == "content.delta"]
+        final = stream.get_final_completion()
+    assert "".join(deltas) == final.choices[0].message.content
+
+
+@case
+async def chat_many_at_once() -> None:
+    async with AsyncOpenAI(base_url=BASE_URL, api_key=KEY) as many:
+        answers = await asyncio.gather(
+            *(
+                many.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=4, seed=seed)
+                for seed in range(8)
+            )
+        )
+    assert len({answer.id for answer in answers}) == 8
+
+
+@case
+def chat_of_all_kinds_of_messages() -> None:
+    messages: list[Any] = [
+        {"role": "developer", "content": "You are brief."},
+        {"role": "user", "name": "anna", "content": [{"type": "text", "text": "What is the weather"}]},
+        {"role": "assistant", "content": None, "tool_calls": [_call("call_1")]},
+        {"role": "tool", "tool_call_id": "call_1", "content": '{"degrees": 20}'},
+        {"role": "user", "content": "Thanks."},
+    ]
+    answer = client.chat.completions.create(model=MODEL, messages=messages, tools=[WEATHER], max_tokens=8)  # type: ignore[list-item]
+    assert answer.usage is not None and answer.usage.prompt_tokens > 30
+
+
+def _call(name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "type": "function",
+        "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'},
+    }
+
+
+@case
+def chat_with_several_answers() -> None:
+    answer = client.chat.completions.create(model=MODEL, messages=HELLO, n=3, max_tokens=4)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+
+
+@case
+def seed_repeats_the_text() -> None:
+    texts = {
+        client.chat.completions.create(model=MODEL, messages=HELLO, seed=11, max_tokens=10, top_p=0.9)
+        .choices[0]
+        .message.content
+        for _ in range(2)
+    }
+    assert len(texts) == 1
+
+
+@case
+def stop_ends_the_text() -> None:
+    whole = client.completions.create(model=MODEL, prompt="Once upon a time", max_tokens=16, temperature=0)
+    text = whole.choices[0].text
+    word = text.split()[3]
+    cut = client.completions.create(
+        model=MODEL, prompt="Once upon a time", max_tokens=16, temperature=0, stop=[word]
+    )
+    assert cut.choices[0].text == text[: text.index(word)] and cut.choices[0].finish_reason == "stop"
+
+
+@case
+def chat_logprobs() -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=HELLO, max_tokens=3, logprobs=True, top_logprobs=2, temperature=0
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
+    for token in logprobs.content:
+        assert token.logprob <= 0 and len(token.top_logprobs) == 2
+        assert token.logprob == max(other.logprob for other in token.top_logprobs)
+
+
+@case
+def tool_by_name() -> None:
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=ASK_WEATHER,
+        tools=[WEATHER],  # type: ignore[list-item]
+        tool_choice={"type": "function", "function": {"name": "get_weather"}},
+    )
+    (call,) = answer.choices[0].message.tool_calls or ()
+    assert call.type == "function" and call.id
+    assert json.loads(call.function.arguments)["city"] in ("Paris", "Oslo")
+
+
+@case
+def tools_streamed() -> None:
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=ASK_WEATHER,
+        tools=[WEATHER],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        stream=True,  # type: ignore[list-item]
+    )
+    name, arguments, finish = "", "", None
+    for chunk in stream:
+        for choice in chunk.choices:
+            finish = choice.finish_reason or finish
+            for call in choice.delta.tool_calls or ():
+                assert call.function is not None
+                name += call.function.name or ""
+                arguments += call.function.arguments or ""
+    assert name == "get_weather" and json.loads(arguments) and finish == "tool_calls"
+
+
+@case
+def tools_by_default() -> None:
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=ASK_WEATHER,
+        tools=[WEATHER],
+        parallel_tool_calls=True,
+        max_tokens=24,  # type: ignore[list-item]
+    )
+    assert answer.choices[0].message.content or answer.choices[0].message.tool_calls
+
+
+@case
+def parsed_model() -> None:
+    answer = client.chat.completions.parse(model=MODEL, messages=HELLO, response_format=Verdict)
+    assert isinstance(answer.choices[0].message.parsed, Verdict)
+
+
+@case
+def parsed_tool() -> None:
+    answer = client.chat.completions.parse(
+        model=MODEL,
+        messages=HELLO,
+        tools=[openai.pydantic_function_tool(Verdict)],
+        tool_choice="required",
+        # Models this small may call until they are cut off, and this client raises for an answer that was.
+        parallel_tool_calls=False,
+    )
+    (call,) = answer.choices[0].message.tool_calls or ()
+    assert isinstance(call.function.parsed_arguments, Verdict)
+
+
+@case
+def json_object() -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=HELLO, response_format={"type": "json_object"}, max_tokens=60, seed=1
+    )
+    text = answer.choices[0].message.content or ""
+    assert text.lstrip().startswith("{")
+    assert answer.choices[0].finish_reason == "length" or json.loads(text) is not None
+
+
+@case
+def completion_with_defaults() -> None:
+    # The seed is for a text: a model this small may end at once.
+    answer = client.completions.create(model=MODEL, prompt="Once upon a time", seed=7)
+    assert answer.object == "text_completion" and answer.choices[0].text
+
+
+@case
+def completion_of_lists() -> None:
+    alone = [
+        client.completions.create(model=MODEL, prompt=prompt, max_tokens=6, temperature=0).choices[0].text
+        for prompt in ("Once", "The capital of France is")
+    ]
+    together = client.completions.create(
+        model=MODEL, prompt=["Once", "The capital of France is"], max_tokens=6, temperature=0, n=2
+    )
+    assert [choice.index for choice in together.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in together.choices] == [alone[0], alone[0], alone[1], alone[1]]
+    one = client.completions.create(model=MODEL, prompt=["Once"], max_tokens=6, temperature=0)
+    assert [choice.text for choice in one.choices] == alone[:1]
+
+
+@case
+def completion_of_token_ids() -> None:
+    ids = client.completions.create(model=MODEL, prompt=[50, 60, 70], max_tokens=5, temperature=0)
+    lists = client.completions.create(model=MODEL, prompt=[[50, 60, 70]], max_tokens=5, temperature=0)
+    assert ids.choices[0].text == lists.choices[0].text
+    assert ids.usage is not None and ids.usage.prompt_tokens == 3
+
+
+@case
+def completion_of_lists_streamed() -> None:
+    stream = client.completions.create(
+        model=MODEL, prompt=["Once", "In the night"], max_tokens=6, stream=True
+    )
+    seen = {choice.index for chunk in stream for choice in chunk.choices}
+    assert seen == {0, 1}
+
+
+@case
+def echo_with_logprobs() -> None:
+    answer = client.completions.create(
+        model=MODEL, prompt="Once upon a time", max_tokens=1, echo=True, logprobs=1, temperature=0
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.tokens and logprobs.token_logprobs and answer.usage is not None
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == answer.usage.prompt_tokens + 1
+    assert logprobs.token_logprobs[0] is None and all(value <= 0 for value in logprobs.token_logprobs[1:])
+    assert answer.choices[0].text.startswith("Once upon a time")
+
+
+@case
+def echo_alone() -> None:
+    answer = client.completions.create(
+        model=MODEL, prompt=["Once upon a time", "In the night"], max_tokens=0, echo=True, logprobs=1
+    )
+    assert [choice.text for choice in answer.choices] == ["Once upon a time", "In the night"]
+
+
+@case
+def embeddings_are_refused() -> None:
+    try:
+        client.embeddings.create(model=MODEL, input="Once")
+    except openai.NotFoundError as error:
+        assert "embeddings" in error.message
+    else:
+        raise AssertionError("it was not refused")
+
+
+@case
+def errors_have_their_classes() -> None:
+    try:
+        client.chat.completions.create(model="no-such-model", messages=HELLO)
+    except openai.NotFoundError as error:
+        assert "no-such-model" in error.message and error.param == "model"
+    else:
+        raise AssertionError("it was not refused")
+    try:
+        client.completions.create(model=MODEL, prompt="Once", temperature=-1)
+    except openai.BadRequestError as error:
+        assert error.param == "temperature"
+    else:
+        raise AssertionError("it was not refused")
+    try:
+        OpenAI(base_url=BASE_URL, api_key="another key than that").models.list()
+    except openai.AuthenticationError:
+        pass
+    else:
+        raise AssertionError("it was not refused")
+
+
+@case
+def stream_past_the_context_is_refused() -> None:
+    try:
+        stream = client.completions.create(model=MODEL, prompt="hello " * 20_000, stream=True)
+    except openai.BadRequestError as error:
+        assert "tokens" in error.message
+    else:
+        raise AssertionError(f"it was not refused: {next(iter(stream))}")
+
+
+@case
+def responses() -> None:
+    answer = client.responses.create(
+        model=MODEL, input="Say hello.", instructions="You are brief.", max_output_tokens=16
+    )
+    assert answer.output_text and answer.usage is not None and answer.status in ("completed", "incomplete")
+    again = client.responses.retrieve(answer.id)
+    assert again.output_text == answer.output_text
+    more = client.responses.create(
+        model=MODEL, input="And again.", previous_response_id=answer.id, max_output_tokens=16
+    )
+    assert more.previous_response_id == answer.id and more.usage is not None
+    assert more.usage.input_tokens > answer.usage.input_tokens
+    client.responses.delete(answer.id)
+    try:
+        client.responses.retrieve(answer.id)
+    except openai.NotFoundError:
+        pass
+    else:
+        raise AssertionError("it was not deleted")
+
+
+@case
+def responses_streamed() -> None:
+    text, final = "", None
+    for event in client.responses.create(model=MODEL, input=HELLO, max_output_tokens=16, stream=True):
+        if event.type == "response.output_text.delta":
+            text += event.delta
+        elif event.type in ("response.completed", "response.incomplete"):
+            final = event.response
+    assert final is not None and text and final.output_text == text
+
+
+@case
+def responses_parsed() -> None:
+    answer = client.responses.parse(model=MODEL, input=HELLO, text_format=Verdict)
+    assert isinstance(answer.output_parsed, Verdict)
+
+
+@case
+def responses_with_tools() -> None:
+    first = client.responses.create(
+        model=MODEL,
+        input=ASK_WEATHER,
+        tools=[FUNCTION],
+        tool_choice="required",  # type: ignore[list-item]
+    )
+    call, *_ = (item for item in first.output if item.type == "function_call")
+    assert call.name == "get_weather" and json.loads(call.arguments)
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "20 degrees"}
+    last = client.responses.create(
+        model=MODEL,
+        input=[result],
+        previous_response_id=first.id,
+        tools=[FUNCTION],
+        max_output_tokens=16,  # type: ignore[list-item]
+    )
+    assert last.output
+
+
+@case
+def batch_of_a_file() -> None:
+    bodies: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 4}
+    _batch("/v1/chat/completions", bodies, lambda body: body["choices"][0]["message"]["content"])
+
+
+@case
+def batch_of_responses() -> None:
+    bodies: dict[str, Any] = {"model": MODEL, "input": "Say hello.", "max_output_tokens": 4}
+    _batch("/v1/responses", bodies, lambda body: body["output"])
+
+
+def _batch(endpoint: Any, body: dict[str, Any], content: Any) -> None:
+    rows = [
+        json.dumps({"custom_id": f"row-{number}", "method": "POST", "url": endpoint, "body": body})
+        for number in range(3)
+    ]
+    file = client.files.create(file=("night.jsonl", io.BytesIO("\n".join(rows).encode())), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h")
+    while batch.status in ("validating", "in_progress", "finalizing"):
+        time.sleep(0.3)
+        batch = client.batches.retrieve(batch.id)
+    assert batch.status == "completed" and batch.request_counts is not None, batch
+    assert batch.request_counts.completed == 3 and batch.output_file_id, batch
+    lines = client.files.content(batch.output_file_id).text.splitlines()
+    results = [json.loads(line) for line in lines]
+    assert [result["custom_id"] for result in results] == ["row-0", "row-1", "row-2"]
+    assert all(content(result["response"]["body"]) for result in results)
+
+
+if __name__ == "__main__":
+    run_cases()

@@ -1,0 +1,63 @@
+"""Which name `nightmill run` gives a model file that a worker serves under another name."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nightmill.jobs.base.contract import WorkerState
+from nightmill.jobs.client.client import Client
+from nightmill.jobs.formats import InputFile
+from nightmill.jobs.sql.claims import Claims
+from nightmill.worker.commands.served_file import ServedFile
+from tests.unit.engine.scripted import ARITHMETIC
+
+pytestmark = pytest.mark.heavy
+DIGEST = "0123456789abcdef" * 4
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> InputFile:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "p"}\n')
+    return InputFile(tmp_path / "rows.jsonl")
+
+
+def serve(client: Client, worker_id: str, model: str, digest: str = DIGEST) -> Claims:
+    claims = Claims(client.database, worker_id * 32)
+    claims.register("host", 1, model, None)
+    arithmetic = replace(ARITHMETIC, model=digest[:16])
+    claims.beat(WorkerState.READY, stats={"arithmetic": str(arithmetic)})
+    return claims
+
+
+def test_a_worker_with_the_same_file_is_found_whatever_it_calls_it(
+    sqlite_client: Client, source: InputFile
+) -> None:
+    file = ServedFile(sqlite_client, DIGEST, "own")
+    rows = {"model": "own", "max_tokens": 3}
+    assert file.name_for(source, rows, None) == ("own", None)  # nobody serves it: nothing is read
+    serve(sqlite_client, "c", "another-file", "f" * 64)
+    assert file.name_for(source, rows, None) == ("own", None)
+    worker = serve(sqlite_client, "a", "smol")
+    model, name = file.name_for(source, rows, None)
+    assert (model, str(name)[:5]) == ("smol", "rows-")
+    assert file.name_for(source, rows, "tonight") == ("smol", "tonight")
+    own = serve(sqlite_client, "b", "own")
+    assert file.name_for(source, rows, None) == ("own", name)
+    own.sign_off()
+    worker.sign_off()
+    assert file.name_for(source, rows, None) == ("own", name)  # one that has ended takes no rows
+
+
+def test_the_same_command_goes_on_with_the_batch_that_is_there(
+    sqlite_client: Client, source: InputFile
+) -> None:
+    file = ServedFile(sqlite_client, DIGEST, "own")
+    worker = serve(sqlite_client, "a", "smol")
+    model, name = file.name_for(source, {"model": "own"}, None)
+    sqlite_client.submit_batch(source.path, name=name, model=model)
+    worker.sign_off()
+    assert file.name_for(source, {"model": "own"}, None) == ("smol", name)  # our own is started as smol
+    sqlite_client.batches.submit(source, {"model": "own"}, name="b", check_model=lambda _: None)
+    serve(sqlite_client, "d", "smol")
+    assert file.name_for(source, {"model": "own"}, "b") == ("own", "b")

@@ -1,0 +1,67 @@
+"""A real table with the bundled model: labelled by `nightmill run`, and tried before."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
+from nightmill.jobs.commands.main import main
+from nightmill.worker.assembly.model import demo_model
+from nightmill.worker.commands.process import running_worker
+from tests.integration.worker.conftest import on_sqlite
+from tests.support.servers import worker_env
+
+pytestmark = pytest.mark.heavy
+WEATHER = Path(__file__).parents[2] / "support" / "seattle-weather.csv"
+TEMPLATE = "Write a haiku about {{ weather }}"
+ASKED = ["--template", TEMPLATE, "--choice", "good", "--choice", "bad", "--max-tokens", "4"]
+ROWS = 1461
+
+
+@pytest.fixture
+def quick(quick: Settings) -> Settings:
+    """With the reference runner on the demo model."""
+    return quick.model_copy(update={"reference": True, "model": demo_model()})
+
+
+@on_sqlite
+def test_a_real_table_is_tried_planned_and_labelled(
+    quick: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in worker_env(quick).items():
+        monkeypatch.setenv(name, value)
+    with Client(quick) as client, running_worker(client, tmp_path / "worker.log"):
+        tried = [
+            CliRunner().invoke(
+                main, ["try", str(WEATHER), "--rows", "5", "--seed-of-sample", "3", "--json", *ASKED]
+            )
+            for _ in range(2)
+        ]
+        first, again = (json.loads(result.output) for result in tried)
+        rows = [row["row"] for row in first["rows"]]
+        assert len(set(rows)) == 5
+        assert rows == sorted(rows) == [row["row"] for row in again["rows"]]
+        assert {row["text"] for row in first["rows"]} <= {"good", "bad"}
+        assert (first["good"], first["bad"]) == (ROWS, 0)
+        assert client.list_batches() == []  # nothing is left of what was tried
+        shown = CliRunner().invoke(
+            main, ["try", str(WEATHER), "--rows", "2", *ASKED[:2], "--max-tokens", "1"]
+        )
+        assert "Write a haiku about" in shown.output
+        assert "warning: 2 of 2 answers were cut" in shown.output
+        assert "the whole file: 1,461 rows that can be run" in shown.output
+        assert CliRunner().invoke(main, ["plan", str(WEATHER), "--no-measure", *ASKED]).exit_code == 0
+        out = tmp_path / "out.csv"
+        done = CliRunner().invoke(main, ["run", str(WEATHER), "-o", str(out), "--column", "kind", *ASKED])
+        assert done.exit_code == 0, done.output
+    with WEATHER.open(newline="") as file:
+        source = list(csv.DictReader(file))
+    with out.open(newline="") as file:
+        labelled = list(csv.DictReader(file))
+    assert [{name: row[name] for name in source[0]} for row in labelled] == source
+    assert {row["kind"] for row in labelled} <= {"good", "bad"}
+    assert len(labelled) == ROWS

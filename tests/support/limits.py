@@ -1,0 +1,85 @@
+"""What a GPU's memory and arithmetic allow: tokens per second that no decoding and no workload exceeds.
+
+Products take as long as reading all weights, as they are kept, or as their FLOPs, whichever is longer;
+attention of drawn tokens takes as long as reading the keys and values of their contexts, that of prompts as
+its FLOPs. All of these one after the other: who overlaps them may exceed it. Power is not counted.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from nightmill.worker.model.spec import ModelSpec, Role
+from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
+from nightmill.worker.runners.gpu.precision import HALF, Precision, WeightsFormat
+from nightmill.worker.runners.gpu.weights.layout import runs_of
+
+__all__ = ["BYTES_PER_S", "FLOPS", "Limit"]
+
+BYTES_PER_S, FLOPS = 4.27e12, 760e12  # of a device copy and of a large FP16 product, as measured on an H200
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Of a model with these numbers; `flops`: of 16-bit products, layers in FP8 have twice as many."""
+
+    spec: ModelSpec
+    precision: Precision = HALF
+    bytes_per_s: float = BYTES_PER_S
+    flops: float = FLOPS
+
+    def decoding(self, sequences: int, context: float) -> float:
+        """Tokens per second of so many sequences that all decode, over contexts of so many tokens each."""
+        return sequences / (self._products(1, sequences) + self._reading(sequences * context))
+
+    def workload(self, prompts: Sequence[int], answers: Sequence[int], slots: int) -> float:
+        """Seconds for all sequences, with these tokens of prompt and of answer, `slots` at once.
+
+        The first token of an answer is drawn with the last one of its prompt.
+        """
+        pairs = sum(prompt * (prompt + 1) // 2 for prompt in prompts)
+        queries = sum(layer.attention.queries for layer in self.spec.layers)
+        computing = (
+            sum(prompts) * self._of_layers
+            + (2 * self._head * len(prompts) + 4 * queries * pairs) / self.flops
+        )
+        drawn = [answer - 1 for answer in answers]
+        steps = max(max(drawn), math.ceil(sum(drawn) / slots))
+        contexts = sum(
+            more * prompt + more * (more + 1) // 2 for prompt, more in zip(prompts, drawn, strict=True)
+        )
+        return computing + self._products(steps, sum(drawn)) + self._reading(contexts)
+
+    def _products(self, steps: int, tokens: int) -> float:
+        """Seconds of these steps with so many tokens in all, each of which is drawn."""
+        return max(
+            steps * self._kept / self.bytes_per_s, tokens * (self._of_layers + 2 * self._head / self.flops)
+        )
+
+    def _reading(self, tokens: float) -> float:
+        """Seconds for their keys and values."""
+        return tokens * page_bytes(self.spec, self.precision.kv) / PAGE / self.bytes_per_s
+
+    @cached_property
+    def _kept(self) -> int:
+        """Bytes of all matrices that a step reads: of a table of embeddings it needs a row for each token."""
+        lookup = None if self.spec.tied_head else Role.EMBEDDING
+        return sum(
+            run.bytes
+            for role, weight in self.spec.all_weights()
+            if weight.is_matrix and role != lookup
+            for run in runs_of(self.spec, role, weight, self.precision)
+        )
+
+    @cached_property
+    def _head(self) -> int:
+        return self.spec.vocab * self.spec.width
+
+    @cached_property
+    def _of_layers(self) -> float:
+        """Seconds that a token's products in all layers take."""
+        every = sum(math.prod(weight.shape) for _, weight in self.spec.all_weights() if weight.is_matrix)
+        parameters = every - self._head * (1 if self.spec.tied_head else 2)
+        fp8 = self.precision.weights is WeightsFormat.FP8
+        return 2 * parameters / (2 * self.flops if fp8 else self.flops)

@@ -1,0 +1,235 @@
+"""Random models of quantised types in the shapes of real ones, written as fast as the disk takes them.
+
+    python -m tests.support.quantised_models qwen2.5-7b Q4_K_M q7-q4km.gguf
+
+Blocks are random bytes; only their scales are set, so that values have the deviation of the tests' models
+(`tests.support.ggufs`) and a mean near 0, and logits are spread. Quantising floats would take minutes.
+
+Q4_K_M and Q5_K_M are the mixtures of llama.cpp's `llama-quantize`. As there, a matrix whose rows are no
+multiple of 256 has another type: Q4_K becomes Q5_0, Q5_K Q5_1, Q6_K Q8_0, Q2_K and Q3_K IQ4_NL.
+"""
+
+import argparse
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
+from gguf.quants import dequantize
+
+from nightmill.worker.model.spec import ModelSpec, Role
+from tests.support.family_models import MODELS, QWEN, FamilyModel, Heads, Size, sized_keys, sized_spec
+from tests.support.ggufs import add_keys
+
+__all__ = ["SHAPES", "TYPES", "Shape", "kinds_of", "write"]
+
+Bytes = npt.NDArray[np.uint8]
+Kind = GGMLQuantizationType
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a Qwen2 model, and whether its head is the embedding."""
+
+    size: Size
+    tied: bool = False
+
+
+SHAPES: Final = {
+    "qwen2.5-0.5b": Shape(Size(layers=24, vocab=151_936, context=32_768), tied=True),
+    "qwen2.5-1.5b": Shape(
+        Size(
+            layers=28, vocab=151_936, context=32_768, heads=Heads(12, 2, 128), width=1536, ffn=8960
+        ),
+        tied=True,
+    ),
+    "qwen2.5-7b": Shape(
+        Size(
+            layers=28, vocab=152_064, context=32_768, heads=Heads(28, 4, 128), width=3584, ffn=18_944
+        )
+    ),
+    "qwen2.5-32b": Shape(
+        Size(
+            layers=64, vocab=152_064, context=32_768, heads=Heads(40, 8, 128), width=5120, ffn=27_648
+        )
+    ),
+}  # fmt: skip
+
+MIXTURES: Final = {"Q4_K_M": Kind.Q4_K, "Q5_K_M": Kind.Q5_K}
+"""By llama.cpp's name: the type of most matrices; the head, half of the values and of down are Q6_K."""
+FALLBACKS: Final = {
+    Kind.Q2_K: Kind.IQ4_NL, Kind.Q3_K: Kind.IQ4_NL, Kind.Q4_K: Kind.Q5_0, Kind.Q5_K: Kind.Q5_1,
+    Kind.Q6_K: Kind.Q8_0,
+}  # fmt: skip
+# Where a block keeps its scale, a half, and the minimum that goes with it, with what makes the mean 0:
+# values are scale * q + minimum, or scale * q - minimum, of q from 0 to twice that.
+SCALES: Final = {
+    Kind.Q8_0: (0, None, 0.0), Kind.Q4_0: (0, None, 0.0), Kind.Q5_0: (0, None, 0.0),
+    Kind.IQ4_NL: (0, None, 0.0), Kind.Q4_1: (0, 2, -7.5), Kind.Q5_1: (0, 2, -15.5),
+    Kind.Q2_K: (80, 82, 1.5), Kind.Q3_K: (108, None, 0.0), Kind.Q4_K: (0, 2, 7.5), Kind.Q5_K: (0, 2, 15.5),
+    Kind.Q6_K: (208, None, 0.0),
+}  # fmt: skip
+FLOATS: Final = (Kind.F16, Kind.BF16)
+TYPES: Final = (*MIXTURES, *(kind.name for kind in (*SCALES, *FLOATS)))
+POOL_BYTES: Final = 64 << 20
+_SAMPLE = 4096  # blocks, of which the deviation is measured
+_THREADS = 16
+
+
+def main() -> None:
+    """Write the model that is asked for."""
+    style = argparse.RawDescriptionHelpFormatter
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    arguments.add_argument("shape", choices=SHAPES)
+    arguments.add_argument("type", choices=TYPES)
+    arguments.add_argument("path", type=Path, metavar="OUT.gguf")
+    arguments.add_argument("--seed", type=int, default=0)
+    options = arguments.parse_args()
+    write(options.path, SHAPES[options.shape], options.type, seed=options.seed)
+
+
+def kinds_of(spec: ModelSpec, type_name: str) -> dict[str, Kind]:
+    """The type of each tensor of a model that is quantised to this type, or mixture; vectors stay F32."""
+    base = MIXTURES.get(type_name) or Kind[type_name]
+    head = Role.EMBEDDING if spec.tied_head else Role.HEAD
+    kinds = {}
+    for role, weight in spec.all_weights():
+        for name, shape in weight.parts:
+            kind = base if weight.is_matrix else Kind.F32
+            better = role is head or (_is_more(name) and _more_bits(name, len(spec.layers)))
+            if type_name in MIXTURES and weight.is_matrix and better:
+                kind = Kind.Q6_K
+            if kind in FALLBACKS and shape[-1] % 256:
+                kind = FALLBACKS[kind]
+            kinds[name] = kind
+    return kinds
+
+
+def _is_more(name: str) -> bool:
+    return name.endswith(("attn_v.weight", "ffn_down.weight"))
+
+
+def _more_bits(name: str, layers: int) -> bool:
+    """Layers of the first and last eighth, and each third between: `use_more_bits` of llama.cpp."""
+    layer = int(name.split(".")[1])
+    return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
+
+
+def write(path: Path, shape: Shape, type_name: str, *, seed: int = 0, pool_bytes: int = POOL_BYTES) -> Path:
+    """Write the file and return `path`; matrices are cut from pools of so many random bytes."""
+    model = replace(MODELS[QWEN], like=replace(MODELS[QWEN].like, tied_head=shape.tied))
+    spec = sized_spec(model.like, shape.size)
+    kinds = kinds_of(spec, type_name)
+    ends = _write_header(path, model, spec, shape.size, kinds)
+    gains = {Role.EMBEDDING: 2.5, Role.HEAD: 2.5}
+    noise = _Noise(seed, pool_bytes)
+    with path.open("r+b") as file, ThreadPoolExecutor(_THREADS) as pool:
+        file.truncate(max(end for _, end in ends.values()))
+        written = []
+        for role, weight in spec.all_weights():
+            for name, sizes in weight.parts:
+                if weight.is_matrix:
+                    data, start = noise.blocks(kinds[name], gains.get(role, 1.5) / sizes[1] ** 0.5)
+                else:
+                    data, start = noise.vector(sizes[0], 1.0 if role.endswith("norm") else 0.0), 0
+                written.append(pool.submit(_fill, file.fileno(), *ends[name], data, start))
+        for one in written:
+            one.result()
+    return path
+
+
+def _write_header(
+    path: Path, model: FamilyModel, spec: ModelSpec, size: Size, kinds: Mapping[str, Kind]
+) -> dict[str, tuple[int, int]]:
+    """Write all but the tensors; returns where in the file each of them begins and ends."""
+    writer = GGUFWriter(path, model.family)
+    add_keys(writer, model.family, sized_keys(model, size, len(spec.layers)))
+    sizes = {}
+    for _, weight in spec.all_weights():
+        for name, shape in weight.parts:
+            numbers, block = GGML_QUANT_SIZES[kinds[name]]
+            stored = (*shape[:-1], shape[-1] // numbers * block)
+            sizes[name] = int(np.prod(stored))
+            writer.add_tensor_info(name, stored, np.dtype(np.uint8), sizes[name], kinds[name])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+
+    def aligned(place: int) -> int:
+        return -(-place // writer.data_alignment) * writer.data_alignment
+
+    ends, place = {}, path.stat().st_size
+    for name, taken in sizes.items():
+        begin = aligned(place)
+        place = begin + taken
+        ends[name] = (begin, place)
+    return ends
+
+
+def _fill(file: int, begin: int, end: int, data: Bytes, start: int) -> None:
+    """Write `data` from `start` on, round and round, to that place of a file."""
+    while begin < end:
+        begin += os.pwrite(file, data[start : start + end - begin], begin)
+        start = 0
+
+
+class _Noise:
+    """Pools of random blocks, one for each type and deviation, made of the same random bytes."""
+
+    def __init__(self, seed: int, pool_bytes: int) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._bytes = np.frombuffer(self._rng.bytes(pool_bytes), np.uint8)
+        self._pools: dict[tuple[Kind, float], Bytes] = {}
+
+    def blocks(self, kind: Kind, deviation: float) -> tuple[Bytes, int]:
+        """Whole blocks of values with that deviation, and where in them a matrix begins."""
+        if (kind, deviation) not in self._pools:
+            made = self._floats(kind, deviation) if kind in FLOATS else self._quants(kind, deviation)
+            self._pools[kind, deviation] = made
+        blocks = self._pools[kind, deviation]
+        size = GGML_QUANT_SIZES[kind][1]
+        return blocks, int(self._rng.integers(len(blocks) // size)) * size
+
+    def vector(self, size: int, mean: float) -> Bytes:
+        """Floats about a mean."""
+        values = mean + 0.1 * self._rng.standard_normal(size)
+        return values.astype(np.float32).view(np.uint8)
+
+    def _floats(self, kind: Kind, deviation: float) -> Bytes:
+        values = self._rng.standard_normal(len(self._bytes) // 2, dtype=np.float32) * np.float32(deviation)
+        if kind is Kind.BF16:  # the upper half of a float
+            return values.view(np.uint16)[1::2].copy().view(np.uint8)
+        return values.astype(np.float16).view(np.uint8)
+
+    def _quants(self, kind: Kind, deviation: float) -> Bytes:
+        size = GGML_QUANT_SIZES[kind][1]
+        blocks = self._bytes[: len(self._bytes) // size * size].reshape(-1, size).copy()
+        if kind in (Kind.Q4_K, Kind.Q5_K):  # minima as the scales: eight of six bits each, in twelve bytes
+            blocks[:, 8:12] = blocks[:, 4:8]
+            blocks[:, 12:16] = blocks[:, 12:16] & 15 | blocks[:, 12:16] << 4
+        elif kind is Kind.Q2_K:  # sixteen of four bits each
+            blocks[:, :16] = blocks[:, :16] & 15 | blocks[:, :16] << 4
+        at, low, centre = SCALES[kind]
+        spread = self._rng.uniform(0.5, 1.5, len(blocks))  # of scales: no two blocks are alike
+        spread *= self._rng.choice((-1, 1), len(blocks))  # quants from -8 to 7 have a mean
+
+        def scale(by: float) -> None:
+            scales = (by * spread).astype(np.float16)
+            blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
+            if low is not None:
+                minima = (scales * np.float16(centre)).astype(np.float16)
+                blocks[:, low : low + 2] = minima.view(np.uint8).reshape(-1, 2)
+
+        scale(1.0)
+        scale(deviation / float(dequantize(blocks[:_SAMPLE], kind).std()))
+        return blocks.reshape(-1)
+
+
+if __name__ == "__main__":
+    main()

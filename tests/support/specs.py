@@ -1,0 +1,147 @@
+"""Specs without files: a Qwen2.5-0.5B's, with changes; and small ones of all kinds."""
+
+from dataclasses import replace
+from typing import Any
+
+from nightmill.worker.model.rope import Rope, RopeStyle
+from nightmill.worker.model.spec import (
+    NO_FEED_FORWARD,
+    Activation,
+    Attention,
+    FeedForward,
+    GatedDeltaNet,
+    LayerSpec,
+    Mamba2,
+    Mixer,
+    ModelSpec,
+    Norm,
+    ShortConv,
+    Temperature,
+)
+
+
+def dense_spec(
+    *,
+    name: str = "test",
+    layers: int = 1,
+    width: int = 896,
+    heads: int = 14,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    ffn_width: int = 4864,
+    vocab: int = 1000,
+    style: RopeStyle = RopeStyle.HALVES,
+    bias: bool = True,
+    qk_norm: bool = False,
+) -> ModelSpec:
+    """Equal layers of attention and SwiGLU, over a tied head."""
+    norm = Norm(1e-6)
+    layer = LayerSpec(
+        attention_norm=norm,
+        mixer=Attention(
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            rope=Rope(style=style, dim=head_dim, base=1e6),
+            bias=bias,
+            qk_norm=norm if qk_norm else None,
+        ),
+        feed_forward_norm=norm,
+        feed_forward=FeedForward(width=ffn_width),
+    )
+    return ModelSpec(
+        family="qwen2",
+        name=name,
+        width=width,
+        vocab=vocab,
+        context_length=32_768,
+        layers=(layer,) * layers,
+        output_norm=norm,
+        tied_head=True,
+    )
+
+
+NORM, ROPE = Norm(1e-5), Rope(style=RopeStyle.HALVES, dim=16, base=10_000.0)
+CENTRED = Norm(1e-5, centred=True, bias=True)
+PLAIN = replace(
+    dense_spec(layers=2, width=64, heads=4, kv_heads=2, head_dim=16, ffn_width=96, vocab=400),
+    tied_head=False,
+)
+
+
+def variant(
+    *, attention: dict[str, Any] | None = None, feed_forward: dict[str, Any] | None = None,
+    layer: dict[str, Any] | None = None, **model: Any,
+) -> ModelSpec:  # fmt: skip
+    """PLAIN with other parts in all layers."""
+    plain = PLAIN.layers[0]
+    parts = {
+        "mixer": replace(plain.attention, **(attention or {})),
+        "feed_forward": replace(plain.feed_forward, **(feed_forward or {})),
+    }
+    return replace(PLAIN, layers=(replace(plain, **parts, **(layer or {})),) * 2, **model)
+
+
+VARIANTS = {
+    "window": variant(attention={"window": 20}),
+    "window, then all": replace(PLAIN, layers=(variant(attention={"window": 9}).layers[0], PLAIN.layers[0])),
+    "soft-caps": variant(attention={"softcap": 2.0, "scale": 0.5}, logit_softcap=4.0),
+    "scales": variant(layer={"residual_scale": 0.4}, embedding_scale=8.0, logit_scale=0.25),
+    "norms after too": variant(layer={"attention_post_norm": NORM, "feed_forward_post_norm": NORM}),
+    "norms after alone": variant(
+        layer={
+            "attention_norm": None, "attention_post_norm": NORM,
+            "feed_forward_norm": None, "feed_forward_post_norm": NORM,
+        },
+        attention={"qk_norm": NORM},
+    ),
+    "both at once": variant(layer={"parallel": True, "feed_forward_norm": None}),
+    "temperature": variant(attention={"temperature": Temperature(0.3, 10)}),
+    "norms after rotation": variant(attention={"qk_norm": NORM, "qk_norm_rotated": True}),
+    "norms of whole Q and K": variant(
+        attention={"qk_norm": NORM, "qk_norm_whole": True},
+    ),
+    "GeGLU": variant(feed_forward={"activation": Activation.GELU}),
+    "LayerNorm, no gate, biases": variant(
+        attention={"output_bias": True},
+        feed_forward={"activation": Activation.GELU, "gated": False, "bias": True},
+        layer={"attention_norm": CENTRED, "feed_forward_norm": CENTRED}, output_norm=CENTRED,
+    ),
+    "gate with biases": variant(feed_forward={"bias": True}),
+    "fused tensors": variant(attention={"fused": True}, feed_forward={"fused": True}),
+    "half of a head rotated": variant(attention={"rope": replace(ROPE, dim=8)}),
+    "and in pairs": variant(attention={"rope": replace(ROPE, dim=8, style=RopeStyle.PAIRS)}),
+    "no rotation": variant(attention={"rope": replace(ROPE, dim=0)}),
+}  # fmt: skip
+"""PLAIN with what a spec can say beyond the families that there are, each alone."""
+
+
+def mixing(mixer: Mixer, **attention: Any) -> ModelSpec:
+    """PLAIN with a layer of this mixer before, between and after its own."""
+    plain = variant(attention=attention).layers[0]
+    other = replace(plain, mixer=mixer)
+    return replace(PLAIN, layers=(other, plain, other, plain, other))
+
+
+_MAMBA = Mamba2(heads=6, head_dim=20, groups=2, state_size=24, kernel=4, norm=NORM)
+_ALONE = replace(PLAIN.layers[0], feed_forward_norm=None, feed_forward=NO_FEED_FORWARD)
+_FEEDING = LayerSpec(
+    attention_norm=None,
+    mixer=None,
+    feed_forward_norm=NORM,
+    feed_forward_norm_name="attn_norm",
+    feed_forward=FeedForward(width=96, activation=Activation.RELU_SQUARED, gated=False),
+)
+HYBRIDS = {
+    "a gated delta net": mixing(
+        GatedDeltaNet(key_heads=2, value_heads=6, key_dim=16, value_dim=24, kernel=4, norm=NORM), gated=True
+    ),
+    "Mamba-2": mixing(_MAMBA),
+    "Mamba-2 without biases": mixing(replace(_MAMBA, groups=1, convolution_bias=False)),
+    "a short convolution": mixing(ShortConv(width=48, kernel=3), qk_norm=NORM),
+    "one part in a layer": replace(
+        PLAIN,
+        layers=(replace(_ALONE, mixer=_MAMBA), _FEEDING, _ALONE, _FEEDING, replace(_ALONE, mixer=_MAMBA)),
+    ),
+}
+"""Specs of which some layers have no attention, or nothing else."""

@@ -1,0 +1,148 @@
+"""From settings and an opened model file to an engine: a runner with the weights, sized for its device."""
+
+import logging
+from dataclasses import replace
+
+from threadpoolctl import threadpool_limits
+
+from nightmill.jobs.base.settings import Settings
+from nightmill.worker.assembly.model import LoadedModel, OpenModel, element_of
+from nightmill.worker.assembly.sizes import (
+    GPU,
+    GPU_DEPTH,
+    PAGE_SIZE,
+    REFERENCE,
+    context_length,
+    gpu_index,
+    interactive_slots,
+    max_sequences,
+    precision_of,
+)
+from nightmill.worker.assembly.speed import GpuSpeed, WeightsAndCache, room_of
+from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.options import Detokenizer, EngineSizes
+from nightmill.worker.engine.probing import probe
+from nightmill.worker.engine.stats import EngineStats
+from nightmill.worker.grammar import Grammars
+from nightmill.worker.model.tokenizer import TextStream
+from nightmill.worker.runners.base import STATE_CHUNK, Runner
+from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
+from nightmill.worker.runners.kv_format import KvFormat
+from nightmill.worker.runners.reference import ReferenceRunner, Rounding, choose_kv_pages, choose_slots
+from nightmill.worker.runners.starting import StartStep
+
+log = logging.getLogger(__name__)
+
+
+def build_engine(settings: Settings, model: OpenModel) -> Engine:
+    """The runner with the weights, and the engine on it. Called in the process and thread that will run it.
+
+    Raises RunnerError where the GPU cannot be used, ModelFileError for weights that do not suit it.
+    """
+    spec, sequences = model.spec, max_sequences(settings)
+    context = context_length(settings, spec)
+    gpu = gpu_index(settings)
+    vocabulary = model.vocabulary
+    vocabulary.spell_all()
+    grammars = Grammars(vocabulary, spec.vocab)  # which reads the vocabulary while the runner loads
+    runner: Runner
+    model.progress(StartStep.STARTING, "")
+    if gpu is None:
+        sequences = choose_slots(spec, sequences)
+        token_budget = REFERENCE.tokens_of_a_step(sequences + STATE_CHUNK)
+        runner = _reference_runner(settings, model, sequences=sequences, context=context)
+    else:
+        from nightmill.worker.runners.gpu.memory import RunnerSizes
+        from nightmill.worker.runners.gpu.runner import CudaRunner
+
+        runner = cuda = CudaRunner(
+            model.file,
+            spec,
+            RunnerSizes(
+                sequences,
+                context,
+                depth=GPU_DEPTH,
+                max_tokens=GPU.tokens_of_a_step(sequences),
+                gpu_memory=settings.gpu_memory,
+            ),
+            gpu=gpu,
+            precision=replace(precision_of(settings, model.file, spec), plain_products=model.plain_products),
+            progress=model.progress,
+        )
+        token_budget = cuda.max_tokens
+        room = room_of(
+            spec,
+            GpuSpeed(cuda.device.peaks(), cuda.device.multiprocessors),
+            WeightsAndCache(cuda.memory.weights, cuda.memory.cache // cuda.kv_pages, cuda.precision.weights),
+            pages=cuda.kv_pages,
+            slots=sequences,
+            context=context,
+        )
+        log.info("a KV cache in %s has room for %s", cuda.precision.kv_name.upper(), room)
+
+    def engine() -> Engine:
+        return Engine(
+            runner,
+            Detokenizer(
+                text_stream=lambda: TextStream(vocabulary, strip_space=False),
+                eos_ids=vocabulary.eos_ids,
+                decode=vocabulary.decode,
+            ),
+            EngineSizes(
+                context_length=context,
+                max_sequences=sequences,
+                token_budget=token_budget,
+                interactive_slots=min(interactive_slots(settings), sequences - 1),
+                model_context=spec.context_length,
+            ),
+            prefix_sharing=settings.prefix_sharing,
+            constraints=grammars,
+        )
+
+    try:
+        model.progress(StartStep.PROBING, "")
+        probe(engine(), spec.vocab)  # by an engine of its own, which counts for itself
+    except BaseException:  # Ctrl-C too must not leave memory of the GPU behind
+        runner.close()
+        raise
+    return engine()
+
+
+def _reference_runner(
+    settings: Settings, model: OpenModel, *, sequences: int, context: int
+) -> ReferenceRunner:
+    # The products of a step are too small to share: with two BLAS threads on two busy cores, 32 sequences of
+    # the demo model generated 74 tokens/s, with one thread 620 (the threads wait for each other by spinning).
+    threadpool_limits(limits=1, user_api="blas")
+    return ReferenceRunner(
+        model.file,
+        model.spec,
+        kv_pages=choose_kv_pages(model.spec, max_sequences=sequences, context=context, page_size=PAGE_SIZE),
+        page_size=PAGE_SIZE,
+        slots=sequences,
+        rounding=Rounding(KvFormat(settings.kv), WeightsFormat(settings.weights) is WeightsFormat.FP8),
+    )
+
+
+def describe(settings: Settings, model: LoadedModel, stats: EngineStats) -> str:
+    """One line for the log: what serves what, and how much of it."""
+    spec = model.spec
+    pages, sequences = stats.pages, max_sequences(settings)
+    gpu = gpu_index(settings)
+    if gpu is None:
+        weights = WeightsFormat(settings.weights)
+        kept = Precision(
+            weights=weights if weights is WeightsFormat.FP8 else WeightsFormat.ELEMENT,
+            kv=KvFormat(settings.kv),
+        ).words
+        runner = f"reference runner (NumPy){kept and f', {kept}'}"
+        sequences = choose_slots(spec, sequences)
+    else:
+        kept = precision_of(settings, model.file, spec).words
+        runner = f"CUDA runner on GPU {gpu} in {element_of(settings, model)}{kept and f', {kept}'}"
+    states = f", states of {2 * sequences * spec.state_bytes:,} bytes" if spec.state_bytes else ""
+    return (
+        f"{model.name}: {spec.family}, {len(spec.layers)} layers of width {spec.width}, vocabulary "
+        f"{spec.vocab:,}; {runner}, up to {sequences} sequences of "
+        f"{context_length(settings, spec):,} tokens, KV cache of {pages * PAGE_SIZE:,} tokens{states}"
+    )

@@ -1,0 +1,125 @@
+"""Settings that name a model become settings with a file, fetched under a bar or with lines in a log."""
+
+import time
+from collections.abc import Callable
+from datetime import datetime
+from importlib.util import find_spec
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from nightmill.jobs.base.extras import pip_install
+from nightmill.jobs.base.printable import printable
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.commands.terminal import LiveLine, ProgressLine
+from nightmill.jobs.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from nightmill.worker.model.hub.fetch import Fetched
+    from nightmill.worker.model.hub.transfer import Progress
+
+LOG_SECONDS = 30.0
+
+
+def with_model_file(
+    settings: Settings, *, show: bool = True, tell: Callable[[str], object] = lambda progress: None
+) -> Settings:
+    """The settings, with a path in place of a model's name. `tell` is told of progress, beside the screen.
+
+    Raises ModelFetchError, and MissingExtraError without the extra that a name needs.
+    """
+    if not isinstance(settings.model, str):
+        return settings
+    file = fetched(settings.model, show=show, tell=tell).files[0]  # of a split model, which opens the others
+    return settings.model_copy(update={"model": file})
+
+
+def fetched(
+    name: str, *, show: bool = True, tell: Callable[[str], object] = lambda progress: None
+) -> "Fetched":
+    """The model of this name, from the cache or from where it is; raises as `with_model_file` does."""
+    require_hub_extra(f"the model {printable(name.partition('?')[0])}")
+    from nightmill.worker.model.hub.fetch import fetch
+
+    with FetchProgress(show=show) as progress:
+
+        def report(news: "Progress") -> None:
+            tell(progress.show(news))
+
+        found = fetch(name, report)
+        if found.note:
+            progress.say(found.note)
+    return found
+
+
+def require_hub_extra(what: str) -> None:
+    """Raise MissingExtraError in an installation that cannot deal with names of models."""
+    if find_spec("huggingface_hub") is None or find_spec("httpx2") is None:
+        raise MissingExtraError(f"{what} needs huggingface_hub: {pip_install('hub')}")
+
+
+class FetchProgress:
+    """Shows on stderr how far a model is: a line on a terminal, elsewhere a line every half minute."""
+
+    def __init__(self, *, show: bool = True, live: LiveLine | None = None) -> None:
+        self._show = show
+        self._live = live or LiveLine(ProgressLine(name="model"), show=show, estimate=True)
+        self._logged_at = time.monotonic()
+        self._note = ""
+        self._speed = _Speed()
+
+    def show(self, news: "Progress") -> str:
+        """Show this in place of the last; returns it in words."""
+        speed = self._speed.of(news.file, news.done)
+        line = ProgressLine(
+            name=news.file,
+            done=news.done,
+            total=news.total,
+            count=_counted(news.done, news.total),
+            note=news.note,
+            speed=f"{speed / 1e6:,.1f} MB/s" if speed else "",
+        )
+        self._live.update(line)
+        said = f"fetching {printable(news.file)}: {', '.join(filter(None, (line.count, line.facts())))}"
+        if self._show and not self._live.shown and (news.note != self._note or self._due()):
+            self._logged_at = time.monotonic()
+            self.say(f"{datetime.now().astimezone():%H:%M:%S} {said}")
+        self._note = news.note
+        return said
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        if self._show:
+            self._live.say(text)
+
+    def _due(self) -> bool:
+        return time.monotonic() - self._logged_at >= LOG_SECONDS
+
+    def __enter__(self) -> Self:
+        self._live.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.__exit__(kind, error, trace)
+
+
+class _Speed:
+    """Bytes a second since this process began with a file."""
+
+    def __init__(self) -> None:
+        self._file = ""
+        self._from = 0
+        self._began = 0.0
+
+    def of(self, file: str, done: int) -> float:
+        if file != self._file or done < self._from:
+            self._file, self._from, self._began = file, done, time.monotonic()
+        seconds = time.monotonic() - self._began
+        return (done - self._from) / seconds if seconds > 1 else 0.0
+
+
+def _counted(done: int, total: int | None) -> str:
+    if total is None:
+        return f"{done / 1e6:,.0f} MB" if done else ""
+    return f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB"

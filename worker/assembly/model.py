@@ -1,0 +1,171 @@
+"""A model file, opened and checked, with what turns prompts into its tokens."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nightmill import package_directory
+from nightmill.jobs.base.contract import Markup, Prompt
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.errors import InvalidParameterError, NightmillError, SettingsError
+from nightmill.jobs.request.parameters import MAX_BANNED_TOKENS
+from nightmill.worker.assembly.encoding import PromptEncoder, chat_of
+from nightmill.worker.assembly.reporting import ReportingFile
+from nightmill.worker.model.chat import Limits
+from nightmill.worker.model.families import read_spec
+from nightmill.worker.model.gguf.file import GgufFile
+from nightmill.worker.model.gguf.parts import whole_name
+from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.model.tokenizer import Tokenizer
+from nightmill.worker.model.tokenizer.vocabulary import Vocabulary
+from nightmill.worker.runners.gpu.element_choice import ElementChoice, choose_element
+from nightmill.worker.runners.starting import Progress, no_progress
+
+if TYPE_CHECKING:
+    from nightmill.jobs.sql.claims import Claim
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """A model file, opened and checked: what an engine needs.
+
+    progress        is told the steps in which an engine on it starts
+    plain_products  `Precision.plain_products`
+    """
+
+    file: GgufFile
+    spec: ModelSpec
+    vocabulary: Vocabulary
+    progress: Progress = field(default=no_progress, kw_only=True)
+    plain_products: bool = field(default=False, kw_only=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel(OpenModel, PromptEncoder):
+    """A model file with what turns prompts into tokens."""
+
+    name: str
+
+    def tokenize_all(self, claims: Sequence["Claim"]) -> list[tuple[int, ...] | NightmillError]:
+        """For each claimed job its token ids, or why it has none: a ChatTemplateError, InvalidPromptError.
+
+        Raises RunnerError where the process that renders chats cannot be started, which is no job's fault.
+        """
+        encoded = self.encode_all(
+            [_prompt_of(claim) for claim in claims],
+            [claim.rendering for claim in claims],
+            [claim.requested_at for claim in claims],
+        )
+        return [self._truncate(ids, claim) for ids, claim in zip(encoded, claims, strict=True)]
+
+    def _truncate(
+        self, ids: tuple[int, ...] | NightmillError, claim: "Claim"
+    ) -> tuple[int, ...] | NightmillError:
+        """Keep the last tokens of a prompt, as many as its job wants, and its beginning-of-text token."""
+        most = claim.params.truncate_prompt_tokens
+        if most is None or isinstance(ids, NightmillError) or len(ids) <= most:
+            return ids
+        bos = self.tokenizer.bos_id if self.tokenizer.add_bos else None
+        if claim.prompt_ids is None and most > 1 and bos is not None and ids[0] == bos:
+            return (bos, *ids[1 - most :])
+        return ids[-most:]
+
+    def markup(self, claim: "Claim", prompt_ids: Sequence[int]) -> Markup | None:
+        """The control texts in answers to a chat with this prompt; None for other prompts."""
+        if claim.messages is None or isinstance(self.chat, str):
+            return None
+        return self.chat.markup(claim.rendering, prompt_ids)
+
+    def tokenize_banned(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Runs of tokens that spell one of these words in a text: each at its beginning, and after a space.
+
+        Raises InvalidParameterError if they have more than MAX_BANNED_TOKENS.
+        """
+        texts = [start + word.lstrip(" ") for word in words for start in ("", " ")]
+        runs = tuple(dict.fromkeys(tuple(ids) for ids in self.tokenizer.encode_batch(texts, add_bos=False)))
+        if (count := sum(map(len, runs))) > MAX_BANNED_TOKENS:
+            raise InvalidParameterError(
+                f"bad_words: have {count:,} tokens in all spellings, and at most {MAX_BANNED_TOKENS:,} are "
+                "taken: give fewer or shorter ones",
+                field="bad_words",
+            )
+        return runs
+
+    def tokenize_texts(self, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Tokenise each text by itself, to follow a prompt. Raises InvalidPromptError."""
+        return tuple(tuple(ids) for ids in self.tokenizer.encode_batch(texts, add_bos=False))
+
+    def spell_token(self, token_id: int) -> tuple[bytes, str]:
+        """The bytes that a token adds to a text, and its name."""
+        return self.vocabulary.bytes_of(token_id), self.vocabulary.text_of(token_id)
+
+
+def _prompt_of(claim: "Claim") -> Prompt:
+    if claim.prompt_ids is not None:
+        return claim.prompt_ids
+    if claim.messages is None:
+        return claim.prompt or ""
+    return claim.messages if isinstance(claim.messages, list) else ["no list"]  # which is no chat
+
+
+def open_model(settings: Settings, *, progress: Progress | None = None) -> OpenModel:
+    """Open and check the model file; raises SettingsError where none is named, ModelFileError for faults.
+
+    `progress` is told how far an engine on it is, and how much of the weights a runner has read.
+    """
+    file = ReportingFile.open(model_path(settings))
+    file.progress = progress
+    vocabulary = Vocabulary.from_gguf(file)
+    return OpenModel(file, read_spec(file), vocabulary, progress=progress or no_progress)
+
+
+def load_model(settings: Settings) -> LoadedModel:
+    """Open the model file and build its tokenizer, which takes a second; raises as `open_model` does."""
+    path = model_path(settings)
+    file = GgufFile.open(path)
+    tokenizer = Tokenizer.from_gguf(file)
+    spec = read_spec(file)
+    # No text of more bytes fits the context.
+    fitting = spec.context_length * max(len(token.encode()) for token in tokenizer.vocabulary.tokens)
+    limits = Limits(answer_bytes=min(fitting, Limits.answer_bytes))
+    return LoadedModel(
+        name=served_name(settings),
+        file=file,
+        spec=spec,
+        vocabulary=tokenizer.vocabulary,
+        tokenizer=tokenizer,
+        chat=chat_of(file, tokenizer, settings.tool_format, limits),
+    )
+
+
+def served_name(settings: Settings) -> str:
+    """The name of these settings' model in jobs; raises SettingsError if none is named."""
+    return settings.model_name or name_of(model_path(settings))
+
+
+def model_path(settings: Settings) -> Path:
+    """The model's file; raises SettingsError where none is named."""
+    if settings.model is None:
+        raise SettingsError(
+            "no model file is named: give --model FILE or set NIGHTMILL_MODEL (`nightmill demo` uses the "
+            "bundled one)"
+        )
+    return Path(settings.model)  # names have been replaced by paths: see worker.fetching
+
+
+def name_of(path: Path) -> str:
+    """The name of a model file in jobs: its own less ending and part, in characters that names may have."""
+    name = re.sub(r"[^A-Za-z0-9._:+@-]", "-", whole_name(path.name.removesuffix(".gguf")))
+    return name.lstrip("._:+@-")[:200] or "model"
+
+
+def demo_model() -> Path:
+    """The bundled model."""
+    return package_directory() / "_models" / "nightmill-demo.gguf"
+
+
+def element_of(settings: Settings, model: OpenModel) -> ElementChoice:
+    """Choose the element type in which a GPU computes the model, and say why."""
+    return choose_element(model.file, model.spec, settings.dtype)

@@ -1,0 +1,168 @@
+"""The worker's options, once for `nightmill worker` and once for `celery worker`, and what they need."""
+
+from importlib.util import find_spec
+from typing import Any, get_args
+
+import click
+from pydantic import ValidationError
+
+from nightmill.jobs.base.extras import pip_install
+from nightmill.jobs.base.sentences import sentence
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.errors import MissingExtraError, SettingsError
+
+MODEL_HELP = (
+    "GGUF file to serve, or what is fetched once: hf:OWNER/REPO[:QUANT], hf:OWNER/REPO/FILE.gguf or a URL "
+    "[NIGHTMILL_MODEL]."
+)
+
+
+DTYPES = click.Choice(get_args(Settings.model_fields["dtype"].annotation))
+DTYPE_HELP = (
+    "What a GPU computes in; auto, the default: BF16 if the model's family or file asks for it, else F16 "
+    "[NIGHTMILL_DTYPE]."
+)
+WEIGHTS = click.Choice(get_args(Settings.model_fields["weights"].annotation))
+WEIGHTS_HELP = (
+    "How weights are kept; auto, the default: 16bit, in the type of --dtype, or file, as they are there, if "
+    "that would take more than half of the memory; fp8: rounded to 8 bits, as is what they are multiplied "
+    "with, for an H100 or H200 [NIGHTMILL_WEIGHTS]."
+)
+KV = click.Choice(get_args(Settings.model_fields["kv"].annotation))
+KV_HELP = (
+    "How keys and values are kept; 16bit, the default: in the type of --dtype; fp8: nearly twice as many in "
+    "the same memory [NIGHTMILL_KV]."
+)
+
+
+TOOL_FORMATS = click.Choice(get_args(Settings.model_fields["tool_format"].annotation))
+TOOL_FORMAT_HELP = (
+    "How the model writes calls of tools; auto, the default: as its chat template shows; json: as JSON, "
+    "of which a system message tells it, for templates that know no tools [NIGHTMILL_TOOL_FORMAT]."
+)
+
+
+def worker_options() -> list[click.Option]:
+    """Fresh options; each overrides the setting that its help names."""
+    return [
+        click.Option(["--model"], metavar="MODEL", help=MODEL_HELP),
+        click.Option(
+            ["--name", "model_name"],
+            help="What jobs call the model; by default the file's name without .gguf [NIGHTMILL_MODEL_NAME].",
+        ),
+        click.Option(["--gpu"], type=click.IntRange(0), help="Index of the GPU to own [NIGHTMILL_GPU]."),
+        click.Option(
+            ["--gpu-memory"],
+            metavar="SHARE|SIZE",
+            help="What to take of the GPU's free memory: a share, 0.9 by default, or a size such as 8GiB "
+            "[NIGHTMILL_GPU_MEMORY].",
+        ),
+        click.Option(["--dtype"], type=DTYPES, help=DTYPE_HELP),
+        click.Option(["--weights"], type=WEIGHTS, help=WEIGHTS_HELP),
+        click.Option(["--kv"], type=KV, help=KV_HELP),
+        click.Option(["--tool-format"], type=TOOL_FORMATS, help=TOOL_FORMAT_HELP),
+        click.Option(
+            ["--reference"],
+            is_flag=True,
+            default=None,
+            help="Generate with NumPy, without a GPU [NIGHTMILL_REFERENCE].",
+        ),
+        click.Option(
+            ["--max-sequences"],
+            type=click.IntRange(1),
+            help="Sequences to generate at once [NIGHTMILL_MAX_SEQUENCES].",
+        ),
+        click.Option(
+            ["--context"],
+            type=click.IntRange(2),
+            help="Tokens that prompt and answer may have together [NIGHTMILL_CONTEXT].",
+        ),
+        click.Option(
+            ["--prefix-sharing/--no-prefix-sharing"],
+            default=None,
+            help="Compute equal beginnings of prompts once; on by default [NIGHTMILL_PREFIX_SHARING].",
+        ),
+        click.Option(
+            ["--drain-seconds"],
+            type=click.FloatRange(0),
+            help="On SIGTERM, go on this long with the jobs in hand, then hand them back "
+            "[NIGHTMILL_DRAIN_SECONDS].",
+        ),
+        click.Option(
+            ["--metrics-port"],
+            type=click.IntRange(1, 65535),
+            help="Answer Prometheus at this port, at /metrics; by default nowhere [NIGHTMILL_METRICS_PORT].",
+        ),
+        click.Option(
+            ["--metrics-host"],
+            help="Where to listen for that, 127.0.0.1 by default [NIGHTMILL_METRICS_HOST].",
+        ),
+    ]
+
+
+def gpu_name(index: int) -> str:
+    """The name of a GPU in a worker's row."""
+    return f"GPU {index}"
+
+
+def worker_id_option() -> click.Option:
+    """For whoever starts a worker and wants to know its row in `workers` from the first moment."""
+    return click.Option(["--id", "worker_id"], hidden=True, help="The id of its row in the table of workers.")
+
+
+WORKER_SETTINGS = frozenset(
+    {
+        "model",
+        "model_name",
+        "gpu",
+        "gpu_memory",
+        "dtype",
+        "weights",
+        "kv",
+        "tool_format",
+        "reference",
+        "max_sequences",
+        "context",
+        "prefix_sharing",
+        "drain_seconds",
+        "metrics_port",
+        "metrics_host",
+    }
+)
+
+
+def merge_options(settings: Settings, options: dict[str, Any]) -> Settings:
+    """Options of the command line over settings of the environment; raises SettingsError."""
+    given = {name: value for name, value in options.items() if value is not None and name in WORKER_SETTINGS}
+    try:
+        return Settings.model_validate(settings.model_dump() | given)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = "name" if first["loc"][0] == "model_name" else str(first["loc"][0]).replace("_", "-")
+        raise SettingsError(f"--{name}: {sentence(first)}") from None
+
+
+def as_arguments(options: dict[str, Any]) -> list[str]:
+    """The options that were given, as arguments for the other command line."""
+    arguments: list[str] = []
+    for option in worker_options():
+        value = options.get(option.name or "")
+        if value is None:
+            continue
+        if option.is_flag:
+            arguments += [option.opts[0] if value else option.secondary_opts[0]]
+        else:
+            arguments += [option.opts[0], str(value)]
+    return arguments
+
+
+def missing_worker_packages() -> list[str]:
+    """The packages that generating needs and a client-only installation lacks."""
+    names = ("numpy", "gguf", "tokenizers", "jinja2", "threadpoolctl")
+    return [name for name in names if find_spec(name) is None]
+
+
+def require_worker_extra(command: str) -> None:
+    """Raise MissingExtraError in a client-only installation."""
+    if missing := missing_worker_packages():
+        raise MissingExtraError(f"`nightmill {command}` needs {', '.join(missing)}: {pip_install('worker')}")

@@ -1,0 +1,55 @@
+"""The name under which a model file is served: of its own, or of a worker that has the same file loaded."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nightmill.jobs.base.arithmetic import DIGITS, Arithmetic
+from nightmill.jobs.client.client import Client
+from nightmill.jobs.errors import BatchNotFoundError
+from nightmill.jobs.formats import InputFile
+from nightmill.jobs.reply.job import Worker
+from nightmill.worker.commands.keeper import is_asked_for
+
+
+class ServedFile:
+    """A model file, and the workers that serve or served it, under whatever name.
+
+    digest  `GgufFile.digest` of the file
+    own     what jobs call it unless somebody else has named it
+    """
+
+    def __init__(self, client: Client, digest: str, own: str) -> None:
+        self._client = client
+        self._digest = digest[:DIGITS]
+        self._own = own
+
+    def name_for(
+        self, source: InputFile, rows: Mapping[str, Any], batch: str | None
+    ) -> tuple[str, str | None]:
+        """The model's name for the rows of `source`, and the batch's name: that of the first time, if given.
+
+        A batch that is there keeps its model's name if that is of the same file. A new one gets the name of
+        a live worker on the device that is asked for, unless one serves the file's own name.
+        """
+        names = {worker.model for worker in self._client.workers() if self._has_file(worker)} - {self._own}
+        if not names:
+            return self._own, batch
+        batch = batch or self._client.batches.name_of(source, {**rows, "model": self._own})
+        try:
+            known = self._client.get_batch(batch).record.model
+        except BatchNotFoundError:
+            return self._live_name(names), batch
+        return (known if known in names else self._own), batch
+
+    def _live_name(self, names: set[str]) -> str:
+        live = [one for one in self._client.serving() if is_asked_for(one, self._client.settings)]
+        if any(worker.model == self._own for worker in live):
+            return self._own
+        return next((one.model for one in live if one.model in names and self._has_file(one)), self._own)
+
+    def _has_file(self, worker: Worker) -> bool:
+        """True if a worker says that it serves this file; one that starts says nothing yet."""
+        try:
+            return Arithmetic.parse(str((worker.stats or {}).get("arithmetic"))).model == self._digest
+        except ValueError:
+            return False

@@ -1,0 +1,50 @@
+"""Qwen3.5 to 3.8, without experts: three of four layers have a gated delta net in place of attention."""
+
+from dataclasses import replace
+
+from nightmill.worker.model.families.dense import dense_model
+from nightmill.worker.model.families.hybrid import attention_layers, check_kinds, delta_net
+from nightmill.worker.model.families.keys import Keys
+from nightmill.worker.model.rope import RopeStyle
+from nightmill.worker.model.spec import LayerSpec, ModelSpec
+
+__all__ = ["qwen35"]
+
+_DELTA_NET = "a gated delta net"
+
+
+def qwen35(keys: Keys) -> ModelSpec:
+    """Attention has gates, norms of each query and key, and rotates a quarter of a head.
+
+    The converter adds 1 to the weights of all norms but the delta net's, and orders value heads so that head
+    h goes with key head h % key heads. Blocks behind the last layer predict further tokens, and are left out.
+    """
+    keys.refuse_experts()
+    keys.skip_predictors()
+    keys.text_of_images()
+    kinds, said_by = _kinds(keys)
+    check_kinds(keys, kinds, {"attention": "attn_output.weight", _DELTA_NET: "ssm_out.weight"}, said_by)
+    norm = keys.norm()
+    attention = keys.attention(RopeStyle.HALVES, qk_norm=norm, layers=attention_layers(keys, kinds, said_by))
+    attending = LayerSpec(
+        attention_norm=norm,
+        mixer=replace(attention, gated=True),
+        feed_forward_norm=norm,
+        feed_forward_norm_name="post_attention_norm",
+        feed_forward=keys.feed_forward(),
+    )
+    layers = {"attention": attending, _DELTA_NET: replace(attending, mixer=delta_net(keys, norm))}
+    return dense_model(keys, *(layers[kind] for kind in kinds))
+
+
+def _kinds(keys: Keys) -> tuple[list[str], str]:
+    """Return the kind of mixer of each layer, and the key that says so; a fault is a ModelFileError."""
+    file, name, count = keys.file, keys.name("attention.recurrent_layers"), keys.block_count()
+    if file.is_array(name):
+        given = file.booleans(name)
+        if len(given) != count + keys.skipped_blocks:
+            file.fail(f"{name}: has {len(given)} entries for {count + keys.skipped_blocks} layers")
+        return [_DELTA_NET if one else "attention" for one in given[:count]], "attention.recurrent_layers"
+    interval = file.integer(keys.name("full_attention_interval"), minimum=1, maximum=4096, default=4)
+    kinds = [_DELTA_NET if (index + 1) % interval else "attention" for index in range(count)]
+    return kinds, "full_attention_interval"

@@ -1,0 +1,101 @@
+"""Weights of a model as data: what each does, and which tensors of a file it is made of."""
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+__all__ = ["Norm", "Role", "Shape", "Weight", "Weights", "stack"]
+
+Shape = tuple[int, ...]
+
+
+class Role(StrEnum):
+    """The function of a weight in the model. The bias of a norm is called after the norm."""
+
+    EMBEDDING = "embedding"
+    ATTN_NORM = "attn_norm"
+    ATTN_NORM_BIAS = "attn_norm_bias"
+    QKV = "qkv"
+    """Rows of all queries, then of keys, then of values."""
+    QKV_BIAS = "qkv_bias"
+    Q_NORM = "q_norm"
+    K_NORM = "k_norm"
+    ATTN_OUTPUT = "attn_output"
+    ATTN_OUTPUT_BIAS = "attn_output_bias"
+    MIXER_INPUT = "mixer_input"
+    """Rows of all that a mixer with a state makes of its input by a product."""
+    CONVOLUTION = "convolution"
+    """For each channel a factor for each of the last tokens, the oldest first."""
+    CONVOLUTION_BIAS = "convolution_bias"
+    TIME_STEP_BIAS = "time_step_bias"
+    DECAY = "decay"
+    """Less than 0: by how much a head's state decays in a time step of 1."""
+    SKIP = "skip"
+    """For each head the factor by which its input is added to its output."""
+    MIXER_NORM = "mixer_norm"
+    MIXER_OUTPUT = "mixer_output"
+    ATTN_POST_NORM = "attn_post_norm"
+    FFN_NORM = "ffn_norm"
+    FFN_NORM_BIAS = "ffn_norm_bias"
+    GATE_UP = "gate_up"
+    """Rows of the gate, if there is one, then of what it is multiplied with."""
+    GATE_UP_BIAS = "gate_up_bias"
+    FFN_DOWN = "ffn_down"
+    FFN_DOWN_BIAS = "ffn_down_bias"
+    FFN_POST_NORM = "ffn_post_norm"
+    OUTPUT_NORM = "output_norm"
+    OUTPUT_NORM_BIAS = "output_norm_bias"
+    HEAD = "head"
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """Tensors of a file, by name with their row-major shapes (outputs, inputs), stacked along the first axis.
+
+    Those that share an input are one matrix, so that one product computes them.
+
+    product  inputs are multiplied with it, if it has two dimensions; else it is used element by element
+    """
+
+    parts: tuple[tuple[str, Shape], ...]
+    product: bool = True
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the stack, row-major: the parts' rows added up."""
+        return (sum(shape[0] for _, shape in self.parts), *self.parts[0][1][1:])
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the tensors, in the order of their rows."""
+        return tuple(name for name, _ in self.parts)
+
+    @property
+    def is_matrix(self) -> bool:
+        """True if inputs are multiplied with it; vectors are norms' weights and biases."""
+        return self.product and len(self.parts[0][1]) == 2
+
+    def under(self, prefix: str) -> "Weight":
+        """The same with `prefix` before each name."""
+        return replace(self, parts=tuple((prefix + name, shape) for name, shape in self.parts))
+
+
+Weights = dict[Role, Weight]
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """x / sqrt(mean(x^2) + eps) * weight (RMS norm); `centred`: of x - mean(x) (LayerNorm)."""
+
+    eps: float
+    centred: bool = False
+    bias: bool = False  # added at last
+
+    def weights(self, role: Role, name: str, size: int) -> Weights:
+        """Its weights, `role` and that of its bias, in tensors called `name`, for rows of `size` elements."""
+        weights = {role: stack({f"{name}.weight": (size,)})}
+        return weights | {Role(f"{role}_bias"): stack({f"{name}.bias": (size,)})} if self.bias else weights
+
+
+def stack(parts: dict[str, Shape], *, product: bool = True) -> Weight:
+    """The tensors of these names and shapes as one weight; `product`: see `Weight`."""
+    return Weight(tuple(parts.items()), product=product)

@@ -1,0 +1,189 @@
+"""Gets a model's weights onto the GPU: raw GGUF bytes go up, and are repacked or dequantised there.
+
+Matrices stay as they are in the file, or become elements or FP8, row-major (outputs, inputs); those that
+share an input are stacked, as `Role` says. Vectors become float.
+"""
+
+import logging
+import math
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from nightmill.jobs.errors import ModelFileError
+from nightmill.worker.model.gguf.file import GgufFile
+from nightmill.worker.model.spec import ModelSpec, Norm, Role, Weight
+from nightmill.worker.runners.gpu.device.device import Arena, Device
+from nightmill.worker.runners.gpu.device.element import Element
+from nightmill.worker.runners.gpu.device.operands import ABSENT, FLOAT, Buffer, Format, Matrix
+from nightmill.worker.runners.gpu.precision import Precision
+from nightmill.worker.runners.gpu.products.formats import MatrixRounder, ModelFormats
+from nightmill.worker.runners.gpu.weights.dequantizer import SUPPORTED, Dequantizer
+from nightmill.worker.runners.gpu.weights.head_order import HeadOrder
+from nightmill.worker.runners.gpu.weights.layout import (
+    NO_NORM,
+    LayerWeights,
+    NormWeight,
+    Run,
+    Weights,
+    formats_in,
+    runs_of,
+    weight_bytes,
+)
+from nightmill.worker.runners.gpu.weights.repacker import Repacker
+from nightmill.worker.runners.gpu.weights.staging import Staging
+
+__all__ = ["load_weights"]
+
+log = logging.getLogger(__name__)
+
+
+def load_weights(
+    device: Device,
+    file: GgufFile,
+    spec: ModelSpec,
+    precision: Precision,
+    *,
+    report: Callable[[str], None] = log.info,
+) -> Weights:
+    """Upload all weights into one allocation of `weight_bytes(spec, precision)`.
+
+    Raises ModelFileError for a tensor type that is not supported and for weights beyond the element's range,
+    DeviceMemoryError where the device has no room.
+    """
+    for _, weight in spec.all_weights():
+        for name in weight.names:
+            if (kind := file.tensors[name].kind) not in SUPPORTED:
+                file.fail(
+                    f"tensor {name}: the type {kind.name} is not supported on the GPU; requantise the model"
+                )
+    arena = Arena(device, weight_bytes(spec, precision), "the weights")
+    staging = Staging(device)
+    makers: list[Dequantizer | Repacker] = [dequantizer := Dequantizer(device, staging)]
+    repacker = None
+    if any(format_.packed for format_ in formats_in(spec, precision)):
+        makers.append(repacker := Repacker(device, staging))
+    rounded = ModelFormats(spec, precision).rounded
+    rounder = None if rounded is None else rounded.rounder(device, dequantizer)
+    try:
+        weights = _Loader(device, file, spec, precision, arena, dequantizer, repacker, rounder).load()
+        if not all(maker.fits() for maker in makers):
+            element = device.element
+            remedy = "--dtype bf16" if element is Element.F16 else "--reference"
+            raise ModelFileError(
+                f"{file.path}: a weight is beyond {element.largest:g}, the largest number of {element.name}, "
+                f"or is not a number; if the file is not damaged, give {remedy}"
+            )
+    finally:
+        staging.close()
+        for maker in makers:
+            maker.close()
+        if rounder is not None:
+            rounder.close()
+    report(f"weights: {arena.used:,} bytes on {device.name}")
+    return weights
+
+
+class _Loader:
+    """Places the weights of a spec in an arena, and queues their way there."""
+
+    def __init__(
+        self, device: Device, file: GgufFile, spec: ModelSpec, precision: Precision, arena: Arena,
+        dequantizer: Dequantizer, repacker: Repacker | None, rounder: MatrixRounder | None,
+    ) -> None:  # fmt: skip
+        self._device = device
+        self._file = file
+        self._spec = spec
+        self._precision = precision
+        self._arena = arena
+        self._dequantizer = dequantizer
+        self._repacker = repacker
+        self._rounder = rounder
+
+    def load(self) -> Weights:
+        spec, own = self._spec, self._spec.weights()
+        embedding = self._matrix(own, Role.EMBEDDING)
+        layers = tuple(self._layer(index) for index in range(len(spec.layers)))
+        return Weights(
+            embedding=embedding,
+            layers=layers,
+            output_norm=self._norm(own, Role.OUTPUT_NORM, spec.output_norm),
+            head=embedding if spec.tied_head else self._matrix(own, Role.HEAD),
+        )
+
+    def _layer(self, index: int) -> LayerWeights:
+        layer, own = self._spec.layers[index], self._spec.layer_weights(index)
+        order = HeadOrder(layer.attention)
+        return LayerWeights(
+            attn_norm=self._norm(own, Role.ATTN_NORM, layer.attention_norm),
+            qkv=self._matrix(own, Role.QKV, order),
+            qkv_bias=self._vector(own, Role.QKV_BIAS, order),
+            q_norm=self._vector(own, Role.Q_NORM, order),
+            k_norm=self._vector(own, Role.K_NORM, order),
+            attn_output=self._matrix(own, Role.ATTN_OUTPUT),
+            ffn_norm=self._norm(own, Role.FFN_NORM, layer.feed_forward_norm),
+            gate_up=self._matrix(own, Role.GATE_UP),
+            ffn_down=self._matrix(own, Role.FFN_DOWN),
+            attn_output_bias=self._vector(own, Role.ATTN_OUTPUT_BIAS),
+            attn_post_norm=self._norm(own, Role.ATTN_POST_NORM, layer.attention_post_norm),
+            gate_up_bias=self._vector(own, Role.GATE_UP_BIAS),
+            ffn_down_bias=self._vector(own, Role.FFN_DOWN_BIAS),
+            ffn_post_norm=self._norm(own, Role.FFN_POST_NORM, layer.feed_forward_post_norm),
+        )
+
+    def _matrix(self, own: dict[Role, Weight], role: Role, order: HeadOrder | None = None) -> Matrix:
+        weight, first, parts = own[role], 0, []
+        for run in runs_of(self._spec, role, weight, self._precision):
+            parts.append(self._run(run, first, order))
+            first += run.rows
+        if len(parts) == 1:
+            return parts[0]
+        return Matrix(parts[0].address, weight.shape[0], weight.shape[1], Format.MIXED, parts=tuple(parts))
+
+    def _run(self, run: Run, first: int, order: HeadOrder | None) -> Matrix:
+        """Some tensors of a weight, from its row `first` on, as one matrix."""
+        address, scales = map(self._arena.take, (run.bytes, run.format.scale_bytes(run.rows)))
+        matrix = Matrix(address, run.rows, run.columns, run.format, scales)
+        if run.format.packed:
+            assert self._repacker is not None
+            self._repacker.clear(matrix, sum(shape[0] for _, shape in run.parts))
+        place = 0
+        for name, (rows, _) in run.parts:
+            kind, raw = self._file.tensors[name].kind, self._arranged(name, first + place, rows, order)
+            if self._repacker is not None and run.format.packed:
+                self._repacker.load(raw, matrix, place)
+            elif self._rounder is not None and run.format.scaled:
+                self._rounder.load(raw, kind, matrix, place, rows)
+            else:
+                address = matrix.address + run.format.bytes(place, run.columns)
+                self._dequantizer.load(raw, kind, address, floats=False)
+            place += rows
+        if not run.format.packed:
+            used = run.format.bytes(place, run.columns)
+            self._device.fill(matrix.address + used, 0, matrix.bytes - used)
+        return matrix
+
+    def _norm(self, own: dict[Role, Weight], role: Role, norm: Norm | None) -> NormWeight:
+        if norm is None:
+            return NO_NORM
+        bias = self._vector(own, Role(f"{role}_bias")) if norm.bias else ABSENT
+        return NormWeight(self._vector(own, role), norm.eps, norm.centred, bias)
+
+    def _vector(self, own: dict[Role, Weight], role: Role, order: HeadOrder | None = None) -> Buffer:
+        """order: of the elements of heads, where the vector has such."""
+        if role not in own:
+            return ABSENT
+        weight = own[role]
+        address, first = self._arena.take(math.prod(weight.shape) * FLOAT.itemsize), 0
+        for name, shape in weight.parts:
+            raw = self._arranged(name, first, shape[0], order)
+            place = address + first * math.prod(shape[1:]) * FLOAT.itemsize
+            self._dequantizer.load(raw, self._file.tensors[name].kind, place, floats=True)
+            first += shape[0]
+        return Buffer(address, weight.shape, FLOAT)
+
+    def _arranged(self, name: str, first: int, rows: int, order: HeadOrder | None) -> npt.NDArray[np.uint8]:
+        """A tensor's bytes, of which those of heads' elements are in the GPU's order."""
+        raw = self._file.raw(name)
+        return raw if order is None else order.arranged(raw, first, rows)

@@ -1,0 +1,1 @@
+"""Products with weights in FP8, and the rounding of weights and activations to it."""

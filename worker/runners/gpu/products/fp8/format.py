@@ -1,0 +1,52 @@
+"""Weights in FP8: storage, activations, sources and launchers of their products.
+
+Matrices of layers are rounded to E4M3 when they are loaded, with a float scale for each row, an output. Their
+products read activations in E4M3 with a scale for each row: RMS norms write them so, and what comes as
+elements is rounded first. Only Hopper multiplies them here.
+"""
+
+from collections.abc import Collection
+
+from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.operands import FP8, Buffer
+from nightmill.worker.runners.gpu.device.sources import Source
+from nightmill.worker.runners.gpu.products.fp8.hopper_fp8 import HopperFp8
+from nightmill.worker.runners.gpu.products.fp8.quantise import Quantise
+from nightmill.worker.runners.gpu.products.fp8.rounding import Rounder
+from nightmill.worker.runners.gpu.shapes import Kind, ProductLauncher
+from nightmill.worker.runners.gpu.weights.dequantizer import Dequantizer
+
+__all__ = ["Fp8Format"]
+
+
+class Fp8Format:
+    """The FP8 format of weights (`products.formats.RoundedFormat`)."""
+
+    activations = FP8
+
+    def sources(self, spec: ModelSpec, *, hopper: bool) -> list[Source]:
+        """Kernel files of a model whose layers are FP8; those that compile longest first."""
+        return [*HopperFp8.sources(spec, hopper=hopper), *Quantise.sources(spec, hopper=hopper)]
+
+    def refusal(self, spec: ModelSpec) -> str | None:
+        """Reason why the kernels do not take a model, for a person; None if they do."""
+        odd = HopperFp8.refusal(spec)
+        return odd and f"the kernels for FP8 weights do not take {odd}: give another --weights"
+
+    def refusal_on(self, device: Device) -> str | None:
+        """Reason why a GPU cannot multiply it, for a person; None if it can."""
+        if device.hopper:
+            return None
+        return (
+            f"FP8 weights need a GPU of compute capability 9.0 (H100, H200), which {device.name} is "
+            "not: give another --weights"
+        )
+
+    def launcher(self, device: Device, kinds: Collection[Kind], quantised: Buffer) -> ProductLauncher:
+        """Load the kernels for these kinds of products; `quantised`: room for activations to be rounded."""
+        return HopperFp8(device, kinds, quantised)
+
+    def rounder(self, device: Device, dequantizer: Dequantizer) -> Rounder:
+        """Take the scratch memory with which tensors of a file are rounded to it."""
+        return Rounder(device, dequantizer)

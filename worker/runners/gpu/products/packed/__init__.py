@@ -1,0 +1,1 @@
+"""Products with weights in GGUF block formats, packed as `cuda/common/packed.cuh` says."""
