@@ -1,0 +1,53 @@
+"""The choice of kernels for layers with a state: by the kind of the mixer."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from nightmill.worker.model.spec import Attention, ModelSpec, ShortConv
+from nightmill.worker.model.spec import Mixer as MixerSpec
+from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.sources import Source
+from nightmill.worker.runners.gpu.states.convolution import ShortConvolution
+from nightmill.worker.runners.gpu.states.operands import Mixer
+
+__all__ = ["StateMixers", "state_mixer"]
+
+_LAUNCHERS: dict[type, Any] = {ShortConv: ShortConvolution}
+
+
+class StateMixers:
+    """The launchers of all mixers with states that a model has."""
+
+    @staticmethod
+    def sources(spec: ModelSpec, *, hopper: bool) -> list[Source]:
+        """List the kernel files for a model."""
+        return [source for mixer in _mixers(spec) for source in _LAUNCHERS[type(mixer)].sources(mixer)]
+
+    @staticmethod
+    def refusal(spec: ModelSpec) -> str | None:
+        """Return the mixer of a model, or the size of one, that no kernel takes, or None."""
+        for mixer in _mixers(spec):
+            if type(mixer) not in _LAUNCHERS:
+                return f"layers with {mixer.title}"
+            reason: str | None = _LAUNCHERS[type(mixer)].refusal(mixer)
+            if reason is not None:
+                return reason
+        return None
+
+    @staticmethod
+    def workspace(spec: ModelSpec, *, max_tokens: int) -> int:
+        """Bytes of device memory that they take for steps of so many tokens."""
+        return 0
+
+
+def state_mixer(device: Device, mixer: MixerSpec) -> Mixer:
+    """Make the launcher of a mixer with a state."""
+    launcher: Mixer = _LAUNCHERS[type(mixer)](device, mixer)
+    return launcher
+
+
+def _mixers(spec: ModelSpec) -> Iterator[MixerSpec]:
+    """The different ones among those of the layers."""
+    for mixer in dict.fromkeys(layer.mixer for layer in spec.layers):
+        if mixer is not None and not isinstance(mixer, Attention):
+            yield mixer
