@@ -59,7 +59,9 @@ class Convolution:
             self._keep.of(rows)((across, many.count), block, *read, states.inputs, *many.addresses)
         if pieces.drawn.count:
             drawn = pieces.drawn
-            self._drawn.of(drawn.count)((across, drawn.count), block, *read, *of, *drawn.addresses, out.address)
+            self._drawn.of(drawn.count)(
+                (across, drawn.count), block, *read, *of, *drawn.addresses, out.address
+            )
 
 
 class ShortConvolution:

@@ -78,7 +78,7 @@ class Mixer(Protocol):
         self, x: Buffer, controls: Buffer, weights: MixerWeights, states: LayerStates, pieces: StepPieces,
         out: Buffer,
     ) -> None:  # fmt: skip
-        """Queue it for the step's pieces: rows of out are written, states updated; other rows and slots are not.
+        """Queue it for the step's pieces: their rows of out are written and their slots updated, no others.
 
         x         elements (rows, stride): the product of MIXER_INPUT, each row's columns in the order of its
                   tensors, perhaps without the last, which are in `controls`, and with any number of columns
