@@ -33,7 +33,7 @@ from tests.support.driving import BLOCK, GREEDY, Chunk, Cuda, Pages, Reference, 
 from tests.support.engines import NoText
 from tests.support.family_cases import file_of
 from tests.support.ggufs import spec_tensors
-from tests.support.hybrid_cases import HYBRID_FILES
+from tests.support.hybrid_cases import GPU_HYBRID_FILES
 from tests.tiny import FILES, expected, unpacked
 
 CONTEXT, PROMPT, DECODED = 400, 200, 12
@@ -48,7 +48,7 @@ Bits = dict[str, tuple[tuple[int, ...], bytes]]
 
 def halved(path: Path, name: str, **tensors: npt.NDArray[Any]) -> GgufFile:
     """A family's file with weights that half holds exactly: what the GPU has of them is all there is."""
-    keys, like = HYBRID_FILES[name]
+    keys, like = GPU_HYBRID_FILES[name]
     known = spec_tensors(like) | tensors
     halves = {one: array.astype(np.float16).astype(np.float32) for one, array in known.items()}
     return file_of(path, keys, like, **halves)
@@ -62,7 +62,7 @@ def logits_in(subject: Any, pages: Pages, chunks: list[Chunk]) -> npt.NDArray[np
 
 
 @pytest.mark.parametrize("prompt", CHUNKS)
-@pytest.mark.parametrize("name", HYBRID_FILES)
+@pytest.mark.parametrize("name", GPU_HYBRID_FILES)
 def test_logits_agree_with_the_reference_runner(name: str, prompt: str, tmp_path: Path) -> None:
     """A prompt, then a few tokens one by one."""
     file = halved(tmp_path, name)

@@ -483,6 +483,7 @@ def test_only_buffers_that_are_declared_to_share_memory_do(hopper: RecordedDrive
     with Device() as device:
         at = Activations.allocate(device, dense_spec(layers=2), max_tokens=700, max_draws=1000)
         buffers = {field.name: getattr(at, field.name) for field in fields(Activations)}
+        buffers = {name: buffer for name, buffer in buffers.items() if buffer.bytes}
         sharing = {
             (one, other)
             for (one, first), (other, second) in permutations(buffers.items(), 2)

@@ -9,7 +9,7 @@ from nightmill.worker.model.families import read_spec
 from tests.support.cuda_runners import cuda_runner
 from tests.support.driving import Chunk, Pages
 from tests.support.family_cases import file_of
-from tests.support.hybrid_cases import HYBRID_FILES
+from tests.support.hybrid_cases import GPU_HYBRID_FILES
 from tests.unit.runners.recorded_cuda import RecordedDriver
 
 pytestmark = pytest.mark.heavy  # kernels are compiled where nvcc is
@@ -17,13 +17,13 @@ pytestmark = pytest.mark.heavy  # kernels are compiled where nvcc is
 CONTEXT = 256
 
 
-@pytest.mark.parametrize("name", HYBRID_FILES)
+@pytest.mark.parametrize("name", GPU_HYBRID_FILES)
 def test_every_family_is_launched_as_it_was_compiled(
     driver: RecordedDriver,
     name: str,
     tmp_path: Path,
 ) -> None:
-    file = file_of(tmp_path, *HYBRID_FILES[name])
+    file = file_of(tmp_path, *GPU_HYBRID_FILES[name])
     tokens, pages = [1] * CONTEXT, Pages(2, CONTEXT // 16)
     steps = [
         [Chunk(0, tokens, 0, 64), Chunk(1, tokens, 0, 9)],

@@ -80,6 +80,7 @@ class Activations:
     quantised: Buffer  # what enters a product with rounded weights, if it was elements
     gates: Buffer  # of attention, elements
     controls: Buffer  # of mixers with states, float
+    work: Buffer  # what kernels of such mixers hand on among them, float
 
     @classmethod
     def allocate(
@@ -112,7 +113,7 @@ def _widths(layer: LayerSpec) -> dict[str, int]:
     sizes = mixer_sizes(layer.mixer)
     return {
         "qkv": sizes.inputs, "mixed": sizes.outputs, "mixed_drawing": sizes.outputs, "gates": sizes.gates,
-        "controls": sizes.controls, "gate_up": inner, "activated": ffn,
+        "controls": sizes.controls, "work": sizes.work, "gate_up": inner, "activated": ffn,
     }  # fmt: skip
 
 
@@ -145,6 +146,7 @@ def _arrays(spec: ModelSpec, precision: Precision, max_tokens: int, max_draws: i
             (tokens * (rounded is not None), max(widest, spec.width)), read, rounded is not None
         ),
         "controls": _Array((tokens, controls), FLOAT),
+        "work": _Array((tokens, max(one["work"] for one in widths)), FLOAT),
     }
 
 

@@ -76,7 +76,6 @@ def workspace_bytes(
         ModelFormats(spec, precision).workspace(),
         Sampler.workspace(max_rows=LOGIT_ROWS, multiprocessors=multiprocessors),
         *(Rotation.workspace(one, max_context=max_context) for one in spec.attentions),
-        StateMixers.workspace(spec, max_tokens=max_tokens),
     ]
     if DecodeAttention.suits(attention):
         needed.append(

@@ -3,16 +3,19 @@
 from collections.abc import Iterator
 from typing import Any
 
-from nightmill.worker.model.spec import Attention, ModelSpec, ShortConv
+from nightmill.worker.model.spec import Attention, GatedDeltaNet, Mamba2, ModelSpec, ShortConv
 from nightmill.worker.model.spec import Mixer as MixerSpec
 from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.operands import Buffer
 from nightmill.worker.runners.gpu.device.sources import Source
 from nightmill.worker.runners.gpu.states.convolution import ShortConvolution
+from nightmill.worker.runners.gpu.states.delta_net import DeltaNet
+from nightmill.worker.runners.gpu.states.mamba2 import Mamba
 from nightmill.worker.runners.gpu.states.operands import Mixer
 
 __all__ = ["StateMixers", "state_mixer"]
 
-_LAUNCHERS: dict[type, Any] = {ShortConv: ShortConvolution}
+_LAUNCHERS: dict[type, Any] = {ShortConv: ShortConvolution, GatedDeltaNet: DeltaNet, Mamba2: Mamba}
 
 
 class StateMixers:
@@ -27,22 +30,24 @@ class StateMixers:
     def refusal(spec: ModelSpec) -> str | None:
         """Return the mixer of a model, or the size of one, that no kernel takes, or None."""
         for mixer in _mixers(spec):
-            if type(mixer) not in _LAUNCHERS:
-                return f"layers with {mixer.title}"
             reason: str | None = _LAUNCHERS[type(mixer)].refusal(mixer)
             if reason is not None:
                 return reason
         return None
 
-    @staticmethod
-    def workspace(spec: ModelSpec, *, max_tokens: int) -> int:
-        """Bytes of device memory that they take for steps of so many tokens."""
-        return 0
 
-
-def state_mixer(device: Device, mixer: MixerSpec) -> Mixer:
-    """Make the launcher of a mixer with a state."""
-    launcher: Mixer = _LAUNCHERS[type(mixer)](device, mixer)
+def state_mixer(device: Device, mixer: MixerSpec, work: Buffer) -> Mixer:
+    """Make the launcher of a mixer with a state; `work`: room that it may overwrite (`MixerSizes.work`)."""
+    launcher: Mixer
+    match mixer:
+        case ShortConv():
+            launcher = ShortConvolution(device, mixer)
+        case GatedDeltaNet():
+            launcher = DeltaNet(device, mixer, work)
+        case Mamba2():
+            launcher = Mamba(device, mixer, work)
+        case _:
+            raise TypeError(f"{mixer.title} is no mixer with a state")
     return launcher
 
 

@@ -54,17 +54,11 @@ class DeltaNet:
         self, x: Buffer, controls: Buffer, weights: MixerWeights, states: LayerStates, pieces: StepPieces,
         out: Buffer,
     ) -> None:  # fmt: skip
-        """Queue it as `Mixer` says."""
+        """Queue it as `Mixer` says: prompts first, of which drawn tokens of a step may be the next."""
         mixer, work, heads = self._mixer, self._work.address, self._mixer.value_heads
         self._convolution(x, mixer.convolved, weights, states, pieces, self._work)
         steering = controls_of(controls)
         drawn, prompts = pieces.drawn, pieces.prompts
-        if drawn.count:
-            self._recurrent.of(drawn.count)(
-                (heads, drawn.count), (self._threads, 1, 1), work, x.address, x.shape[1], *steering,
-                weights.time_step_bias.address, weights.decay.address, weights.norm.address, mixer.norm.eps,
-                states.matrix, *drawn.addresses, heads, mixer.key_heads, out.address,
-            )  # fmt: skip
         if prompts.count:
             own = columns_from(x, mixer.convolved + mixer.values)
             self._chunked(
@@ -76,6 +70,12 @@ class DeltaNet:
                 columns_from(self._work, 2 * mixer.keys).address, mixer.convolved,
                 columns_from(x, mixer.convolved).address, x.shape[1], weights.norm.address, mixer.norm.eps,
                 *prompts.addresses, 1, heads, mixer.value_dim, out.address,
+            )  # fmt: skip
+        if drawn.count:
+            self._recurrent.of(drawn.count)(
+                (heads, drawn.count), (self._threads, 1, 1), work, x.address, x.shape[1], *steering,
+                weights.time_step_bias.address, weights.decay.address, weights.norm.address, mixer.norm.eps,
+                states.matrix, *drawn.addresses, heads, mixer.key_heads, out.address,
             )  # fmt: skip
 
 

@@ -56,7 +56,7 @@ class Mamba:
         self, x: Buffer, controls: Buffer, weights: MixerWeights, states: LayerStates, pieces: StepPieces,
         out: Buffer,
     ) -> None:  # fmt: skip
-        """Queue it as `Mixer` says."""
+        """Queue it as `Mixer` says: prompts first, of which drawn tokens of a step may be the next."""
         mixer, work, heads, groups = self._mixer, self._work, self._mixer.heads, self._mixer.groups
         self._convolution(columns_from(x, mixer.inner), mixer.convolved, weights, states, pieces, work)
         own = columns_from(x, mixer.inner + mixer.convolved)
@@ -65,12 +65,12 @@ class Mamba:
             weights.decay.address, weights.skip.address, states.matrix,
         )  # fmt: skip
         drawn, prompts = pieces.drawn, pieces.prompts
+        if prompts.count:
+            self._chunked(prompts.count, *through, *prompts.addresses, heads, groups)
         if drawn.count:
             self._recurrent.of(drawn.count)(
                 (heads, drawn.count), (self._threads, 1, 1), *through, *drawn.addresses, heads, groups
             )
-        if prompts.count:
-            self._chunked(prompts.count, *through, *prompts.addresses, heads, groups)
         for some, rows, whole in ((drawn, drawn.count, 0), (prompts, prompts.rows, 1)):
             if some.count:
                 self._norm.of(rows)(
