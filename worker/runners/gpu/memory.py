@@ -58,8 +58,8 @@ class StatePlan:
     binds: bool = False
 
     def __str__(self) -> str:
-        states = f"states of {self.slots:,} sequences and {self.snapshots:,} snapshots"
-        return f"{states}, for no more of which there is memory" if self.binds else states
+        states = f"states of {_counted(self.slots, 'sequence')} and {_counted(self.snapshots, 'snapshot')}"
+        return f"{states} (as many as there is memory for)" if self.binds else states
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +129,10 @@ def plan_states(
         fewest, most = (tried, most) if taken(tried) + fixed <= room else (fewest, tried - 1)
     snapshots = _snapshots(fewest)
     return StatePlan(fewest, snapshots, bytes_of(fewest, snapshots), fewest < sizes.slots)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
 def _snapshots(slots: int) -> int:
