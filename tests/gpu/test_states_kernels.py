@@ -7,8 +7,14 @@ from typing import Any
 
 import pytest
 
-from nightmill.worker.model.spec import ShortConv
+from nightmill.worker.model.spec import Mamba2, ShortConv
+from nightmill.worker.runners.gpu.device.compiler import compile_all
 from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.element import Element
+from nightmill.worker.runners.gpu.device.sources import Source, for_element
+from nightmill.worker.runners.gpu.states.convolution import ShortConvolution
+from nightmill.worker.runners.gpu.states.delta_net import DeltaNet
+from nightmill.worker.runners.gpu.states.mamba2 import Mamba
 from tests.gpu.state_trials import AnyMixer, Piece, Results, Trial, assert_same, delta_net, mamba
 from tests.support.elements import BOTH_ELEMENTS
 
@@ -40,7 +46,12 @@ MAMBA = {
     "Nemotron 9B": mamba(128, 80, 8, 128),
     "one head": mamba(1, 32, 1, 16, 2),
     "no bias": mamba(6, 96, 3, 64, 3, bias=False),
-    **{f"{s} x {d}": mamba(4, d, 2, s) for s in (16, 32, 64, 96, 128, 256) for d in (32, 64, 80, 96, 128)},
+    **{
+        f"{s} x {d}": mamba(4, d, 2, s)
+        for s, d in [(16, 64), (32, 96), (64, 80), (96, 128), (128, 32), (128, 80), (256, 32), (256, 64)]
+    },
+    "256 x 80": mamba(4, 80, 2, 256),
+    "256 x 96": mamba(4, 96, 4, 256),
 }
 MIXERS: dict[str, AnyMixer] = {
     **{f"short {name}": mixer for name, mixer in SHORT.items()},
@@ -54,6 +65,27 @@ KINDS: dict[str, AnyMixer] = {
     "mamba": MAMBA["Nemotron"],
     "mamba 256 x 80": MAMBA["256 x 80"],
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """All files at once: a test would compile its own, one after the other."""
+    sources = [
+        for_element(source, element)
+        for mixers, element in ((MIXERS, Element.F16), (KINDS, Element.BF16))
+        for mixer in mixers.values()
+        for source in sources_of(mixer)
+    ]
+    with Device(0) as device:
+        architecture = device.architecture
+    compile_all(list(dict.fromkeys(sources)), architecture)
+
+
+def sources_of(mixer: AnyMixer) -> list[Source]:
+    """Kernel files of a mixer."""
+    if isinstance(mixer, ShortConv):
+        return ShortConvolution.sources(mixer)
+    return Mamba.sources(mixer) if isinstance(mixer, Mamba2) else DeltaNet.sources(mixer)
 
 
 @pytest.mark.parametrize("name", MIXERS)

@@ -249,7 +249,9 @@ def run_packed_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
 
 def run_states_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     """The same of layers with states."""
-    return _launch_on_host(patch, folder, "warps", (chunks, convolution, delta_net, mamba2))
+    launched = _launch_on_host(patch, folder, "warps", (chunks, convolution, delta_net, mamba2))
+    patch.setattr(HostModule, "together", True)
+    return launched
 
 
 def _launch_on_host(

@@ -38,7 +38,7 @@ def test_prompts_and_drawn_tokens(launched: set[str], kind: str) -> None:
 @pytest.mark.parametrize("kind", MIXERS)
 def test_all_are_elements_of_a_bfloat16_model(launched: set[str], kind: str) -> None:
     device: Any = HostDevice(Element.BF16)
-    Trial(device, MIXERS[kind], controls=False).check([Piece(3, 64)], [Piece(1, 5)])
+    Trial(device, MIXERS[kind], controls=False).check([], [Piece(1, 5)])  # chunks know nothing of elements
 
 
 @pytest.mark.parametrize("kind", MIXERS)

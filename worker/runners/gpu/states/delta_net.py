@@ -54,9 +54,16 @@ class DeltaNet:
         self, x: Buffer, controls: Buffer, weights: MixerWeights, states: LayerStates, pieces: StepPieces,
         out: Buffer,
     ) -> None:  # fmt: skip
-        """Queue it as `Mixer` says: prompts first, of which drawn tokens of a step may be the next."""
+        """Queue it as `Mixer` says."""
+        self._convolution(x, self._mixer.convolved, weights, states, pieces, self._work)
+        self.recur(x, controls, weights, states, pieces, out)
+
+    def recur(
+        self, x: Buffer, controls: Buffer, weights: MixerWeights, states: LayerStates, pieces: StepPieces,
+        out: Buffer,
+    ) -> None:  # fmt: skip
+        """Queue what follows on the convolution: prompts first, as drawn tokens of a step may come after them."""
         mixer, work, heads = self._mixer, self._work.address, self._mixer.value_heads
-        self._convolution(x, mixer.convolved, weights, states, pieces, self._work)
         steering = controls_of(controls)
         drawn, prompts = pieces.drawn, pieces.prompts
         if prompts.count:

@@ -56,9 +56,17 @@ class Mamba:
         self, x: Buffer, controls: Buffer, weights: MixerWeights, states: LayerStates, pieces: StepPieces,
         out: Buffer,
     ) -> None:  # fmt: skip
-        """Queue it as `Mixer` says: prompts first, of which drawn tokens of a step may be the next."""
+        """Queue it as `Mixer` says."""
+        mixer = self._mixer
+        self._convolution(columns_from(x, mixer.inner), mixer.convolved, weights, states, pieces, self._work)
+        self.recur(x, controls, weights, states, pieces, out)
+
+    def recur(
+        self, x: Buffer, controls: Buffer, weights: MixerWeights, states: LayerStates, pieces: StepPieces,
+        out: Buffer,
+    ) -> None:  # fmt: skip
+        """Queue what follows on the convolution: prompts first, as drawn tokens of a step may come after them."""
         mixer, work, heads, groups = self._mixer, self._work, self._mixer.heads, self._mixer.groups
-        self._convolution(columns_from(x, mixer.inner), mixer.convolved, weights, states, pieces, work)
         own = columns_from(x, mixer.inner + mixer.convolved)
         through = (
             work.address, own.address, x.shape[1], *controls_of(controls), weights.time_step_bias.address,
