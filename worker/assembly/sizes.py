@@ -1,14 +1,12 @@
 """Sizes of a model's work: sequences, tokens and formats by the settings, and how much of it fits a GPU."""
 
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.errors import SettingsError
 from nightmill.worker.assembly.speed import GpuSpeed, Room, WeightsAndCache, room_of
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
-from nightmill.worker.runners.base import STATE_CHUNK
 from nightmill.worker.runners.gpu.device.device import device_count
 from nightmill.worker.runners.gpu.device.peaks import Peaks
 from nightmill.worker.runners.gpu.element_choice import choose_element
@@ -170,63 +168,35 @@ def fit(spec: ModelSpec, card: Card, settings: Settings, precision: Precision = 
 
     Raises RunnerError if the kernels do not take the model, or it does not fit.
     """
-    from nightmill.worker.runners.gpu.activations import LOGIT_ROWS, most_draws
-    from nightmill.worker.runners.gpu.catalogue import check_spec, workspace_bytes
+    from nightmill.worker.runners.gpu.catalogue import check_spec
     from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
-    from nightmill.worker.runners.gpu.memory import (
-        LEAST_TOKENS,
-        RunnerSizes,
-        allowed,
-        plan_memory,
-        plan_states,
-        tokens_of_a_step,
-    )
-    from nightmill.worker.runners.gpu.sampling.masks import MaskBuffers
-    from nightmill.worker.runners.gpu.sampling.slots import SlotTable
-    from nightmill.worker.runners.gpu.states.memory import States
-    from nightmill.worker.runners.gpu.steps import StepBuffers
+    from nightmill.worker.runners.gpu.memory import RunnerSizes, allowed
+    from nightmill.worker.runners.gpu.planning import RunnerPlanner
     from nightmill.worker.runners.gpu.weights.choice import choose_weights
-    from nightmill.worker.runners.gpu.weights.layout import weight_bytes
 
-    budget = allowed(card.free, settings.gpu_memory)
-    precision, _ = choose_weights(spec, precision, budget)
+    precision, _ = choose_weights(spec, precision, allowed(card.free, settings.gpu_memory))
     check_spec(spec, precision)
     slots = settings.max_sequences or GPU.sequences
     context = min(settings.context or GPU.context, spec.context_length)
-    grid = STATE_CHUNK if spec.state_bytes else 1
 
-    def workspace(max_tokens: int, slots: int = slots) -> int:
-        draws = most_draws(slots, grid)
-        step = StepBuffers.bytes(
-            max_tokens=max_tokens, max_draws=draws, slots=slots, table_width=-(-context // PAGE),
-            max_pieces=slots,  # about so many; by the kernels' occupancy, for which a device is asked
-            states=grid > 1,
-        )  # fmt: skip
-        kept = SlotTable.bytes(slots, spec.vocab) + MaskBuffers.bytes(spec.vocab, LOGIT_ROWS)
-        return kept + step + workspace_bytes(
-            spec, precision, card.multiprocessors, slots=slots, max_context=context, max_tokens=max_tokens,
-            max_draws=draws,
-        )  # fmt: skip
+    def about_so_many(slots: int) -> int:
+        """Pieces of contexts: by the occupancy of kernels, for which a device is asked."""
+        return slots
 
-    weights, page = weight_bytes(spec, precision), page_bytes(spec, precision.kv)
-    most, least = GPU.tokens_of_a_step(slots), max(LEAST_TOKENS, slots - 1 + grid)
-    tokens = tokens_of_a_step(most, least, workspace, budget - weights)
-    sizes = RunnerSizes(slots, context, max_tokens=tokens, gpu_memory=settings.gpu_memory)
-    left = budget - weights - workspace(tokens)
-    states = plan_states(sizes, page=page, room=left, bytes_of=partial(States.bytes, spec))
-    plan = plan_memory(
-        replace(sizes, slots=states.slots), weights=weights, page=page, free=card.free,
-        workspace=workspace(tokens, states.slots), states=states,
-    )  # fmt: skip
+    sizes = RunnerSizes(
+        slots, context, max_tokens=GPU.tokens_of_a_step(slots), gpu_memory=settings.gpu_memory
+    )
+    plan = RunnerPlanner(spec, precision, card.multiprocessors, about_so_many).plan(sizes, card.free).memory
+    weights, page = plan.weights, page_bytes(spec, precision.kv)
     room = room_of(
         spec, GpuSpeed(card.peaks, card.multiprocessors), WeightsAndCache(weights, page, precision.weights),
-        pages=plan.kv_pages, slots=states.slots, context=context,
+        pages=plan.kv_pages, slots=plan.states.slots, context=context,
     )  # fmt: skip
     return Fit(
         weights=plan.weights,
         weights_in=precision.weights.value,
         workspace=plan.workspace,
-        states=states.bytes,
+        states=plan.states.bytes,
         cache_tokens=plan.kv_pages * PAGE,
         sequences=room.sequences,
         rate=room.rate,

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.base import (
     FOUND,
-    STATE_CHUNK,
     DrawArray,
     Drawn,
     IntArray,
@@ -29,28 +27,21 @@ from nightmill.worker.runners.base import (
     masked_draws,
     wants_logprobs,
 )
-from nightmill.worker.runners.gpu.activations import LOGIT_ROWS, Activations, most_draws
+from nightmill.worker.runners.gpu.activations import LOGIT_ROWS, Activations
 from nightmill.worker.runners.gpu.arithmetic import arithmetic_of
 from nightmill.worker.runners.gpu.attention.choice import Attentions
 from nightmill.worker.runners.gpu.attention.pieces import whole_pieces
-from nightmill.worker.runners.gpu.catalogue import check_spec, sources_for, workspace_bytes
+from nightmill.worker.runners.gpu.catalogue import check_spec, sources_for
 from nightmill.worker.runners.gpu.device.compiler import compile_all
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.graphs import Graph, bucket_of, buckets
-from nightmill.worker.runners.gpu.kv_cache import PAGE, KvCache, page_bytes
+from nightmill.worker.runners.gpu.kv_cache import PAGE, KvCache
 from nightmill.worker.runners.gpu.layers import Launchers, bind_layers
 from nightmill.worker.runners.gpu.loading import load_weights
-from nightmill.worker.runners.gpu.memory import (
-    LEAST_TOKENS,
-    MemoryPlan,
-    RunnerSizes,
-    allowed,
-    plan_memory,
-    plan_states,
-    tokens_of_a_step,
-)
+from nightmill.worker.runners.gpu.memory import RunnerSizes, allowed
 from nightmill.worker.runners.gpu.mixers import Mixers
 from nightmill.worker.runners.gpu.model import Model, Shared
+from nightmill.worker.runners.gpu.planning import RunnerPlanner, prompt_grid
 from nightmill.worker.runners.gpu.precision import HALF, Precision
 from nightmill.worker.runners.gpu.products.chooser import Products
 from nightmill.worker.runners.gpu.products.formats import ModelFormats
@@ -66,7 +57,7 @@ from nightmill.worker.runners.gpu.shapes import MANY_ROWS
 from nightmill.worker.runners.gpu.states.memory import States
 from nightmill.worker.runners.gpu.steps import PADDING, StepBuffers, StepInputs, StepShape, padded_lengths
 from nightmill.worker.runners.gpu.weights.choice import choose_weights
-from nightmill.worker.runners.gpu.weights.layout import padded_vocab, weight_bytes
+from nightmill.worker.runners.gpu.weights.layout import padded_vocab
 from nightmill.worker.runners.starting import Progress, StartStep, no_progress
 
 __all__ = ["CudaRunner", "Launching"]
@@ -126,11 +117,10 @@ class CudaRunner:
         self.page_size = PAGE
         self.slots = slots
         self.depth = sizes.depth
-        self.prompt_grid, self.snapshots = STATE_CHUNK if spec.state_bytes else 1, 0
+        self.prompt_grid, self.snapshots = prompt_grid(spec), 0
         self.vocab = spec.vocab
         self._row_of_logits = padded_vocab(spec)
         self.max_tokens = max_tokens
-        self.max_draws = self._most_draws(sizes)
         self._context = min(sizes.context, spec.context_length)
         self._report = report
         self._progress = progress
@@ -176,8 +166,21 @@ class CudaRunner:
         attentions = Attentions(device, spec, max_context=context)
         self._decode = attentions.decode
         self._prefill = attentions.prefill
-        self._plan(spec, precision, sizes, free)
-        slots, draws = self.slots, {"max_tokens": self.max_tokens, "max_draws": self.max_draws}
+        rows = max(sizes.max_tokens, self._decode.most_pieces(sizes.slots))
+        if rows > _MOST_ROWS:
+            raise RunnerError(
+                f"{sizes.slots:,} sequences in steps of up to {sizes.max_tokens:,} tokens may need {rows:,} "
+                f"rows of blocks in one launch; a GPU takes {_MOST_ROWS:,}: lower --max-sequences"
+            )
+        planner = RunnerPlanner(
+            spec, precision, device.multiprocessors, self._decode.most_pieces, hopper=device.hopper
+        )
+        plan = planner.plan(replace(sizes, context=context), free)
+        self.memory, bounds = plan.memory, plan.bounds
+        self.max_tokens, self.max_draws = bounds.max_tokens, bounds.max_draws
+        self.slots = slots = bounds.slots
+        self.kv_pages, self.snapshots = self.memory.kv_pages, self.memory.states.snapshots
+        draws = {"max_tokens": self.max_tokens, "max_draws": self.max_draws}
         self._report(f"memory of {device.name}: {self.memory}")
         self._prefill.reserve(slots=slots, max_context=context, max_tokens=self.max_tokens, depth=self.depth)
         at = Activations.allocate(device, spec, precision, **draws)
@@ -194,10 +197,7 @@ class CudaRunner:
         sampler = Sampler(device, spec.vocab, max_rows=LOGIT_ROWS)
         self._slots = SlotTable(device, sampler, slots=slots, vocab=spec.vocab, depth=self.depth)
         self._masks = MaskBuffers(device, vocab=spec.vocab, rows=LOGIT_ROWS, depth=self.depth)
-        self._steps = StepBuffers(
-            device, padding_page=self.kv_pages, depth=self.depth, states=spec.state_bytes > 0,
-            **draws, **self._step_sizes(),
-        )  # fmt: skip
+        self._steps = StepBuffers(device, bounds, padding_page=self.kv_pages, depth=self.depth)
         embedding = Embedding(device, spec.vocab, spec.embedding_scale)
         shared = Shared(embedding, norms, LogitScale(device, spec), sampler)
         self._model = Model(spec, weights, shared, layers, products, self._slots.address, cache.tokens, at)
@@ -206,53 +206,6 @@ class CudaRunner:
         self._done: list[Any] = [device.event() for _ in range(self.depth)]
         if self._tune:
             self._tune_many_rows()
-
-    def _most_draws(self, sizes: RunnerSizes) -> int:
-        """Draws of a step of the slots that there are."""
-        draws = most_draws(self.slots, self.prompt_grid) if sizes.max_draws is None else sizes.max_draws
-        return max(draws, self.slots)
-
-    def _step_sizes(self) -> dict[str, int]:
-        """The bounds of a step that hang on slots and context."""
-        pieces = self._decode.most_pieces(self.slots)
-        return {"slots": self.slots, "table_width": -(-self._context // PAGE), "max_pieces": pieces}
-
-    def _plan(self, spec: ModelSpec, precision: Precision, sizes: RunnerSizes, free: int) -> None:
-        """Share out `free` bytes: sets the plan, and pages, slots, snapshots, tokens and draws by it."""
-        device, context, gpu_memory = self.device, self._context, sizes.gpu_memory
-        rows = max(self.max_tokens, self._decode.most_pieces(self.slots))
-        if rows > _MOST_ROWS:
-            raise RunnerError(
-                f"{self.slots:,} sequences in steps of up to {self.max_tokens:,} tokens may need {rows:,} "
-                f"rows of blocks in one launch; a GPU takes {_MOST_ROWS:,}: lower --max-sequences"
-            )
-
-        def workspace(max_tokens: int) -> int:
-            draws, states = self.max_draws, spec.state_bytes > 0
-            step = StepBuffers.bytes(
-                max_tokens=max_tokens, max_draws=draws, states=states, **self._step_sizes()
-            )
-            slots = SlotTable.bytes(self.slots, spec.vocab) + MaskBuffers.bytes(spec.vocab, LOGIT_ROWS)
-            return step + slots + workspace_bytes(
-                spec, precision, device.multiprocessors, slots=self.slots, max_context=context,
-                max_tokens=max_tokens, max_draws=draws, hopper=device.hopper,
-            )  # fmt: skip
-
-        weights, page = weight_bytes(spec, precision), page_bytes(spec, precision.kv)
-        room = allowed(free, gpu_memory) - weights
-        if sizes.kv_pages is None:
-            least = max(self.slots - 1 + self.prompt_grid, LEAST_TOKENS)
-            self.max_tokens = tokens_of_a_step(self.max_tokens, least, workspace, room)
-        sizes = replace(sizes, context=context, max_tokens=self.max_tokens)
-        room -= workspace(self.max_tokens)
-        states = plan_states(sizes, page=page, room=room, bytes_of=partial(States.bytes, spec))
-        self.slots, self.snapshots = states.slots, states.snapshots
-        self.max_draws = self._most_draws(sizes)
-        self.memory: MemoryPlan = plan_memory(
-            replace(sizes, slots=self.slots), weights=weights, page=page, free=free,
-            workspace=workspace(self.max_tokens), states=states,
-        )  # fmt: skip
-        self.kv_pages = self.memory.kv_pages
 
     def launch(self, batch: StepBatch) -> None:
         """Queue a step. Raises RunnerError where it is too large or the GPU refuses."""

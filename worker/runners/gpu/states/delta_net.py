@@ -62,7 +62,7 @@ class DeltaNet:
         self, x: Buffer, controls: Buffer, weights: MixerWeights, states: LayerStates, pieces: StepPieces,
         out: Buffer,
     ) -> None:  # fmt: skip
-        """Queue what follows on the convolution: prompts first, as drawn tokens of a step may come after them."""
+        """Queue what follows on the convolution: prompts first, after which drawn tokens may come."""
         mixer, work, heads = self._mixer, self._work.address, self._mixer.value_heads
         steering = controls_of(controls)
         drawn, prompts = pieces.drawn, pieces.prompts

@@ -65,7 +65,7 @@ class Mamba:
         self, x: Buffer, controls: Buffer, weights: MixerWeights, states: LayerStates, pieces: StepPieces,
         out: Buffer,
     ) -> None:  # fmt: skip
-        """Queue what follows on the convolution: prompts first, as drawn tokens of a step may come after them."""
+        """Queue what follows on the convolution: prompts first, after which drawn tokens may come."""
         mixer, work, heads, groups = self._mixer, self._work, self._mixer.heads, self._mixer.groups
         own = columns_from(x, mixer.inner + mixer.convolved)
         through = (
