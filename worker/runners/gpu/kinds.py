@@ -55,11 +55,11 @@ def mixer_sizes(mixer: Mixer | None) -> MixerSizes:
             own = mixer.queries
             return MixerSizes(own + 2 * mixer.keys, own, own if mixer.gated else 0)
         case GatedDeltaNet():
-            inputs, controls = mixer.convolved + mixer.values, 2 * mixer.value_heads
-            return MixerSizes(_filled_up(inputs), mixer.values, 0, _filled_up(controls), mixer.convolved)
+            inputs, controls = mixer.convolved + mixer.values, _filled_up(mixer.controls)
+            return MixerSizes(_filled_up(inputs), mixer.values, 0, controls, mixer.convolved)
         case Mamba2():
-            inputs = mixer.inner + mixer.convolved
-            return MixerSizes(_filled_up(inputs), mixer.inner, 0, _filled_up(mixer.heads), mixer.convolved)
+            inputs, controls = mixer.inner + mixer.convolved, _filled_up(mixer.controls)
+            return MixerSizes(_filled_up(inputs), mixer.inner, 0, controls, mixer.convolved)
         case ShortConv():
             return MixerSizes(_filled_up(3 * mixer.width), mixer.width)
 
