@@ -3,7 +3,7 @@
 from nightmill.worker.model.spec import GatedDeltaNet
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import KernelPairs
-from nightmill.worker.runners.gpu.device.operands import Buffer
+from nightmill.worker.runners.gpu.device.operands import FLOAT, Buffer
 from nightmill.worker.runners.gpu.device.sources import Source, source_of
 from nightmill.worker.runners.gpu.states.chunks import Chunked, controls_of
 from nightmill.worker.runners.gpu.states.convolution import Convolution, columns_from, convolution_refusal
@@ -18,11 +18,12 @@ _NORM_WARPS = 8  # of a block, each with a head
 class DeltaNet:
     """Launches `convolution.cu`, `delta_recurrent.cu`, `delta_chunked.cu` and `gated_norm.cu`.
 
-    work  float (rows, mixer.convolved): room for the rows of a step, which layers may share
+    work  the address of `workspace` bytes for steps of up to so many rows, which layers may share
     """
 
-    def __init__(self, device: Device, mixer: GatedDeltaNet, work: Buffer) -> None:
-        self._mixer, self._work = mixer, work
+    def __init__(self, device: Device, mixer: GatedDeltaNet, work: int, rows: int) -> None:
+        self._mixer = mixer
+        self._work = Buffer(work, (rows, mixer.convolved), FLOAT)
         self._convolution = Convolution(device, mixer.kernel)
         self._recurrent = KernelPairs(device, source_of("delta_recurrent", *_sizes(mixer))).function(
             "delta_recurrent", "PPiPiPPPfPPPPPiiP"
@@ -49,6 +50,11 @@ class DeltaNet:
         if mixer.norm.centred or mixer.norm.bias:
             return "a norm of heads that is not a plain RMS norm"
         return convolution_refusal(mixer.kernel, mixer.convolved)
+
+    @staticmethod
+    def workspace(mixer: GatedDeltaNet, rows: int) -> int:
+        """Bytes of device memory that steps of up to so many rows need beside activations."""
+        return rows * mixer.convolved * FLOAT.itemsize
 
     def __call__(
         self, x: Buffer, controls: Buffer, weights: MixerWeights, states: LayerStates, pieces: StepPieces,
