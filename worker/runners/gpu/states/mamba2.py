@@ -32,7 +32,7 @@ class Mamba:
         self._threads = 32 * (16 if size > 128 * 128 else 8 if size >= 64 * 64 else 4)
         self._chunked = Chunked(
             device, source_of("mamba_chunked", *_sizes(mixer)), "mamba_chunked", "PPiPiPPPPPPPPii",
-            keys=mixer.state_size, values=mixer.head_dim, heads=mixer.heads, solves=False,
+            keys=mixer.state_size, values=mixer.head_dim, heads=mixer.heads,
         )  # fmt: skip
         self._norm = KernelPairs(device, source_of("gated_norm")).function("gate_then_norm", "PiPiPfPPPPiiiP")
 
