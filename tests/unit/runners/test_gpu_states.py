@@ -132,7 +132,7 @@ def test_states_are_copied_before_a_step_and_after_it(
         places = [index for index, name in enumerate(done) if name == "copy_states"]
         assert len(places) == 2
         assert places[0] < done.index("gather_tokens") < done.index("delta_recurrent") < places[1]
-        assert done.index("delta_chunked_wide") < done.index("delta_recurrent")
+        assert done.index("delta_scan_wide") < done.index("delta_recurrent")
 
 
 @pytest.mark.parametrize("kind", KINDS)
