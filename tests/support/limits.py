@@ -17,7 +17,7 @@ from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
 from nightmill.worker.runners.gpu.precision import HALF, Precision, WeightsFormat
 from nightmill.worker.runners.gpu.weights.layout import all_weights, runs_of
 
-__all__ = ["BYTES_PER_S", "FLOPS", "Limit"]
+__all__ = ["BYTES_PER_S", "FLOPS", "Limit", "flops_of_state"]
 
 BYTES_PER_S, FLOPS = 4.27e12, 760e12  # of a device copy and of a large FP16 product, as measured on an H200
 
@@ -44,7 +44,7 @@ class Limit:
         pairs = sum(prompt * (prompt + 1) // 2 for prompt in prompts)
         mixers = [layer.mixer for layer in self.spec.layers]
         queries = sum(mixer.queries for mixer in mixers if isinstance(mixer, Attention))
-        states = sum(prompts) * sum(map(_flops_of_state, mixers))
+        states = sum(prompts) * sum(map(flops_of_state, mixers))
         computing = (
             sum(prompts) * self._of_layers
             + (2 * self._head * len(prompts) + 4 * queries * pairs + states) / self.flops
@@ -96,7 +96,7 @@ class Limit:
         return 2 * parameters / (2 * self.flops if fp8 else self.flops)
 
 
-def _flops_of_state(mixer: Mixer | None) -> int:
+def flops_of_state(mixer: Mixer | None) -> int:
     """FLOPs of a prompt's token in a state: through its matrix, and among the tokens of a chunk."""
     match mixer:
         case GatedDeltaNet():
