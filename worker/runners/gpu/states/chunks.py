@@ -41,7 +41,7 @@ class _Widths:
         self._multiprocessors = device.multiprocessors
         self._shared = shared
         self._kernels = [
-            (width, kernels.function(width.name, arguments, shared=shared).many) for width in widths
+            (width, kernels.function(width.name, arguments, shared=shared).few) for width in widths
         ]
 
     def __call__(self, columns: int, pieces: int, *arguments: int) -> None:
@@ -94,7 +94,7 @@ class DeltaChunks:
     ) -> None:  # fmt: skip
         kernels = KernelPairs(device, source)
         self._prepared = _operands(keys) + _RECORD + _DIAGONAL
-        self._prepare = kernels.function("delta_prepare", "PPiPiPPPPPPPiii", shared=self._prepared).many
+        self._prepare = kernels.function("delta_prepare", "PPiPiPPPPPPPiii", shared=self._prepared).few
         stage = _operands(keys) + _RECORD
         self._stages = 2 if device.hopper and 2 * stage <= _HOPPER_SHARED else 1
         self._scan = _Widths(

@@ -8,6 +8,7 @@ from nightmill.worker.runners.gpu.device.sources import Source, source_of
 from nightmill.worker.runners.gpu.states.chunks import Chunked, controls_of
 from nightmill.worker.runners.gpu.states.convolution import Convolution, columns_from, convolution_refusal
 from nightmill.worker.runners.gpu.states.operands import LayerStates, MixerWeights, StepPieces
+from nightmill.worker.runners.gpu.states.recurrent import Recurrent
 
 __all__ = ["Mamba"]
 
@@ -25,11 +26,10 @@ class Mamba:
         self._mixer = mixer
         self._work = Buffer(work, (rows, mixer.convolved), FLOAT)
         self._convolution = Convolution(device, mixer.kernel)
-        self._recurrent = KernelPairs(device, source_of("mamba_recurrent", *_sizes(mixer))).function(
-            "mamba_recurrent", "PPiPiPPPPPPPPii"
-        )
-        size = mixer.state_size * mixer.head_dim
-        self._threads = 32 * (16 if size > 128 * 128 else 8 if size >= 64 * 64 else 4)
+        self._recurrent = Recurrent(
+            device, source_of("mamba_recurrent", *_sizes(mixer)), "mamba_recurrent", "PPiPiPPPPPPPPiii",
+            rows=mixer.state_size, columns=mixer.head_dim, heads=mixer.heads,
+        )  # fmt: skip
         self._chunked = Chunked(
             device, source_of("mamba_chunked", *_sizes(mixer)), "mamba_chunked", "PPiPiPPPPPPPPii",
             keys=mixer.state_size, values=mixer.head_dim, heads=mixer.heads,
@@ -80,9 +80,7 @@ class Mamba:
         )  # fmt: skip
         drawn, prompts = pieces.drawn, pieces.prompts
         if drawn.count:
-            self._recurrent.of(drawn.count)(
-                (heads, drawn.count), (self._threads, 1, 1), *through, *drawn.addresses, heads, groups
-            )
+            self._recurrent(drawn.count, *through, *drawn.addresses, drawn.count, heads, groups)
         if prompts.count:
             self._chunked(prompts.count, *through, *prompts.addresses, heads, groups)
         for some, rows, whole in ((drawn, drawn.count, 0), (prompts, prompts.rows, 1)):
