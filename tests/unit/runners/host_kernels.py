@@ -70,6 +70,7 @@ class HostDevice:
     """In place of `Device`."""
 
     hopper = False  # there are no clusters
+    compute_capability = (8, 0)
     multiprocessors = 40
 
     def __init__(self, element: Element = Element.F16, kv: KvFormat = KvFormat.ELEMENT) -> None:
