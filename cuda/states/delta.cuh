@@ -9,8 +9,8 @@ struct alignas(16) Record {
     Times times;
 };
 
-// `own`, the values, become what tokens write; `mixed`, Q S, what they read; `known` is K S. `written`: the former as left operands.
-static __device__ __forceinline__ void solve(Tokens& own, Tokens& mixed, const Tokens& known, Record& record, Parts (&written)[4]) {
+// `own`, the values, become what tokens write; `known` is K S. `written`: the former as left operands.
+static __device__ __forceinline__ void solve(Tokens& own, const Tokens& known, Record& record, Parts (&written)[4]) {
     const Times& times = record.times;
     const Triangle before{record.before};
     const int t = threadIdx.x % 4;
@@ -19,9 +19,7 @@ static __device__ __forceinline__ void solve(Tokens& own, Tokens& mixed, const T
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int token = 8 * tile + 2 * t + i % 2;
-            const float kept = times.kept[token];
-            own.tiles[tile][i] = times.weight[token] * (own.tiles[tile][i] - kept * known.tiles[tile][i]);
-            mixed.tiles[tile][i] *= kept;
+            own.tiles[tile][i] = times.weight[token] * (own.tiles[tile][i] - times.kept[token] * known.tiles[tile][i]);
         }
 #pragma unroll
     for (int block = 0; block < 4; ++block) {
@@ -36,6 +34,15 @@ static __device__ __forceinline__ void solve(Tokens& own, Tokens& mixed, const T
         multiply(low, high, left, before.right(block, block));
         written[block] = left_of(low, high);
     }
+}
+
+// `mixed`, Q S, becomes what tokens read.
+static __device__ __forceinline__ void read(Tokens& mixed, Record& record, const Parts (&written)[4]) {
+    const int t = threadIdx.x % 4;
+#pragma unroll
+    for (int tile = 0; tile < 8; ++tile)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) mixed.tiles[tile][i] *= record.times.kept[8 * tile + 2 * t + i % 2];
     mixed.read(written, {record.reading});
 }
 

@@ -228,7 +228,8 @@ static __device__ __forceinline__ void scan(unsigned char* shared, float* convol
                 }
             }
             Parts written[4];
-            solve(own, mixed, known, stage.record, written);
+            solve(own, known, stage.record, written);
+            read(mixed, stage.record, written);
             mixed.store(values, channels, length);
             weigh(own, stage.record.times, written);
             held.scale(stage.record.times.kept[CHUNK - 1]);

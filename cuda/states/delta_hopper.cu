@@ -52,7 +52,22 @@ static __device__ __forceinline__ void start_products(Tokens& result, const Part
     }
 }
 
-// The state += what tokens write times rows of keys.
+// Starts result (+)= 64 rows of the state times that tile of keys or queries; `left`: room for its left operands, until it is done.
+static __device__ __forceinline__ void start_tile(Tokens& result, Parts (&left)[4], const HeldColumns<KEY_DIM>& state,
+                                                  const unsigned char* rows, int tile) {
+#pragma unroll
+    for (int step = 0; step < 4; ++step)
+        left[step] = left_of(state.tiles[8 * tile + 2 * step], state.tiles[8 * tile + 2 * step + 1]);
+    wgmma_begin();
+    start_products(result, left, rows + tile * TILE, tile > 0);
+    wgmma_commit();
+}
+static __device__ __forceinline__ void finish(Tokens& result) {
+    wgmma_wait<0>();
+    wgmma_keep(reinterpret_cast<float(&)[32]>(result.tiles));
+}
+
+// Starts: the state += what tokens write times rows of keys.
 static __device__ __forceinline__ void start_addition(HeldColumns<KEY_DIM>& held, const Parts (&written)[4], const unsigned char* rows) {
     float(&sums)[KEY_DIM / 2] = reinterpret_cast<float(&)[KEY_DIM / 2]>(held.tiles);
     const uint64_t high = tile_descriptor(shared_address(rows), TILE), low = tile_descriptor(shared_address(rows) + PART, TILE);
@@ -127,31 +142,32 @@ static __device__ __forceinline__ void scan(unsigned char* shared, float* convol
         Tokens own, mixed, known;
         int stride = channels;
         asm volatile("" : "+r"(stride));
+        Parts left[4];  // for all tiles at once there are not enough registers
 #pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {  // more at once would take too many registers
-            Parts left[4];
-#pragma unroll
-            for (int step = 0; step < 4; ++step)
-                left[step] = left_of(held.tiles[8 * tile + 2 * step], held.tiles[8 * tile + 2 * step + 1]);
-            wgmma_begin();
-            start_products(known, left, stage.keys + tile * TILE, tile > 0);
-            start_products(mixed, left, stage.queries + tile * TILE, tile > 0);
-            wgmma_commit();
-            wgmma_wait<0>();
-            wgmma_keep(reinterpret_cast<float(&)[32]>(known.tiles));
-            wgmma_keep(reinterpret_cast<float(&)[32]>(mixed.tiles));
+        for (int tile = 0; tile < TILES; ++tile) {
+            start_tile(known, left, held, stage.keys, tile);
+            finish(known);
         }
+        start_tile(mixed, left, held, stage.queries, 0);  // meanwhile: what tokens write
         float* const values = all_head_values + static_cast<int64_t>(first) * stride;
         own.load(next.rows[0], Values::STRIDE, length);
         if (left_over > 0) next.copy(values + static_cast<int64_t>(CHUNK) * stride, stride, min(left_over, CHUNK));
-        Parts written[4], kept[4];
-        solve(own, mixed, known, stage.record, written);
+        Parts written[4];
+        solve(own, known, stage.record, written);
+        finish(mixed);
+#pragma unroll
+        for (int tile = 1; tile < TILES; ++tile) {
+            start_tile(mixed, left, held, stage.queries, tile);
+            finish(mixed);
+        }
+        read(mixed, stage.record, written);
+        mixed.store(values, stride, length);
+        Parts kept[4];
         weigh(own, stage.record.times, kept);
         held.scale(stage.record.times.kept[CHUNK - 1]);
         wgmma_begin();
         start_addition(held, kept, stage.keys);
         wgmma_commit();
-        mixed.store(values, stride, length);
         wgmma_wait<0>();
         wgmma_keep(reinterpret_cast<float(&)[KEY_DIM / 2]>(held.tiles));
         __syncthreads();  // nobody reads the chunk any more
