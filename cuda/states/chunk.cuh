@@ -249,9 +249,16 @@ struct Tokens {
         });
     }
     __device__ __forceinline__ void store(float* target, int stride, int length) {
-        each([&](float& value, int token, int row) {
-            if (token < length) target[static_cast<int64_t>(token) * stride + row] = value;
-        });
+        const int t = threadIdx.x % 4;
+        int at = 2 * t * stride + threadIdx.x % 32 / 4;
+#pragma unroll
+        for (int tile = 0; tile < 8; ++tile) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (8 * tile + 2 * t + i % 2 < length) target[at + i % 2 * stride + 8 * (i / 2)] = tiles[tile][i];
+            at += 8 * stride;
+            asm volatile("" : "+r"(at));  // or all addresses are made first, for which there are not enough registers
+        }
     }
     __device__ __forceinline__ void clear() {
         each([](float& value, int, int) { value = 0.0f; });

@@ -19,7 +19,7 @@
 //                  where shared memory suffices for two (`stages`)
 //
 // FLOPs of a chunk and head of 128 x 128: 27 million of tensor cores (three products of each), at 0.2 MB that move.
-#include "states/chunk.cuh"
+#include "states/delta.cuh"
 
 static constexpr float LEAST_LENGTH = 1e-6f;  // added to squares of lengths
 
@@ -27,12 +27,6 @@ using Operand = Rows64<KEY_DIM>;
 
 // Blocks of 16 x 16 on the diagonal of A, before they are inverted.
 using Diagonal = float[4][16][17];
-
-// Of a chunk and value head.
-struct alignas(16) Record {
-    unsigned char before[Triangle::BYTES], reading[Triangle::BYTES];
-    Times times;
-};
 
 // Rows of q or k, divided by their lengths, to shared memory and, in parts, back to where they were.
 template <int WARPS>
@@ -189,7 +183,7 @@ static __device__ __forceinline__ void scan(unsigned char* shared, float* convol
                                             const Piece& piece, int heads, int key_heads, int stages) {
     constexpr int PER_HEAD = VALUE_DIM / (16 * COLUMN_WARPS);  // blocks
     Stage* const chunks = reinterpret_cast<Stage*>(shared);
-    const int warp = threadIdx.x / 32, t = threadIdx.x % 4;
+    const int warp = threadIdx.x / 32;
     const int head = blockIdx.x / PER_HEAD, key_head = head % key_heads;
     const int column = (blockIdx.x % PER_HEAD * COLUMN_WARPS + warp) * 16;  // of this warp
     const int all_keys = key_heads * KEY_DIM, channels = 2 * all_keys + heads * VALUE_DIM;
@@ -222,8 +216,6 @@ static __device__ __forceinline__ void scan(unsigned char* shared, float* convol
         if (has_columns) {
             Stage& stage = chunks[first / CHUNK % stages];
             const Operand keys{stage.keys}, queries{stage.queries};
-            const Triangle before{stage.record.before}, reading{stage.record.reading};
-            const Times& times = stage.record.times;
             mixed.clear();
             known.clear();
 #pragma unroll
@@ -235,34 +227,12 @@ static __device__ __forceinline__ void scan(unsigned char* shared, float* convol
                     multiply(mixed.tiles[2 * block], mixed.tiles[2 * block + 1], left, queries.right(16 * block, at));
                 }
             }
-#pragma unroll
-            for (int tile = 0; tile < 8; ++tile)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int token = 8 * tile + 2 * t + i % 2;
-                    const float kept = times.kept[token];
-                    own.tiles[tile][i] = times.weight[token] * (own.tiles[tile][i] - kept * known.tiles[tile][i]);
-                    mixed.tiles[tile][i] *= kept;
-                }
             Parts written[4];
-#pragma unroll
-            for (int block = 0; block < 4; ++block) {
-                float(&low)[4] = own.tiles[2 * block];
-                float(&high)[4] = own.tiles[2 * block + 1];
-#pragma unroll
-                for (int earlier = 0; earlier < block; ++earlier)
-                    multiply(low, high, written[earlier], before.right(block, earlier));
-                const Parts left = left_of(low, high);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) low[i] = high[i] = 0.0f;
-                multiply(low, high, left, before.right(block, block));
-                written[block] = left_of(low, high);
-            }
-            mixed.read(written, reading);
+            solve(own, known, stage.record, written);
+            read(mixed, stage.record, written);
             mixed.store(values, channels, length);
-#pragma unroll
-            for (int block = 0; block < 4; ++block) written[block] = own.left(block, times.last);
-            held.scale(times.kept[CHUNK - 1]);
+            weigh(own, stage.record.times, written);
+            held.scale(stage.record.times.kept[CHUNK - 1]);
             held.add(written, keys);
         }
         __syncthreads();  // nobody reads the chunk any more

@@ -6,7 +6,7 @@ from nightmill.jobs.errors import RunnerError
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import KernelPairs
 from nightmill.worker.runners.gpu.device.operands import Buffer
-from nightmill.worker.runners.gpu.device.sources import Source
+from nightmill.worker.runners.gpu.device.sources import Source, source_of
 from nightmill.worker.runners.gpu.states.operands import Pieces
 
 __all__ = ["DeltaChunks", "MambaChunks", "controls_of"]
@@ -17,6 +17,8 @@ _TRIANGLE = 2 * 2 * 10 * 16 * 16  # ... of a triangle of 64 x 64 in two parts, .
 _PRODUCTS = 4 * 10 * 16 * 16  # ... of one of floats, ...
 _DIAGONAL = 4 * 4 * 16 * 17  # ... and of blocks that are inverted: see chunk.cuh and the kernels
 _RECORD = 2 * _TRIANGLE + _TIMES
+_TILE = 1024  # bytes that tiles of wgmma are aligned to
+_VALUES = 4 * _TOKENS * 20 // 16  # bytes of a column's values in a chunk: see delta_hopper.cu
 _NARROW = 32  # columns
 _PREPARING = (256, 1, 1)  # threads
 _MOST_PIECES = 64  # whose chunks are prepared at the same time
@@ -85,22 +87,36 @@ def _widths(name: str, columns: int, stage: int, beside: int = 0) -> list[_Width
 
 
 class DeltaChunks:
-    """Launches `delta_chunked.cu`.
+    """Launches `delta_chunked.cu`, and what there is of `delta_hopper.cu`.
 
     records  the address of `bytes`
     """
 
     def __init__(
-        self, device: Device, source: Source, *, keys: int, values: int, key_heads: int, heads: int,
-        records: int,
+        self, device: Device, options: tuple[str, str], *, keys: int, values: int, key_heads: int,
+        heads: int, records: int,
     ) -> None:  # fmt: skip
-        kernels = KernelPairs(device, source)
+        kernels = KernelPairs(device, source_of("delta_chunked", *options))
         self._shared = _operands(keys) + _RECORD + _DIAGONAL
         self._prepare = kernels.function("delta_prepare", "PPiPiPPPPPPPiii", shared=self._shared).few
-        widths = _widths("delta_scan", values, _operands(keys) + _RECORD)
+        if device.hopper and self.has_hopper(keys, values):
+            stage = -(-(_parts_of(keys) + _RECORD) // _TILE) * _TILE
+            widths = [
+                _Width(name, columns, 2 * columns, stage, columns * _VALUES)
+                for name, columns in (("delta_hopper_wide", 128), ("delta_hopper_narrow", 64))
+                if columns <= values
+            ]
+            kernels = KernelPairs(device, source_of("delta_hopper", *options))
+        else:
+            widths = _widths("delta_scan", values, _operands(keys) + _RECORD)
         self._scan = _Scan(device, kernels, "PPPPPPPiii", widths)
         self._heads, self._key_heads, self._columns = heads, key_heads, heads * values
         self._records = records
+
+    @staticmethod
+    def has_hopper(keys: int, values: int) -> bool:
+        """Return whether Hopper has kernels of its own for heads of these sizes."""
+        return keys in (64, 128) and values in (64, 128)
 
     @staticmethod
     def bytes(rows: int, heads: int) -> int:
@@ -190,8 +206,13 @@ def _most_chunks(rows: int) -> int:
 
 
 def _operands(keys: int) -> int:
+    """Bytes of keys and queries of a chunk, in padded rows."""
+    return _parts_of(keys + 8)
+
+
+def _parts_of(keys: int) -> int:
     """Bytes of keys and queries of a chunk, each in two parts of two bytes."""
-    return 2 * 2 * 2 * _TOKENS * (keys + 8)
+    return 2 * 2 * 2 * _TOKENS * keys
 
 
 def controls_of(controls: Buffer) -> tuple[int, int]:

@@ -31,15 +31,18 @@ class DeltaNet:
             rows=mixer.key_dim, columns=mixer.value_dim, heads=mixer.value_heads,
         )  # fmt: skip
         self._chunks = DeltaChunks(
-            device, source_of("delta_chunked", *_sizes(mixer)), keys=mixer.key_dim, values=mixer.value_dim,
-            key_heads=mixer.key_heads, heads=mixer.value_heads, records=work + _rows_bytes(mixer, rows),
+            device, _sizes(mixer), keys=mixer.key_dim, values=mixer.value_dim, key_heads=mixer.key_heads,
+            heads=mixer.value_heads, records=work + _rows_bytes(mixer, rows),
         )  # fmt: skip
         self._norm = KernelPairs(device, source_of("gated_norm")).function("norm_then_gate", "PiPiPfPPPPiiiP")
 
     @staticmethod
-    def sources(mixer: GatedDeltaNet) -> list[Source]:
+    def sources(mixer: GatedDeltaNet, *, hopper: bool = False) -> list[Source]:
         """List the kernel files for a mixer; those that take longest to compile first."""
-        sized = [source_of(name, *_sizes(mixer)) for name in ("delta_chunked", "delta_recurrent")]
+        names = ["delta_chunked", "delta_recurrent"]
+        if hopper and DeltaChunks.has_hopper(mixer.key_dim, mixer.value_dim):
+            names.insert(0, "delta_hopper")
+        sized = [source_of(name, *_sizes(mixer)) for name in names]
         return [*sized, Convolution.source(mixer.kernel), source_of("gated_norm")]
 
     @staticmethod
