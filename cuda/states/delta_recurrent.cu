@@ -51,20 +51,22 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 16 / WARPS)
     auto state_of = [&](const Piece& piece, int head) {
         return states + (static_cast<int64_t>(piece.slot) * heads + head) * (KEY_DIM * VALUE_DIM);
     };
-    Piece next;
-    auto ask = [&](int task) {
-        if (task >= count * heads) return;
-        next = pieces[task / heads];
-        if (next.length > 0) matrix.ask(room, state_of(next, task % heads), next.start > 0);
+    const int tasks = count * heads, step = gridDim.x;
+    auto piece_of = [&](int task) { return task < tasks ? pieces[task / heads] : Piece{0, 0, 0, 0}; };
+    auto ask = [&](const Piece& piece, int task) {
+        if (piece.length > 0) matrix.ask(room, state_of(piece, task % heads), piece.start > 0);
     };
-    ask(blockIdx.x);
+    Piece next = piece_of(blockIdx.x);
+    ask(next, blockIdx.x);
     int turn = 0;  // of two: others may still read the keys and queries of the token before
-    for (int task = blockIdx.x; task < count * heads; task += gridDim.x) {
+    for (int task = blockIdx.x; task < tasks; task += step) {
         const Piece piece = next;
         const int head = task % heads, key_head = head % key_heads;
-        if (piece.length > 0) matrix.take(room);
-        ask(task + gridDim.x);
-        if (piece.length == 0) continue;
+        next = piece_of(task + step);
+        if (piece.length == 0) {
+            ask(next, task + step);
+            continue;
+        }
         const float bias = time_step_bias[head], decay = decays[head];
         for (int token = 0; token < piece.length; ++token, turn ^= 1) {
             const int row = piece.row + token;
@@ -75,6 +77,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 16 / WARPS)
             const float4 v = *reinterpret_cast<const float4*>(qkv + 2 * all_keys + head * VALUE_DIM + column);
             const float beta = sigmoid(controls(row, head));
             const float kept = expf(decay * softplus(controls(row, heads + head) + bias));
+            if (token == 0) {  // only now: what is small was asked for before the block waits for the matrix
+                matrix.take(room);
+                ask(next, task + step);
+            }
             __syncthreads();
             float4 with_key = make_float4(0.0f, 0.0f, 0.0f, 0.0f), with_query = with_key;
 #pragma unroll
