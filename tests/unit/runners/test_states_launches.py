@@ -1,6 +1,7 @@
 """The launches of models whose layers hold states, on a driver that computes nothing."""
 
 import json
+import runpy
 import sys
 from contextlib import closing
 from dataclasses import replace
@@ -8,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import budget, engine
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import GatedDeltaNet, Mamba2, ShortConv
@@ -89,7 +89,7 @@ def test_benchmarks_count_states(
     report = tmp_path / "report.json"
     asked = ["--context", "64", "--batch", "4", "--prefill", "2048", "--json", str(report)]
     monkeypatch.setattr(sys, "argv", ["budget", path, *asked])
-    budget.main()
+    runpy.run_module("benchmarks.budget", run_name="__main__")
     lines = json.loads(report.read_text())
     states = 2 * shape.file()[2].state_bytes
     for step, sequences in (("decode 4", 4), ("prefill", 2)):
@@ -101,7 +101,7 @@ def test_benchmarks_count_states(
         assert counted >= {one for one in found if one not in ("step", "gather_tokens", "scale_logits")}
     capsys.readouterr()
     monkeypatch.setattr(sys, "argv", ["engine", path, "single", "prefill128", "--quick", "--repeat", "1"])
-    engine.main()
+    runpy.run_module("benchmarks.engine", run_name="__main__")
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [one["workload"] for one in printed] == ["single", "prefill128"]
     assert all(one["of_limit"] > 0 and one["slots"] in (1, 128) for one in printed)
