@@ -64,8 +64,11 @@ class Mamba:
         out: Buffer,
     ) -> None:  # fmt: skip
         """Queue it as `Mixer` says."""
-        mixer = self._mixer
-        self._convolution(columns_from(x, mixer.inner), mixer.convolved, weights, states, pieces, self._work)
+        inner, channels = columns_from(x, self._mixer.inner), self._mixer.convolved
+        convolution = self._convolution
+        convolution.drawn(inner, channels, weights, states, pieces.drawn, self._work)
+        convolution.prompts(inner, channels, weights, states, pieces.prompts, self._work)
+        convolution.keep(inner, channels, states, pieces.prompts)
         self.recur(x, controls, weights, states, pieces, out)
 
     def recur(
