@@ -26,9 +26,15 @@ class DeltaNet:
         self._mixer = mixer
         self._work = Buffer(work, (rows, mixer.convolved), FLOAT)
         self._convolution = Convolution(device, mixer.kernel)
+        recurrent = self._recurrent_source(mixer)
+        sizes = {"rows": mixer.key_dim, "columns": mixer.value_dim}
+        arguments = "PPiPPPiPPPfPPPPPiiiP"
         self._recurrent = Recurrent(
-            device, source_of("delta_recurrent", *delta_sizes(mixer)), "delta_recurrent",
-            "PPiPiPPPfPPPPPiiiP", rows=mixer.key_dim, columns=mixer.value_dim, heads=mixer.value_heads,
+            device, recurrent, "delta_recurrent", arguments, **sizes, heads=mixer.value_heads
+        )
+        self._fused = Recurrent(
+            device, recurrent, "delta_recurrent_fused", arguments, **sizes, heads=mixer.key_heads,
+            turns=mixer.value_heads // mixer.key_heads,
         )  # fmt: skip
         self._chunks = DeltaChunks(device, mixer, work + _rows_bytes(mixer, rows))
         self._norm = KernelPairs(device, source_of("gated_norm")).function("norm_then_gate", "PiPiPfPPPPiiiP")
@@ -37,8 +43,12 @@ class DeltaNet:
     def sources(mixer: GatedDeltaNet, *, hopper: bool = False) -> list[Source]:
         """List the kernel files for a mixer; those that take longest to compile first."""
         of_chunks = DeltaChunks.sources(mixer, hopper=hopper)
-        recurrent = source_of("delta_recurrent", *delta_sizes(mixer))
-        return [*of_chunks, recurrent, Convolution.source(mixer.kernel), source_of("gated_norm")]
+        return [
+            *of_chunks,
+            DeltaNet._recurrent_source(mixer),
+            Convolution.source(mixer.kernel),
+            source_of("gated_norm"),
+        ]
 
     @staticmethod
     def refusal(mixer: GatedDeltaNet) -> str | None:
@@ -61,7 +71,8 @@ class DeltaNet:
     ) -> None:  # fmt: skip
         """Queue it as `Mixer` says."""
         channels, keys, convolution = self._mixer.convolved, self._mixer.keys, self._convolution
-        convolution.drawn(x, channels, weights, states, pieces.drawn, self._work)
+        if not self._fuses(pieces.drawn.count):
+            convolution.drawn(x, channels, weights, states, pieces.drawn, self._work)
         convolution.prompts(x, channels, weights, states, pieces.prompts, self._work, first=2 * keys)
         self.recur(x, controls, weights, states, pieces, out)
         convolution.keep(x, channels, states, pieces.prompts)
@@ -70,15 +81,17 @@ class DeltaNet:
         self, x: Buffer, controls: Buffer, weights: MixerWeights, states: LayerStates, pieces: StepPieces,
         out: Buffer,
     ) -> None:  # fmt: skip
-        """Queue what follows on the convolution, which of prompts leaves queries and keys to this."""
+        """Queue what follows on the convolution, or has it inside."""
         mixer, work, heads = self._mixer, self._work.address, self._mixer.value_heads
         steering = controls_of(controls)
         drawn, prompts = pieces.drawn, pieces.prompts
         if drawn.count:
-            self._recurrent(
-                drawn.count, work, x.address, x.shape[1], *steering, weights.time_step_bias.address,
-                weights.decay.address, weights.norm.address, mixer.norm.eps, states.matrix, *drawn.addresses,
-                drawn.count, heads, mixer.key_heads, out.address,
+            recurrent = self._fused if self._fuses(drawn.count) else self._recurrent
+            recurrent(
+                drawn.count, work, x.address, x.shape[1], states.inputs, weights.convolution.address,
+                *steering, weights.time_step_bias.address, weights.decay.address, weights.norm.address,
+                mixer.norm.eps, states.matrix, *drawn.addresses, drawn.count, heads, mixer.key_heads,
+                out.address,
             )  # fmt: skip
         if prompts.count:
             self._chunks(x, steering, weights, states, work, prompts)
@@ -88,6 +101,18 @@ class DeltaNet:
                 columns_from(x, mixer.convolved).address, x.shape[1], weights.norm.address, mixer.norm.eps,
                 *prompts.addresses, 1, heads, mixer.value_dim, out.address,
             )  # fmt: skip
+
+    def _fuses(self, drawn: int) -> bool:
+        """Return whether so many pieces are convolved in the recurrence.
+
+        Its blocks have all value heads of a key head, whose number may divide less well among them: 5% more
+        is what the launch and the bytes of a convolution cost at least.
+        """
+        return 20 * self._fused.rounds(drawn) <= 21 * self._recurrent.rounds(drawn)
+
+    @staticmethod
+    def _recurrent_source(mixer: GatedDeltaNet) -> Source:
+        return source_of("delta_recurrent", *delta_sizes(mixer), f"-DTAPS={mixer.kernel}")
 
 
 def _rows_bytes(mixer: GatedDeltaNet, rows: int) -> int:
