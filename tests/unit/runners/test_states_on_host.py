@@ -56,6 +56,10 @@ def test_bits_depend_on_what_came_before_alone(
     on_gpu.cut(trial, 70, (64,))
     on_gpu.again(trial, 3)
     on_gpu.beside(trial, [Piece(66, 64)], 3)
+    device.multiprocessors = 1  # several drawn pieces are convolved in the recurrence, one is not
+    on_gpu.beside(trial, [], 3)
+    if kind == "delta":
+        assert launched >= {"delta_recurrent", "delta_recurrent_fused"}
     widths = {name.rpartition("_")[2] for name in launched} & {"wide", "narrow"}
     assert widths == (set() if kind == "short" else {"wide", "narrow"})
 
