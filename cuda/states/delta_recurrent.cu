@@ -44,30 +44,41 @@ struct Convolved {
     static constexpr int WIDEST = KEY_DIM > VALUE_DIM ? KEY_DIM : VALUE_DIM, EACH = WIDEST / 32;
 
     float before[3][KEPT][WIDEST];  // a ring: the oldest at `token % KEPT`; a lane has every 32nd channel
+    float taps[3][TAPS][WIDEST];
 
-    // What the state holds.
-    __device__ __forceinline__ void load(int which, int size, const float* inputs, int channels, bool present) {
-        each(size, [&](int at) {
+    // What the state holds, and the weight; all of it is asked for at once.
+    __device__ __forceinline__ void load(int which, int size, const float* inputs, const float* weight, int channels, bool present) {
+        float given[EACH][KEPT], of_channel[EACH][TAPS];
+        each(size, [&](int i, int at) {
 #pragma unroll
-            for (int i = 0; i < KEPT; ++i) before[which][i][at] = present ? inputs[static_cast<int64_t>(i) * channels + at] : 0.0f;
+            for (int j = 0; j < KEPT; ++j) given[i][j] = present ? inputs[static_cast<int64_t>(j) * channels + at] : 0.0f;
+#pragma unroll
+            for (int tap = 0; tap < TAPS; ++tap) of_channel[i][tap] = weight[at * TAPS + tap];
+        });
+        each(size, [&](int i, int at) {
+#pragma unroll
+            for (int j = 0; j < KEPT; ++j) before[which][j][at] = given[i][j];
+#pragma unroll
+            for (int tap = 0; tap < TAPS; ++tap) taps[which][tap][at] = of_channel[i][tap];
         });
     }
     __device__ __forceinline__ void store(int which, int size, float* inputs, int channels, int length) const {
-        each(size, [&](int at) {
+        each(size, [&](int, int at) {
 #pragma unroll
             for (int i = 0; i < KEPT; ++i) inputs[static_cast<int64_t>(i) * channels + at] = before[which][(length + i) % KEPT][at];
         });
     }
     // With the bits of `convolution.cu`.
-    __device__ __forceinline__ void next(int which, int size, const Element* x, const float* weight, int token, float* target) {
-        each(size, [&](int at) {
-            const float input = to_float(x[at]);
-            const float* const taps = weight + at * TAPS;
-            float sum = __fmul_rn(before[which][token % KEPT][at], taps[0]);
+    __device__ __forceinline__ void next(int which, int size, const Element* x, int token, float* target) {
+        float input[EACH];
+        each(size, [&](int i, int at) { input[i] = to_float(x[at]); });
+        each(size, [&](int i, int at) {
+            float sum = __fmul_rn(before[which][token % KEPT][at], taps[which][0][at]);
 #pragma unroll
-            for (int tap = 1; tap < KEPT; ++tap) sum = __fmaf_rn(before[which][(token + tap) % KEPT][at], taps[tap], sum);
-            before[which][token % KEPT][at] = input;
-            target[at] = silu(__fmaf_rn(input, taps[KEPT], sum));
+            for (int tap = 1; tap < KEPT; ++tap)
+                sum = __fmaf_rn(before[which][(token + tap) % KEPT][at], taps[which][tap][at], sum);
+            before[which][token % KEPT][at] = input[i];
+            target[at] = silu(__fmaf_rn(input[i], taps[which][KEPT][at], sum));
         });
     }
 
@@ -76,7 +87,7 @@ private:
     static __device__ __forceinline__ void each(int size, Take take) {
 #pragma unroll
         for (int i = 0; i < EACH; ++i)
-            if (static_cast<int>(i * 32 + threadIdx.x % 32) < size) take(i * 32 + threadIdx.x % 32);
+            if (static_cast<int>(i * 32 + threadIdx.x % 32) < size) take(i, static_cast<int>(i * 32 + threadIdx.x % 32));
     }
 };
 
@@ -117,15 +128,16 @@ static __device__ __forceinline__ void run(unsigned char* room, const float* con
         const int first = warp == 0 ? key_head * KEY_DIM : warp == 1 ? all_keys + key_head * KEY_DIM : 2 * all_keys + head * VALUE_DIM;
         const int size = warp < 2 ? KEY_DIM : VALUE_DIM;
         float* const before = inputs + static_cast<int64_t>(piece.slot) * KEPT * channels + first;
-        if (FUSED && warp < 3 && piece.length > 0) made.load(warp, size, before, channels, piece.start > 0);
+        if (FUSED && warp < 3 && piece.length > 0)
+            made.load(warp, size, before, weight + static_cast<int64_t>(first) * TAPS, channels, piece.start > 0);
         for (int token = 0; token < piece.length; ++token, turn ^= 1) {
             const int row = piece.row + token;
             float *const q = queries[turn], *const k = keys[turn];
             float4 v;
             if (FUSED) {
                 if (warp < 3)
-                    made.next(warp, size, x + static_cast<int64_t>(row) * stride + first, weight + static_cast<int64_t>(first) * TAPS,
-                               token, warp == 0 ? q : warp == 1 ? k : all_v[turn]);
+                    made.next(warp, size, x + static_cast<int64_t>(row) * stride + first, token,
+                              warp == 0 ? q : warp == 1 ? k : all_v[turn]);
                 if (warp == 0) divide_by_length(q, 1.0f / sqrtf(static_cast<float>(KEY_DIM)), q);
                 if (warp == 1) divide_by_length(k, 1.0f, k);
             } else {

@@ -91,7 +91,7 @@ class ShortConvolution:
         self._convolution = Convolution(device, mixer.kernel, short=True)
 
     @staticmethod
-    def sources(mixer: ShortConv) -> list[Source]:
+    def sources(mixer: ShortConv, *, hopper: bool = False) -> list[Source]:
         """List the kernel files for a mixer."""
         return [Convolution.source(mixer.kernel, short=True)]
 

@@ -38,7 +38,7 @@ class Mamba:
         self._norm = KernelPairs(device, source_of("gated_norm")).function("gate_then_norm", "PiPiPfPPPPiiiP")
 
     @staticmethod
-    def sources(mixer: Mamba2) -> list[Source]:
+    def sources(mixer: Mamba2, *, hopper: bool = False) -> list[Source]:
         """List the kernel files for a mixer; those that take longest to compile first."""
         sized = [source_of(name, *_sizes(mixer)) for name in ("mamba_chunked", "mamba_recurrent")]
         return [*sized, Convolution.source(mixer.kernel), source_of("gated_norm")]
