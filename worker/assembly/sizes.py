@@ -67,15 +67,13 @@ def max_sequences(settings: Settings) -> int:
     return settings.max_sequences or defaults_of(settings).sequences
 
 
-def interactive_slots(settings: Settings) -> int:
-    """Slots that only interactive jobs may have: a sixteenth of the sequences, if there are two or more."""
-    running = max_sequences(settings)
+def interactive_slots(running: int) -> int:
+    """Slots that only interactive jobs may have: a sixteenth of those that run, if there are two or more."""
     return max(1, running // INTERACTIVE_SHARE) if running > 1 else 0
 
 
-def capacity(settings: Settings) -> int:
+def capacity(running: int) -> int:
     """Jobs that a worker claims at once: what runs, and enough to refill it while the next are claimed."""
-    running = max_sequences(settings)
     return running + max(4, running // 2)
 
 
@@ -136,6 +134,8 @@ class Fit:
     weights_in: str
     """The format in which weights are kept: never `auto`."""
     workspace: int
+    states: int
+    """Of layers that keep a state for each sequence, with copies of states that are kept."""
     cache_tokens: int
     sequences: dict[int, int]
     """Sequences that fit at once, by length in tokens, as in `Room`; so is `rate`, in output tokens/s."""
@@ -144,8 +144,9 @@ class Fit:
     def __str__(self) -> str:
         kept = WeightsFormat(self.weights_in).words
         return (
-            f"{self.weights / GIB:.2f} GiB of weights {kept}, {self.workspace / GIB:.2f} of workspace, and a "
-            f"cache of {self.cache_tokens:,} tokens, for {Room(self.sequences, self.rate)}"
+            f"{self.weights / GIB:.2f} GiB of weights {kept}, {self.workspace / GIB:.2f} of workspace, "
+            f"{f'{self.states / GIB:.2f} of states, ' if self.states else ''}and a cache of "
+            f"{self.cache_tokens:,} tokens, for {Room(self.sequences, self.rate)}"
         )
 
 
@@ -165,61 +166,35 @@ def fit(spec: ModelSpec, card: Card, settings: Settings, precision: Precision = 
 
     Raises RunnerError if the kernels do not take the model, or it does not fit.
     """
-    from nightmill.worker.runners.gpu.activations import LOGIT_ROWS, most_draws
-    from nightmill.worker.runners.gpu.catalogue import check_spec, workspace_bytes
+    from nightmill.worker.runners.gpu.catalogue import check_spec
     from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
-    from nightmill.worker.runners.gpu.memory import (
-        LEAST_TOKENS,
-        RunnerSizes,
-        allowed,
-        plan_memory,
-        tokens_of_a_step,
-    )
-    from nightmill.worker.runners.gpu.sampling.masks import MaskBuffers
-    from nightmill.worker.runners.gpu.sampling.slots import SlotTable
-    from nightmill.worker.runners.gpu.steps import StepBuffers
+    from nightmill.worker.runners.gpu.memory import RunnerSizes, allowed
+    from nightmill.worker.runners.gpu.planning import RunnerPlanner
     from nightmill.worker.runners.gpu.weights.choice import choose_weights
-    from nightmill.worker.runners.gpu.weights.layout import weight_bytes
 
-    budget = allowed(card.free, settings.gpu_memory)
-    precision, _ = choose_weights(spec, precision, budget)
+    precision, _ = choose_weights(spec, precision, allowed(card.free, settings.gpu_memory))
     check_spec(spec, precision)
     slots = settings.max_sequences or GPU.sequences
     context = min(settings.context or GPU.context, spec.context_length)
-    kept = SlotTable.bytes(slots, spec.vocab) + MaskBuffers.bytes(spec.vocab, LOGIT_ROWS)
 
-    def workspace(max_tokens: int) -> int:
-        step = StepBuffers.bytes(
-            max_tokens=max_tokens, max_draws=most_draws(slots), slots=slots, table_width=-(-context // PAGE),
-            max_pieces=slots,  # about so many; by the kernels' occupancy, for which a device is asked
-        )  # fmt: skip
-        return (
-            kept
-            + step
-            + workspace_bytes(
-                spec,
-                precision,
-                card.multiprocessors,
-                slots=slots,
-                max_context=context,
-                max_tokens=max_tokens,
-                max_draws=most_draws(slots),
-            )
-        )
+    def about_so_many(slots: int) -> int:
+        """Pieces of contexts: by the occupancy of kernels, for which a device is asked."""
+        return slots
 
-    weights, page = weight_bytes(spec, precision), page_bytes(spec, precision.kv)
-    most, least = GPU.tokens_of_a_step(slots), max(LEAST_TOKENS, slots)
-    tokens = tokens_of_a_step(most, least, workspace, budget - weights)
-    sizes = RunnerSizes(slots, context, max_tokens=tokens, gpu_memory=settings.gpu_memory)
-    plan = plan_memory(sizes, weights=weights, page=page, free=card.free, workspace=workspace(tokens))
+    sizes = RunnerSizes(
+        slots, context, max_tokens=GPU.tokens_of_a_step(slots), gpu_memory=settings.gpu_memory
+    )
+    plan = RunnerPlanner(spec, precision, card.multiprocessors, about_so_many).plan(sizes, card.free).memory
+    weights, page = plan.weights, page_bytes(spec, precision.kv)
     room = room_of(
         spec, GpuSpeed(card.peaks, card.multiprocessors), WeightsAndCache(weights, page, precision.weights),
-        pages=plan.kv_pages, slots=slots, context=context,
+        pages=plan.kv_pages, slots=plan.states.slots, context=context,
     )  # fmt: skip
     return Fit(
         weights=plan.weights,
         weights_in=precision.weights.value,
         workspace=plan.workspace,
+        states=plan.states.bytes,
         cache_tokens=plan.kv_pages * PAGE,
         sequences=room.sequences,
         rate=room.rate,
