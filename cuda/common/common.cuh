@@ -103,6 +103,11 @@ static __device__ __forceinline__ float gelu_times(float gate, float up) {
     return logistic_times(gate, __fmul_rn(gate, __fmaf_rn(__fmul_rn(gate, gate), CUBIC, LINEAR)), up);
 }
 
+// max(gate, 0)^2 * up; what is no number stays so.
+static __device__ __forceinline__ float relu_squared_times(float gate, float up) {
+    return gate < 0.0f ? 0.0f : __fmul_rn(__fmul_rn(gate, gate), up);
+}
+
 static __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }

@@ -69,7 +69,7 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
             precision=replace(precision_of(settings, model.file, spec), plain_products=model.plain_products),
             progress=model.progress,
         )
-        token_budget = cuda.max_tokens
+        token_budget, sequences = cuda.max_tokens, cuda.slots
         room = room_of(
             spec,
             GpuSpeed(cuda.device.peaks(), cuda.device.multiprocessors),
@@ -127,7 +127,7 @@ def _reference_runner(
 def describe(settings: Settings, model: LoadedModel, stats: EngineStats) -> str:
     """One line for the log: what serves what, and how much of it."""
     spec = model.spec
-    pages, sequences = stats.pages, max_sequences(settings)
+    pages, sequences = stats.pages, stats.sequences
     gpu = gpu_index(settings)
     if gpu is None:
         weights = WeightsFormat(settings.weights)
@@ -136,13 +136,12 @@ def describe(settings: Settings, model: LoadedModel, stats: EngineStats) -> str:
             kv=KvFormat(settings.kv),
         ).words
         runner = f"reference runner (NumPy){kept and f', {kept}'}"
-        sequences = choose_slots(spec, sequences)
     else:
         kept = precision_of(settings, model.file, spec).words
         runner = f"CUDA runner on GPU {gpu} in {element_of(settings, model)}{kept and f', {kept}'}"
-    states = f", states of {2 * sequences * spec.state_bytes:,} bytes" if spec.state_bytes else ""
+    states = f", each with a state of {spec.state_bytes:,} bytes" if spec.state_bytes else ""
     return (
         f"{model.name}: {spec.family}, {len(spec.layers)} layers of width {spec.width}, vocabulary "
         f"{spec.vocab:,}; {runner}, up to {sequences} sequences of "
-        f"{context_length(settings, spec):,} tokens, KV cache of {pages * PAGE_SIZE:,} tokens{states}"
+        f"{context_length(settings, spec):,} tokens{states}, KV cache of {pages * PAGE_SIZE:,} tokens"
     )

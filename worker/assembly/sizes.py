@@ -1,12 +1,14 @@
 """Sizes of a model's work: sequences, tokens and formats by the settings, and how much of it fits a GPU."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.errors import SettingsError
 from nightmill.worker.assembly.speed import GpuSpeed, Room, WeightsAndCache, room_of
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.runners.base import STATE_CHUNK
 from nightmill.worker.runners.gpu.device.device import device_count
 from nightmill.worker.runners.gpu.device.peaks import Peaks
 from nightmill.worker.runners.gpu.element_choice import choose_element
@@ -136,6 +138,8 @@ class Fit:
     weights_in: str
     """The format in which weights are kept: never `auto`."""
     workspace: int
+    states: int
+    """Of layers that keep a state for each sequence, with copies of states that are kept."""
     cache_tokens: int
     sequences: dict[int, int]
     """Sequences that fit at once, by length in tokens, as in `Room`; so is `rate`, in output tokens/s."""
@@ -144,8 +148,9 @@ class Fit:
     def __str__(self) -> str:
         kept = WeightsFormat(self.weights_in).words
         return (
-            f"{self.weights / GIB:.2f} GiB of weights {kept}, {self.workspace / GIB:.2f} of workspace, and a "
-            f"cache of {self.cache_tokens:,} tokens, for {Room(self.sequences, self.rate)}"
+            f"{self.weights / GIB:.2f} GiB of weights {kept}, {self.workspace / GIB:.2f} of workspace, "
+            f"{f'{self.states / GIB:.2f} of states, ' if self.states else ''}and a cache of "
+            f"{self.cache_tokens:,} tokens, for {Room(self.sequences, self.rate)}"
         )
 
 
@@ -173,10 +178,12 @@ def fit(spec: ModelSpec, card: Card, settings: Settings, precision: Precision = 
         RunnerSizes,
         allowed,
         plan_memory,
+        plan_states,
         tokens_of_a_step,
     )
     from nightmill.worker.runners.gpu.sampling.masks import MaskBuffers
     from nightmill.worker.runners.gpu.sampling.slots import SlotTable
+    from nightmill.worker.runners.gpu.states.memory import States
     from nightmill.worker.runners.gpu.steps import StepBuffers
     from nightmill.worker.runners.gpu.weights.choice import choose_weights
     from nightmill.worker.runners.gpu.weights.layout import weight_bytes
@@ -186,40 +193,40 @@ def fit(spec: ModelSpec, card: Card, settings: Settings, precision: Precision = 
     check_spec(spec, precision)
     slots = settings.max_sequences or GPU.sequences
     context = min(settings.context or GPU.context, spec.context_length)
-    kept = SlotTable.bytes(slots, spec.vocab) + MaskBuffers.bytes(spec.vocab, LOGIT_ROWS)
+    grid = STATE_CHUNK if spec.state_bytes else 1
 
-    def workspace(max_tokens: int) -> int:
+    def workspace(max_tokens: int, slots: int = slots) -> int:
+        draws = most_draws(slots, grid)
         step = StepBuffers.bytes(
-            max_tokens=max_tokens, max_draws=most_draws(slots), slots=slots, table_width=-(-context // PAGE),
+            max_tokens=max_tokens, max_draws=draws, slots=slots, table_width=-(-context // PAGE),
             max_pieces=slots,  # about so many; by the kernels' occupancy, for which a device is asked
+            states=grid > 1,
         )  # fmt: skip
-        return (
-            kept
-            + step
-            + workspace_bytes(
-                spec,
-                precision,
-                card.multiprocessors,
-                slots=slots,
-                max_context=context,
-                max_tokens=max_tokens,
-                max_draws=most_draws(slots),
-            )
-        )
+        kept = SlotTable.bytes(slots, spec.vocab) + MaskBuffers.bytes(spec.vocab, LOGIT_ROWS)
+        return kept + step + workspace_bytes(
+            spec, precision, card.multiprocessors, slots=slots, max_context=context, max_tokens=max_tokens,
+            max_draws=draws,
+        )  # fmt: skip
 
     weights, page = weight_bytes(spec, precision), page_bytes(spec, precision.kv)
-    most, least = GPU.tokens_of_a_step(slots), max(LEAST_TOKENS, slots)
+    most, least = GPU.tokens_of_a_step(slots), max(LEAST_TOKENS, slots - 1 + grid)
     tokens = tokens_of_a_step(most, least, workspace, budget - weights)
     sizes = RunnerSizes(slots, context, max_tokens=tokens, gpu_memory=settings.gpu_memory)
-    plan = plan_memory(sizes, weights=weights, page=page, free=card.free, workspace=workspace(tokens))
+    left = budget - weights - workspace(tokens)
+    states = plan_states(sizes, page=page, room=left, bytes_of=partial(States.bytes, spec))
+    plan = plan_memory(
+        replace(sizes, slots=states.slots), weights=weights, page=page, free=card.free,
+        workspace=workspace(tokens, states.slots), states=states,
+    )  # fmt: skip
     room = room_of(
         spec, GpuSpeed(card.peaks, card.multiprocessors), WeightsAndCache(weights, page, precision.weights),
-        pages=plan.kv_pages, slots=slots, context=context,
+        pages=plan.kv_pages, slots=states.slots, context=context,
     )  # fmt: skip
     return Fit(
         weights=plan.weights,
         weights_in=precision.weights.value,
         workspace=plan.workspace,
+        states=states.bytes,
         cache_tokens=plan.kv_pages * PAGE,
         sequences=room.sequences,
         rate=room.rate,

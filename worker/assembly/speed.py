@@ -91,7 +91,7 @@ def expected_rate(spec: ModelSpec, gpu: GpuSpeed, size: WeightsAndCache, load: E
     """Output tokens per second of this load, the time of its prompts included.
 
     A step takes as long as its products, for which the weights are read once, and its attention, which reads
-    the keys and values of all contexts; or as the host takes to prepare it.
+    the keys and values of all contexts, and of states; or as the host takes to prepare it.
     """
     weights, peaks, sequences, answer = size.weights, gpu.peaks, load.sequences, load.answer
     table = spec.vocab * spec.width
@@ -108,8 +108,9 @@ def expected_rate(spec: ModelSpec, gpu: GpuSpeed, size: WeightsAndCache, load: E
         computing /= _PACKED_FLOPS_SHARE
     products = max(reading, computing)
     attention = sequences * (load.prompt + answer / 2) * (size.page / PAGE) / (peaks.bytes * _BYTES_SHARE)
+    states = 2 * sequences * spec.state_bytes / (peaks.bytes * _BYTES_SHARE)  # read and written
     layer = _LAYER_SECONDS + (_FP8_LAYER_SECONDS if fp8 else 0)
-    step = products + attention + layer * len(spec.layers) + _STEP_SECONDS
+    step = products + attention + states + layer * len(spec.layers) + _STEP_SECONDS
     host = _HOST_STEP_SECONDS + _HOST_TOKEN_SECONDS * sequences
     whole = max(reading, sequences * load.prompt * layers) + answer * max(step, host)
     return sequences * answer / max(whole, sequences * _ROW_SECONDS)

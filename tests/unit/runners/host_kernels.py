@@ -28,6 +28,7 @@ from nightmill.worker.runners.gpu.device.sources import Source, for_element
 from nightmill.worker.runners.gpu.products.fp8 import quantise
 from nightmill.worker.runners.gpu.products.packed import packed_rows
 from nightmill.worker.runners.gpu.rows import activate, embedding, logits, norms, rotation
+from nightmill.worker.runners.gpu.states import chunks, convolution, delta_net, mamba2
 from nightmill.worker.runners.gpu.weights import repacker
 from nightmill.worker.runners.kv_format import KvFormat
 from tests.support.needs import Need, missing
@@ -243,6 +244,13 @@ def run_packed_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     launched = _launch_on_host(patch, folder, "warps", (activate,))
     for module in (packed_rows, repacker):
         patch.setattr(module, "Module", HostModule)
+    return launched
+
+
+def run_states_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
+    """The same of layers with states."""
+    launched = _launch_on_host(patch, folder, "warps", (chunks, convolution, delta_net, mamba2))
+    patch.setattr(HostModule, "together", True)
     return launched
 
 

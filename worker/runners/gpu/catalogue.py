@@ -19,6 +19,8 @@ from nightmill.worker.runners.gpu.rows.logits import LogitScale
 from nightmill.worker.runners.gpu.rows.norms import Norms
 from nightmill.worker.runners.gpu.rows.rotation import Rotation
 from nightmill.worker.runners.gpu.sampling.sampler import Sampler
+from nightmill.worker.runners.gpu.states.choice import StateMixers
+from nightmill.worker.runners.gpu.states.memory import States
 from nightmill.worker.runners.gpu.weights.dequantizer import Dequantizer
 from nightmill.worker.runners.kv_format import KvFormat
 
@@ -43,9 +45,9 @@ class Launcher(Protocol):
 
 _LAUNCHERS: tuple[type[Launcher], ...] = (
     Embedding, Norms, Activate, Rotation, LogitScale, DecodeAttention, HopperPrefill, PortablePrefill,
-    GeneralDecode, Sampler, Dequantizer,
+    GeneralDecode, StateMixers, States, Sampler, Dequantizer,
 )  # fmt: skip
-_LAST = (Norms, Activate, Rotation, PortablePrefill)
+_LAST = (Norms, Activate, Rotation, PortablePrefill, StateMixers)
 
 
 def sources_for(spec: ModelSpec, precision: Precision, *, hopper: bool) -> list[Source]:
@@ -68,7 +70,7 @@ def workspace_bytes(
     hopper: bool = True,
 ) -> int:
     """Device memory for activations, and that launchers keep; of an unknown GPU, as if it were a Hopper."""
-    attention = spec.layers[0].attention
+    attention = spec.attentions[0]
     needed = [
         Activations.workspace(spec, precision, max_tokens=max_tokens, max_draws=max_draws),
         ModelFormats(spec, precision).workspace(),

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.base import (
     FOUND,
+    STATE_CHUNK,
     DrawArray,
     Drawn,
     IntArray,
@@ -44,8 +46,10 @@ from nightmill.worker.runners.gpu.memory import (
     RunnerSizes,
     allowed,
     plan_memory,
+    plan_states,
     tokens_of_a_step,
 )
+from nightmill.worker.runners.gpu.mixers import Mixers
 from nightmill.worker.runners.gpu.model import Model, Shared
 from nightmill.worker.runners.gpu.precision import HALF, Precision
 from nightmill.worker.runners.gpu.products.chooser import Products
@@ -59,6 +63,7 @@ from nightmill.worker.runners.gpu.sampling.sampler import Sampler
 from nightmill.worker.runners.gpu.sampling.slots import SlotTable
 from nightmill.worker.runners.gpu.self_test import check_products, checked_products
 from nightmill.worker.runners.gpu.shapes import MANY_ROWS
+from nightmill.worker.runners.gpu.states.memory import States
 from nightmill.worker.runners.gpu.steps import PADDING, StepBuffers, StepInputs, StepShape, padded_lengths
 from nightmill.worker.runners.gpu.weights.choice import choose_weights
 from nightmill.worker.runners.gpu.weights.layout import padded_vocab, weight_bytes
@@ -114,18 +119,18 @@ class CudaRunner:
         precision: Precision = HALF, launching: Launching = Launching(),
         report: Callable[[str], None] = log.info, progress: Progress = no_progress,
     ) -> None:  # fmt: skip
-        slots, max_tokens, max_draws = sizes.slots, sizes.max_tokens, sizes.max_draws
+        slots, max_tokens = sizes.slots, sizes.max_tokens
         if max_tokens < slots:
             raise ValueError(f"a step of {max_tokens} tokens cannot hold one token of each of {slots} slots")
         began = time.monotonic()
         self.page_size = PAGE
         self.slots = slots
         self.depth = sizes.depth
-        self.prompt_grid, self.snapshots = 1, 0
+        self.prompt_grid, self.snapshots = STATE_CHUNK if spec.state_bytes else 1, 0
         self.vocab = spec.vocab
         self._row_of_logits = padded_vocab(spec)
         self.max_tokens = max_tokens
-        self.max_draws = max(most_draws(slots) if max_draws is None else max_draws, slots)
+        self.max_draws = self._most_draws(sizes)
         self._context = min(sizes.context, spec.context_length)
         self._report = report
         self._progress = progress
@@ -155,8 +160,7 @@ class CudaRunner:
         )
 
     def _build(self, file: GgufFile, spec: ModelSpec, precision: Precision, sizes: RunnerSizes) -> None:
-        device, slots, context = self.device, self.slots, self._context
-        gpu_memory = sizes.gpu_memory
+        device, context, gpu_memory = self.device, self._context, sizes.gpu_memory
         precision, why = choose_weights(spec, precision, allowed(device.free_memory(), gpu_memory))
         self._report(f"weights {why}")
         self.precision = precision  # as they were chosen
@@ -170,39 +174,11 @@ class CudaRunner:
         self._progress(StartStep.STARTING, "planning the memory")
         free = device.free_memory()
         attentions = Attentions(device, spec, max_context=context)
-        self._decode = decode = attentions.decode
+        self._decode = attentions.decode
         self._prefill = attentions.prefill
-        rows = max(self.max_tokens, decode.most_pieces(slots))
-        if rows > _MOST_ROWS:
-            raise RunnerError(
-                f"{slots:,} sequences in steps of up to {self.max_tokens:,} tokens may need {rows:,} rows "
-                f"of blocks in one launch; a GPU takes {_MOST_ROWS:,}: lower --max-sequences"
-            )
-        step = {
-            "slots": slots, "table_width": -(-context // PAGE), "max_pieces": decode.most_pieces(slots),
-            "max_draws": self.max_draws,
-        }  # fmt: skip
-        slot_bytes = SlotTable.bytes(slots, spec.vocab) + MaskBuffers.bytes(spec.vocab, LOGIT_ROWS)
-
-        def workspace(max_tokens: int) -> int:
-            return slot_bytes + StepBuffers.bytes(max_tokens=max_tokens, **step) + workspace_bytes(
-                spec, precision, device.multiprocessors, slots=slots, max_context=context,
-                max_tokens=max_tokens, max_draws=self.max_draws, hopper=device.hopper,
-            )  # fmt: skip
-
-        weights_size = weight_bytes(spec, precision)
-        if sizes.kv_pages is None:
-            room = allowed(free, gpu_memory) - weights_size
-            least = max(slots, LEAST_TOKENS)
-            self.max_tokens = tokens_of_a_step(self.max_tokens, least, workspace, room)
-        self.memory: MemoryPlan = plan_memory(
-            replace(sizes, context=context, max_tokens=self.max_tokens), weights=weights_size,
-            page=page_bytes(spec, precision.kv), free=free, workspace=workspace(self.max_tokens),
-        )  # fmt: skip
-        draws = {"max_tokens": self.max_tokens, "max_draws": self.max_draws}
-        step |= {"max_tokens": self.max_tokens}
+        self._plan(spec, precision, sizes, free)
+        slots, draws = self.slots, {"max_tokens": self.max_tokens, "max_draws": self.max_draws}
         self._report(f"memory of {device.name}: {self.memory}")
-        self.kv_pages = self.memory.kv_pages
         self._prefill.reserve(slots=slots, max_context=context, max_tokens=self.max_tokens, depth=self.depth)
         at = Activations.allocate(device, spec, precision, **draws)
         norms, activate = Norms(device, spec), Activate(device)
@@ -211,12 +187,17 @@ class CudaRunner:
         weights = load_weights(device, file, spec, precision, report=self._report)
         self._progress(StartStep.STARTING, "binding the layers")
         cache = KvCache.allocate(device, spec, self.kv_pages + 1)  # one more for rows of padding
-        launchers = Launchers(products, norms, activate, attentions)
-        layers = bind_layers(device, spec, weights, cache, at, launchers, max_context=context)
+        self._states = States(device, spec, slots=slots, snapshots=self.snapshots, depth=self.depth)
+        mixers = Mixers(device, spec, products, activate, attentions, at, max_context=context)
+        launchers = Launchers(products, norms, activate, mixers)
+        layers = bind_layers(device, spec, weights, cache, self._states, at, launchers)
         sampler = Sampler(device, spec.vocab, max_rows=LOGIT_ROWS)
         self._slots = SlotTable(device, sampler, slots=slots, vocab=spec.vocab, depth=self.depth)
         self._masks = MaskBuffers(device, vocab=spec.vocab, rows=LOGIT_ROWS, depth=self.depth)
-        self._steps = StepBuffers(device, padding_page=self.kv_pages, depth=self.depth, **step)
+        self._steps = StepBuffers(
+            device, padding_page=self.kv_pages, depth=self.depth, states=spec.state_bytes > 0,
+            **draws, **self._step_sizes(),
+        )  # fmt: skip
         embedding = Embedding(device, spec.vocab, spec.embedding_scale)
         shared = Shared(embedding, norms, LogitScale(device, spec), sampler)
         self._model = Model(spec, weights, shared, layers, products, self._slots.address, cache.tokens, at)
@@ -225,6 +206,53 @@ class CudaRunner:
         self._done: list[Any] = [device.event() for _ in range(self.depth)]
         if self._tune:
             self._tune_many_rows()
+
+    def _most_draws(self, sizes: RunnerSizes) -> int:
+        """Draws of a step of the slots that there are."""
+        draws = most_draws(self.slots, self.prompt_grid) if sizes.max_draws is None else sizes.max_draws
+        return max(draws, self.slots)
+
+    def _step_sizes(self) -> dict[str, int]:
+        """The bounds of a step that hang on slots and context."""
+        pieces = self._decode.most_pieces(self.slots)
+        return {"slots": self.slots, "table_width": -(-self._context // PAGE), "max_pieces": pieces}
+
+    def _plan(self, spec: ModelSpec, precision: Precision, sizes: RunnerSizes, free: int) -> None:
+        """Share out `free` bytes: sets the plan, and pages, slots, snapshots, tokens and draws by it."""
+        device, context, gpu_memory = self.device, self._context, sizes.gpu_memory
+        rows = max(self.max_tokens, self._decode.most_pieces(self.slots))
+        if rows > _MOST_ROWS:
+            raise RunnerError(
+                f"{self.slots:,} sequences in steps of up to {self.max_tokens:,} tokens may need {rows:,} "
+                f"rows of blocks in one launch; a GPU takes {_MOST_ROWS:,}: lower --max-sequences"
+            )
+
+        def workspace(max_tokens: int) -> int:
+            draws, states = self.max_draws, spec.state_bytes > 0
+            step = StepBuffers.bytes(
+                max_tokens=max_tokens, max_draws=draws, states=states, **self._step_sizes()
+            )
+            slots = SlotTable.bytes(self.slots, spec.vocab) + MaskBuffers.bytes(spec.vocab, LOGIT_ROWS)
+            return step + slots + workspace_bytes(
+                spec, precision, device.multiprocessors, slots=self.slots, max_context=context,
+                max_tokens=max_tokens, max_draws=draws, hopper=device.hopper,
+            )  # fmt: skip
+
+        weights, page = weight_bytes(spec, precision), page_bytes(spec, precision.kv)
+        room = allowed(free, gpu_memory) - weights
+        if sizes.kv_pages is None:
+            least = max(self.slots - 1 + self.prompt_grid, LEAST_TOKENS)
+            self.max_tokens = tokens_of_a_step(self.max_tokens, least, workspace, room)
+        sizes = replace(sizes, context=context, max_tokens=self.max_tokens)
+        room -= workspace(self.max_tokens)
+        states = plan_states(sizes, page=page, room=room, bytes_of=partial(States.bytes, spec))
+        self.slots, self.snapshots = states.slots, states.snapshots
+        self.max_draws = self._most_draws(sizes)
+        self.memory: MemoryPlan = plan_memory(
+            replace(sizes, slots=self.slots), weights=weights, page=page, free=free,
+            workspace=workspace(self.max_tokens), states=states,
+        )  # fmt: skip
+        self.kv_pages = self.memory.kv_pages
 
     def launch(self, batch: StepBatch) -> None:
         """Queue a step. Raises RunnerError where it is too large or the GPU refuses."""
@@ -244,9 +272,11 @@ class CudaRunner:
             )
         turn, self._turn = self._turn, (self._turn + 1) % self.depth
         self._slots.admit(batch.admissions, turn)
+        self._states.begin(batch.admissions, turn)
         self._waits_for_masks = len(masked_draws(batch.draws)) > 0
         replays = self._graphs and len(batch.slots) == batch.drawn == len(batch.draws)
         launch = self._replay(turn, batch) if replays else self._launch_kernels(turn, batch)
+        self._states.save(batch.snapshots, turn)
         self._pending.append(launch)
         if not self._waits_for_masks:
             self._return_tokens(launch)

@@ -6,7 +6,7 @@ They give the bits of the kernels that serve larger steps.
 from collections.abc import Iterable
 from dataclasses import replace
 
-from nightmill.worker.model.spec import FeedForward, LayerSpec, ModelSpec, Norm
+from nightmill.worker.model.spec import Attention, FeedForward, LayerSpec, ModelSpec, Norm
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import Function, Module
 from nightmill.worker.runners.gpu.device.operands import Buffer, Format, Matrix
@@ -61,9 +61,10 @@ class FewRows:
         On Hopper, with weights that are elements, heads of 64 or 128, RMS norms before attention and SwiGLU
         and nowhere else, sizes in multiples of 32, and rows that fit a block.
         """
-        attention = layer.attention
+        attention = layer.mixer
         return (
             hopper
+            and isinstance(attention, Attention)
             and all(format_.plain for format_ in formats)
             and attention.head_dim in _HEADS
             and _is_plain(layer)
@@ -73,9 +74,10 @@ class FewRows:
 
     @classmethod
     def sources(cls, spec: ModelSpec, *, hopper: bool) -> list[Source]:
-        """List the kernel files for a model."""
-        suited = (one for one in spec.layers if cls.suits(one, spec.width, [Format.F16], hopper=hopper))
-        return list(dict.fromkeys(_source(layer) for layer in suited))
+        """List the kernel files for a model, if they take all of its layers."""
+        if not all(cls.suits(layer, spec.width, [Format.F16], hopper=hopper) for layer in spec.layers):
+            return []
+        return list(dict.fromkeys(map(_source, spec.layers)))
 
     def qkv(
         self, x: Buffer, layer: LayerWeights, inputs: StepInputs, qkv: Buffer, cache: LayerCache, tokens: int
@@ -115,7 +117,7 @@ def _is_plain(layer: LayerSpec) -> bool:
     attention, before, after = layer.attention, layer.attention_norm, layer.feed_forward_norm
     known = LayerSpec(
         attention_norm=None if before is None else Norm(before.eps),
-        mixer=replace(attention, output_bias=False, qk_norm=None, temperature=None),
+        mixer=replace(attention, output_bias=False, qk_norm=None, temperature=None, gated=False),
         feed_forward_norm=None if after is None else Norm(after.eps),
         feed_forward_norm_name=layer.feed_forward_norm_name,
         feed_forward=FeedForward(width=layer.feed_forward.width, fused=layer.feed_forward.fused),

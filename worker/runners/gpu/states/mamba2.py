@@ -1,0 +1,92 @@
+"""Mamba-2 (Granite 4, Nemotron)."""
+
+from nightmill.worker.model.spec import Mamba2
+from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.functions import KernelPairs
+from nightmill.worker.runners.gpu.device.operands import Buffer
+from nightmill.worker.runners.gpu.device.sources import Source, source_of
+from nightmill.worker.runners.gpu.states.chunks import Chunked, controls_of
+from nightmill.worker.runners.gpu.states.convolution import Convolution, columns_from, convolution_refusal
+from nightmill.worker.runners.gpu.states.operands import LayerStates, MixerWeights, StepPieces
+
+__all__ = ["Mamba"]
+
+_HEAD_DIMS = (32, 64, 80, 96, 128)
+_STATE_SIZES = (16, 32, 64, 96, 128, 256)
+
+
+class Mamba:
+    """Launches `convolution.cu`, `mamba_recurrent.cu`, `mamba_chunked.cu` and `gated_norm.cu`.
+
+    work  float (rows, mixer.convolved): room for the rows of a step, which layers may share
+    """
+
+    def __init__(self, device: Device, mixer: Mamba2, work: Buffer) -> None:
+        self._mixer, self._work = mixer, work
+        self._convolution = Convolution(device, mixer.kernel)
+        self._recurrent = KernelPairs(device, source_of("mamba_recurrent", *_sizes(mixer))).function(
+            "mamba_recurrent", "PPiPiPPPPPPPPii"
+        )
+        size = mixer.state_size * mixer.head_dim
+        self._threads = 32 * (16 if size > 128 * 128 else 8 if size >= 64 * 64 else 4)
+        self._chunked = Chunked(
+            device, source_of("mamba_chunked", *_sizes(mixer)), "mamba_chunked", "PPiPiPPPPPPPPii",
+            keys=mixer.state_size, values=mixer.head_dim, heads=mixer.heads, solves=False,
+        )  # fmt: skip
+        self._norm = KernelPairs(device, source_of("gated_norm")).function("gate_then_norm", "PiPiPfPPPPiiiP")
+
+    @staticmethod
+    def sources(mixer: Mamba2) -> list[Source]:
+        """List the kernel files for a mixer; those that take longest to compile first."""
+        sized = [source_of(name, *_sizes(mixer)) for name in ("mamba_chunked", "mamba_recurrent")]
+        return [*sized, Convolution.source(mixer.kernel), source_of("gated_norm")]
+
+    @staticmethod
+    def refusal(mixer: Mamba2) -> str | None:
+        """Return what of a mixer no kernel takes, or None."""
+        if mixer.head_dim not in _HEAD_DIMS:
+            return f"heads of {mixer.head_dim} with a state ({', '.join(map(str, _HEAD_DIMS))})"
+        if mixer.state_size not in _STATE_SIZES:
+            return f"a state of {mixer.state_size} rows ({', '.join(map(str, _STATE_SIZES))})"
+        if mixer.norm.centred or mixer.norm.bias:
+            return "a norm of groups that is not a plain RMS norm"
+        return convolution_refusal(mixer.kernel, mixer.convolved)
+
+    def __call__(
+        self, x: Buffer, controls: Buffer, weights: MixerWeights, states: LayerStates, pieces: StepPieces,
+        out: Buffer,
+    ) -> None:  # fmt: skip
+        """Queue it as `Mixer` says."""
+        mixer = self._mixer
+        self._convolution(columns_from(x, mixer.inner), mixer.convolved, weights, states, pieces, self._work)
+        self.recur(x, controls, weights, states, pieces, out)
+
+    def recur(
+        self, x: Buffer, controls: Buffer, weights: MixerWeights, states: LayerStates, pieces: StepPieces,
+        out: Buffer,
+    ) -> None:  # fmt: skip
+        """Queue what follows on the convolution: prompts first, as drawn tokens of a step may come after them."""
+        mixer, work, heads, groups = self._mixer, self._work, self._mixer.heads, self._mixer.groups
+        own = columns_from(x, mixer.inner + mixer.convolved)
+        through = (
+            work.address, own.address, x.shape[1], *controls_of(controls), weights.time_step_bias.address,
+            weights.decay.address, weights.skip.address, states.matrix,
+        )  # fmt: skip
+        drawn, prompts = pieces.drawn, pieces.prompts
+        if prompts.count:
+            self._chunked(prompts.count, *through, *prompts.addresses, heads, groups)
+        if drawn.count:
+            self._recurrent.of(drawn.count)(
+                (heads, drawn.count), (self._threads, 1, 1), *through, *drawn.addresses, heads, groups
+            )
+        for some, rows, whole in ((drawn, drawn.count, 0), (prompts, prompts.rows, 1)):
+            if some.count:
+                self._norm.of(rows)(
+                    (groups, rows), (256, 1, 1), work.address, mixer.convolved, x.address, x.shape[1],
+                    weights.norm.address, mixer.norm.eps, *some.addresses, whole, groups,
+                    mixer.inner // groups, out.address,
+                )  # fmt: skip
+
+
+def _sizes(mixer: Mamba2) -> tuple[str, str]:
+    return f"-DSTATE_SIZE={mixer.state_size}", f"-DHEAD_DIM={mixer.head_dim}"
