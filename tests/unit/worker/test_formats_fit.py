@@ -11,14 +11,15 @@ import pytest
 
 from nightmill.jobs.base.settings import Settings
 from nightmill.worker.assembly.engine import build_engine
+from nightmill.worker.assembly.forecast import CARDS, GIB, Forecast, forecast
 from nightmill.worker.assembly.model import open_model
-from nightmill.worker.assembly.sizes import CARDS, GIB, Fit, fit
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
-from nightmill.worker.runners.gpu.memory import RunnerSizes
+from nightmill.worker.runners.gpu.memory import MemoryPlan, RunnerSizes, StatePlan
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.weights.choice import choose_weights
+from nightmill.worker.runners.kv_format import KvFormat
 from nightmill.worker.runners.reference import ReferenceRunner
 from tests.support.ggufs import write_model
 from tests.support.quantised_models import kinds_of
@@ -33,8 +34,8 @@ def of_type(name: str, size: str = "7B") -> ModelSpec:
     return replace(spec, tensor_types={tensor: kind.name for tensor, kind in kinds_of(spec, name).items()})
 
 
-def on_80_gb(name: str, precision: Precision, **settings: object) -> Fit:
-    return fit(of_type(name), CARDS[-1], Settings.model_validate(settings), precision)
+def on_80_gb(name: str, precision: Precision, **settings: object) -> Forecast:
+    return forecast(of_type(name), CARDS[-1], Settings.model_validate(settings), precision)
 
 
 @pytest.mark.parametrize("name", BYTES_OF_A_FILE)
@@ -54,7 +55,7 @@ def test_fewer_bytes_are_more_sequences_and_more_speed() -> None:
     assert small.sequences[1024] > large.sequences[1024]
     for card, gain in ((CARDS[1], 2), (CARDS[2], 1.2)):  # large cards are not as fast as their memory
         alone = [
-            fit(of_type("Q4_K_M"), card, Settings(max_sequences=1), precision).rate
+            forecast(of_type("Q4_K_M"), card, Settings(max_sequences=1), precision).rate
             for precision in (IN_FILE, Precision())
         ]
         assert alone[0] > gain * alone[1]
@@ -78,7 +79,8 @@ def test_by_itself_it_is_16_bits_unless_they_take_more_than_half_of_the_memory(
     assert found == Precision(weights=WeightsFormat(kept))
     assert why.startswith(found.weights.words)
     assert (
-        fit(of_type(name), CARDS[-1], Settings(gpu_memory=int(0.9 * gib * GIB)), precision).weights_in == kept
+        forecast(of_type(name), CARDS[-1], Settings(gpu_memory=int(0.9 * gib * GIB)), precision).weights_in
+        == kept
     )
 
 
@@ -94,7 +96,8 @@ def test_a_worker_s_log_says_what_the_choice_gives(
     def on_a_gpu(file: GgufFile, spec: ModelSpec, sizes: RunnerSizes, **options: Any) -> Any:
         runner = ReferenceRunner(file, spec, kv_pages=64, page_size=PAGE, slots=sizes.slots)
         device = SimpleNamespace(peaks=lambda: CARDS[-1].peaks, multiprocessors=132)
-        memory = SimpleNamespace(weights=1 << 20, cache=64 * page_bytes(spec))
+        cache = 65 * page_bytes(spec, KvFormat.FP8)
+        memory = MemoryPlan(1 << 20, 0, cache, 64, 1 << 30, 1 << 30, StatePlan(sizes.slots))
         precision = replace(options["precision"], weights=WeightsFormat.ELEMENT)
         vars(runner).update(device=device, memory=memory, precision=precision, max_tokens=512)
         return runner

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.base import (
     FOUND,
-    STATE_CHUNK,
     DrawArray,
     Drawn,
     IntArray,
@@ -29,26 +27,18 @@ from nightmill.worker.runners.base import (
     masked_draws,
     wants_logprobs,
 )
-from nightmill.worker.runners.gpu.activations import LOGIT_ROWS, Activations, most_draws
+from nightmill.worker.runners.gpu.activations import LOGIT_ROWS, Activations
 from nightmill.worker.runners.gpu.arithmetic import arithmetic_of
 from nightmill.worker.runners.gpu.attention.choice import Attentions
 from nightmill.worker.runners.gpu.attention.pieces import whole_pieces
-from nightmill.worker.runners.gpu.catalogue import check_spec, sources_for, workspace_bytes
+from nightmill.worker.runners.gpu.catalogue import check_spec, sources_for
 from nightmill.worker.runners.gpu.device.compiler import compile_all
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.graphs import Graph, bucket_of, buckets
-from nightmill.worker.runners.gpu.kv_cache import PAGE, KvCache, page_bytes
+from nightmill.worker.runners.gpu.kv_cache import PAGE, KvCache
 from nightmill.worker.runners.gpu.layers import Launchers, bind_layers
 from nightmill.worker.runners.gpu.loading import load_weights
-from nightmill.worker.runners.gpu.memory import (
-    LEAST_TOKENS,
-    MemoryPlan,
-    RunnerSizes,
-    allowed,
-    plan_memory,
-    plan_states,
-    tokens_of_a_step,
-)
+from nightmill.worker.runners.gpu.memory import RunnerSizes, allowed
 from nightmill.worker.runners.gpu.mixers import Mixers
 from nightmill.worker.runners.gpu.model import Model, Shared
 from nightmill.worker.runners.gpu.precision import HALF, Precision
@@ -63,17 +53,16 @@ from nightmill.worker.runners.gpu.sampling.sampler import Sampler
 from nightmill.worker.runners.gpu.sampling.slots import SlotTable
 from nightmill.worker.runners.gpu.self_test import check_products, checked_products
 from nightmill.worker.runners.gpu.shapes import MANY_ROWS
+from nightmill.worker.runners.gpu.sizing import GpuMemory, prompt_grid, size_runner
 from nightmill.worker.runners.gpu.states.memory import States
 from nightmill.worker.runners.gpu.steps import PADDING, StepBuffers, StepInputs, StepShape, padded_lengths
 from nightmill.worker.runners.gpu.weights.choice import choose_weights
-from nightmill.worker.runners.gpu.weights.layout import padded_vocab, weight_bytes
+from nightmill.worker.runners.gpu.weights.layout import padded_vocab
 from nightmill.worker.runners.starting import Progress, StartStep, no_progress
 
 __all__ = ["CudaRunner", "Launching"]
 
 log = logging.getLogger(__name__)
-
-_MOST_ROWS = 65_535  # of a grid: attention has a row of blocks for each piece of a context, and of a prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +115,10 @@ class CudaRunner:
         self.page_size = PAGE
         self.slots = slots
         self.depth = sizes.depth
-        self.prompt_grid, self.snapshots = STATE_CHUNK if spec.state_bytes else 1, 0
+        self.prompt_grid = prompt_grid(spec)
         self.vocab = spec.vocab
         self._row_of_logits = padded_vocab(spec)
         self.max_tokens = max_tokens
-        self.max_draws = self._most_draws(sizes)
         self._context = min(sizes.context, spec.context_length)
         self._report = report
         self._progress = progress
@@ -164,10 +152,8 @@ class CudaRunner:
         precision, why = choose_weights(spec, precision, allowed(device.free_memory(), gpu_memory))
         self._report(f"weights {why}")
         self.precision = precision  # as they were chosen
-        check_spec(spec, precision)
+        check_spec(spec, precision, device)
         formats = ModelFormats(spec, precision)
-        if formats.rounded is not None and (reason := formats.rounded.refusal_on(device)) is not None:
-            raise RunnerError(reason)
         sources = sources_for(spec, precision, hopper=device.hopper)
         self._progress(StartStep.COMPILING, "")
         compile_all(sources, device.architecture, report=self._compiled)  # each is then in the cache
@@ -195,8 +181,8 @@ class CudaRunner:
         self._slots = SlotTable(device, sampler, slots=slots, vocab=spec.vocab, depth=self.depth)
         self._masks = MaskBuffers(device, vocab=spec.vocab, rows=LOGIT_ROWS, depth=self.depth)
         self._steps = StepBuffers(
-            device, padding_page=self.kv_pages, depth=self.depth, states=spec.state_bytes > 0,
-            **draws, **self._step_sizes(),
+            device, padding_page=self.kv_pages, depth=self.depth, states=spec.state_bytes > 0, slots=slots,
+            table_width=-(-context // PAGE), max_pieces=self._decode.most_pieces(slots), **draws,
         )  # fmt: skip
         embedding = Embedding(device, spec.vocab, spec.embedding_scale)
         shared = Shared(embedding, norms, LogitScale(device, spec), sampler)
@@ -207,51 +193,13 @@ class CudaRunner:
         if self._tune:
             self._tune_many_rows()
 
-    def _most_draws(self, sizes: RunnerSizes) -> int:
-        """Draws of a step of the slots that there are."""
-        draws = most_draws(self.slots, self.prompt_grid) if sizes.max_draws is None else sizes.max_draws
-        return max(draws, self.slots)
-
-    def _step_sizes(self) -> dict[str, int]:
-        """The bounds of a step that hang on slots and context."""
-        pieces = self._decode.most_pieces(self.slots)
-        return {"slots": self.slots, "table_width": -(-self._context // PAGE), "max_pieces": pieces}
-
     def _plan(self, spec: ModelSpec, precision: Precision, sizes: RunnerSizes, free: int) -> None:
         """Share out `free` bytes: sets the plan, and pages, slots, snapshots, tokens and draws by it."""
-        device, context, gpu_memory = self.device, self._context, sizes.gpu_memory
-        rows = max(self.max_tokens, self._decode.most_pieces(self.slots))
-        if rows > _MOST_ROWS:
-            raise RunnerError(
-                f"{self.slots:,} sequences in steps of up to {self.max_tokens:,} tokens may need {rows:,} "
-                f"rows of blocks in one launch; a GPU takes {_MOST_ROWS:,}: lower --max-sequences"
-            )
-
-        def workspace(max_tokens: int) -> int:
-            draws, states = self.max_draws, spec.state_bytes > 0
-            step = StepBuffers.bytes(
-                max_tokens=max_tokens, max_draws=draws, states=states, **self._step_sizes()
-            )
-            slots = SlotTable.bytes(self.slots, spec.vocab) + MaskBuffers.bytes(spec.vocab, LOGIT_ROWS)
-            return step + slots + workspace_bytes(
-                spec, precision, device.multiprocessors, slots=self.slots, max_context=context,
-                max_tokens=max_tokens, max_draws=draws, hopper=device.hopper,
-            )  # fmt: skip
-
-        weights, page = weight_bytes(spec, precision), page_bytes(spec, precision.kv)
-        room = allowed(free, gpu_memory) - weights
-        if sizes.kv_pages is None:
-            least = max(self.slots - 1 + self.prompt_grid, LEAST_TOKENS)
-            self.max_tokens = tokens_of_a_step(self.max_tokens, least, workspace, room)
-        sizes = replace(sizes, context=context, max_tokens=self.max_tokens)
-        room -= workspace(self.max_tokens)
-        states = plan_states(sizes, page=page, room=room, bytes_of=partial(States.bytes, spec))
-        self.slots, self.snapshots = states.slots, states.snapshots
-        self.max_draws = self._most_draws(sizes)
-        self.memory: MemoryPlan = plan_memory(
-            replace(sizes, slots=self.slots), weights=weights, page=page, free=free,
-            workspace=workspace(self.max_tokens), states=states,
-        )  # fmt: skip
+        gpu = GpuMemory(free, self.device.multiprocessors, self.device.hopper)
+        sizes = replace(sizes, context=self._context)
+        sized = size_runner(spec, precision, sizes, gpu, self._decode.most_pieces)
+        self.slots, self.max_tokens = sized.sizes.slots, sized.sizes.max_tokens
+        self.max_draws, self.snapshots, self.memory = sized.max_draws, sized.snapshots, sized.memory
         self.kv_pages = self.memory.kv_pages
 
     def launch(self, batch: StepBatch) -> None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType
 
 from nightmill.worker.model.spec import ModelSpec
-from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.device import Device, NamedGpu
 from nightmill.worker.runners.gpu.device.operands import Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.device.sources import Source
 from nightmill.worker.runners.gpu.kinds import kinds_of
@@ -65,7 +65,7 @@ class RoundedFormat(Protocol):
         """Reason why the kernels do not take a model, for a person; None if they do."""
         ...
 
-    def refusal_on(self, device: Device) -> str | None:
+    def refusal_on(self, gpu: NamedGpu) -> str | None:
         """Reason why a GPU cannot multiply it, for a person; None if it can."""
         ...
 

@@ -8,7 +8,7 @@ elements is rounded first. Only Hopper multiplies them here.
 from collections.abc import Collection
 
 from nightmill.worker.model.spec import ModelSpec
-from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.device import Device, NamedGpu
 from nightmill.worker.runners.gpu.device.operands import FP8, Buffer
 from nightmill.worker.runners.gpu.device.sources import Source
 from nightmill.worker.runners.gpu.products.fp8.hopper_fp8 import HopperFp8
@@ -34,12 +34,12 @@ class Fp8Format:
         odd = HopperFp8.refusal(spec)
         return odd and f"the kernels for FP8 weights do not take {odd}: give another --weights"
 
-    def refusal_on(self, device: Device) -> str | None:
+    def refusal_on(self, gpu: NamedGpu) -> str | None:
         """Reason why a GPU cannot multiply it, for a person; None if it can."""
-        if device.hopper:
+        if gpu.hopper:
             return None
         return (
-            f"FP8 weights need a GPU of compute capability 9.0 (H100, H200), which {device.name} is "
+            f"FP8 weights need a GPU of compute capability 9.0 (H100, H200), which {gpu.name} is "
             "not: give another --weights"
         )
 
