@@ -44,21 +44,23 @@ class Layer:
             return bench.random(*shape, dtype=np.float32)
 
         self.launcher: Any
-        self.work = ABSENT
         if isinstance(mixer, ShortConv):
             channels, columns, width, steering = mixer.width, 3 * mixer.width, mixer.width, 0
             self.launcher = ShortConvolution(device, mixer)
             self.weights = MixerWeights(floats(channels, mixer.kernel))
         else:
             channels = mixer.convolved
-            self.work = floats(tokens, channels)
+            kind: Any = Mamba if isinstance(mixer, Mamba2) else DeltaNet
+            work = device.allocate(kind.workspace(mixer, tokens))
+            device.fill(work, 0, kind.workspace(mixer, tokens))
+            self.launcher = kind(device, mixer, work, tokens)
             if isinstance(mixer, Mamba2):
                 heads, width = mixer.heads, mixer.inner
-                steering, self.launcher = heads, Mamba(device, mixer, self.work)
+                steering = heads
                 norm = floats(mixer.inner)
             else:
                 heads, width = mixer.value_heads, mixer.values
-                steering, self.launcher = 2 * heads, DeltaNet(device, mixer, self.work)
+                steering = 2 * heads
                 norm = floats(mixer.value_dim)
             columns = channels + width
             decay = Buffer(device.upload(np.full(heads, -0.01, dtype=np.float32)), (heads,), FLOAT)

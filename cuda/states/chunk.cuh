@@ -62,6 +62,9 @@ struct Rows64 {
     __device__ __forceinline__ void store(int row, int pair, float x, float y) const {
         uint32_t high, low;
         split(x, y, high, low);
+        store_parts(row, pair, high, low);
+    }
+    __device__ __forceinline__ void store_parts(int row, int pair, uint32_t high, uint32_t low) const {
         unsigned char* const place = base + row * STRIDE + pair * 4;
         *reinterpret_cast<uint32_t*>(place) = high;
         *reinterpret_cast<uint32_t*>(place + PART) = low;

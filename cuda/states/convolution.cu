@@ -16,7 +16,8 @@
 // row's and the preceding inputs, summed from the oldest tap on, whichever kernel computes it.
 #include "states/mixing.cuh"
 
-static constexpr int ROWS = 16;  // of a thread, of prompts
+static constexpr int ROWS = 16;  // of a thread, of prompts, ...
+static constexpr int TOGETHER = 4;  // ... which are asked for together
 static constexpr int KEPT = TAPS - 1;
 
 #if SHORT
@@ -68,9 +69,12 @@ struct Window {
 
     __device__ __forceinline__ void load_taps(const float* weight, int channel) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i)
+        for (int i = 0; i < TAPS; ++i) {  // 8 at a time, of 8 TAPS that lie together
+            float some[8];
+            load8(weight + static_cast<int64_t>(channel) * TAPS + 8 * i, some);
 #pragma unroll
-            for (int tap = 0; tap < TAPS; ++tap) taps[i][tap] = weight[static_cast<int64_t>(channel + i) * TAPS + tap];
+            for (int j = 0; j < 8; ++j) taps[(8 * i + j) / TAPS][(8 * i + j) % TAPS] = some[j];
+        }
     }
     // Those before the piece's row `at`: earlier rows of it, else what the state holds, which is zeros where the sequence starts.
     __device__ __forceinline__ void begin(const Rows& rows, const Piece& piece, int at, int channel, const float* states) {
@@ -126,15 +130,22 @@ extern "C" __global__ void __launch_bounds__(128)
     }
     Piece piece = pieces[index];
     window.begin(from, piece, first - piece.row, channel, states);
-    for (int row = first; row < end; ++row) {
-        if (row - piece.row >= piece.length) {
-            piece = pieces[++index];
-            window.begin(from, piece, 0, channel, states);
+    for (int group = first; group < end; group += TOGETHER) {
+        float inputs[TOGETHER][8];
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i) from.input(min(group + i, end - 1), channel, inputs[i]);
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i) {
+            const int row = group + i;
+            if (row >= end) break;
+            if (row - piece.row >= piece.length) {
+                piece = pieces[++index];
+                window.begin(from, piece, 0, channel, states);
+            }
+            float sums[8];
+            window.next(inputs[i], sums);
+            from.store(row, channel, sums, bias, out);
         }
-        float input[8], sums[8];
-        from.input(row, channel, input);
-        window.next(input, sums);
-        from.store(row, channel, sums, bias, out);
     }
 }
 

@@ -7,12 +7,21 @@
 //
 // convolved, controls and states as there; out takes the place of v in `convolved`, float: `gated_norm.cu` comes after.
 //
-// A block a (piece, value head), or 32 columns of the head (`narrow`: eight warps prepare, two have the columns), so that few prompts
-// fill the card; it goes through the piece's chunks and keeps its columns of the state in registers (`chunk.cuh`). What each token
-// writes, U, is found by blocks of 16 tokens: those of the diagonal are inverted in float, all else is products. A token's bits hang on
-// those before it alone: rows behind it are zeros or come in as factors of zero, and columns know nothing of each other.
+// What each token writes, U, is found by blocks of 16 tokens: those of the diagonal are inverted in float, all else is products. A
+// token's bits hang on those before it alone: rows behind it are zeros or come in as factors of zero, and columns know nothing of
+// each other.
 //
-// FLOPs of a chunk and head of 128 x 128: 27 million of tensor cores (three products of each), at 0.1 MB that move.
+//   delta_prepare  what hangs on no state, all chunks at once: a block a (chunk, key head) divides keys and queries by their lengths
+//                  and leaves them in `convolved` in two parts (`chunk.cuh`; a row's high parts, then its low ones), and for each of
+//                  its value heads a `Record`: A, its diagonal inverted, P, and what tokens keep
+//   delta_scan_*   the rest, chunk by chunk: a block a (piece, value head), or 32 columns of the head (`narrow`), so that few prompts
+//                  fill the card. A warp has 16 columns of the state in registers. While a chunk is computed the next one is copied,
+//                  where shared memory suffices for two (`stages`)
+//
+// Chunk c of piece p has the records (row_p - row_0) / 64 + p + c, where row_0 is the first piece's row: no two share one, and there
+// are no more than T / 64 + pieces.
+//
+// FLOPs of a chunk and head of 128 x 128: 27 million of tensor cores (three products of each), at 0.2 MB that move.
 #include "states/chunk.cuh"
 
 static constexpr float LEAST_LENGTH = 1e-6f;  // added to squares of lengths
@@ -22,28 +31,42 @@ using Operand = Rows64<KEY_DIM>;
 // Blocks of 16 x 16 on the diagonal of A, before they are inverted.
 using Diagonal = float[4][16][17];
 
-// Rows of q or k, divided by their lengths, to shared memory.
+// Of a chunk and value head.
+struct alignas(16) Record {
+    unsigned char before[Triangle::BYTES], reading[Triangle::BYTES];
+    Times times;
+};
+
+// Rows of q or k, divided by their lengths, to shared memory and, in parts, back to where they were.
 template <int WARPS>
-static __device__ __forceinline__ void load_rows(const Operand& target, const float* source, int stride, int length, float scale) {
+static __device__ __forceinline__ void divide_rows(const Operand& target, float* rows, int stride, int length, float scale) {
     constexpr int PAIRS = KEY_DIM / 2, EACH = (PAIRS + 31) / 32;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 4
     for (int row = warp; row < CHUNK; row += WARPS) {
+        float2* const source = reinterpret_cast<float2*>(rows + static_cast<int64_t>(row) * stride);
         float2 values[EACH];
         float squares = 0.0f;
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
             const int pair = i * 32 + lane;
             values[i] = make_float2(0.0f, 0.0f);
-            if (pair < PAIRS && row < length)
-                values[i] = reinterpret_cast<const float2*>(source + static_cast<int64_t>(row) * stride)[pair];
+            if (pair < PAIRS && row < length) values[i] = source[pair];
             squares = __fmaf_rn(values[i].x, values[i].x, squares);
             squares = __fmaf_rn(values[i].y, values[i].y, squares);
         }
-        const float factor = scale / sqrtf(warp_sum(squares) + LEAST_LENGTH);
+        const float factor = scale / sqrtf(warp_sum(squares) + LEAST_LENGTH);  // all lanes have read the row
 #pragma unroll
-        for (int i = 0; i < EACH; ++i)
-            if (i * 32 + lane < PAIRS) target.store(row, i * 32 + lane, values[i].x * factor, values[i].y * factor);
+        for (int i = 0; i < EACH; ++i) {
+            const int pair = i * 32 + lane;
+            if (pair >= PAIRS) continue;
+            uint32_t high, low;
+            split(values[i].x * factor, values[i].y * factor, high, low);
+            target.store_parts(row, pair, high, low);
+            if (row >= length) continue;
+            reinterpret_cast<uint32_t*>(source)[pair] = high;
+            reinterpret_cast<uint32_t*>(source)[PAIRS + pair] = low;
+        }
     }
 }
 
@@ -83,36 +106,50 @@ static __device__ __forceinline__ void invert(const Diagonal& diagonal, const Tr
     }
 }
 
-// COLUMN_WARPS of the WARPS have 16 columns each.
-template <int COLUMN_WARPS, int WARPS>
-static __device__ __forceinline__ void run(unsigned char* shared, float* convolved, const Controls& controls,
-                                           const float* time_step_bias, const float* decays, float* states, const Piece& piece,
-                                           int heads, int key_heads) {
-    constexpr int PER_HEAD = VALUE_DIM / (16 * COLUMN_WARPS);  // blocks
+// The first of a piece's records.
+static __device__ __forceinline__ int record_of(const int* rows, int piece) { return (rows[piece] - rows[0]) / CHUNK + piece; }
+
+static constexpr int PREPARING = 8;  // warps
+
+extern "C" __global__ void __launch_bounds__(PREPARING * 32)
+    delta_prepare(float* convolved, const Element* elements, int stride, const float* floats, int float_stride,
+                  const float* time_step_bias, const float* decays, Record* records, PIECES, int count, int heads,
+                  int key_heads) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    launch_next();
+    wait_for_previous(convolved, elements, floats, records, rows, lengths, slots, starts);
+    int index = 0;
+    for (int above = count; above - index > 1;) {
+        const int middle = (index + above) / 2;
+        (record_of(rows, middle) <= static_cast<int>(blockIdx.x) ? index : above) = middle;
+    }
+    const Piece piece = Pieces{rows, lengths, slots, starts}[index];
+    const int first = (static_cast<int>(blockIdx.x) - record_of(rows, index)) * CHUNK;
+    if (first >= piece.length) return;
+    const int row = piece.row + first, length = min(piece.length - first, CHUNK);
+
     const Operand keys{shared}, queries{shared + Operand::BYTES};
-    const Triangle before{shared + 2 * Operand::BYTES}, reading{shared + 2 * Operand::BYTES + Triangle::BYTES};
-    unsigned char* const rest = shared + 2 * Operand::BYTES + 2 * Triangle::BYTES;
-    Times& times = *reinterpret_cast<Times*>(rest);
-    Diagonal& diagonal = *reinterpret_cast<Diagonal*>(rest + sizeof(Times));
-
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int head = blockIdx.x / PER_HEAD, key_head = head % key_heads;
-    const int column = (blockIdx.x % PER_HEAD * COLUMN_WARPS + warp) * 16;  // of this warp
+    Record& record = *reinterpret_cast<Record*>(shared + 2 * Operand::BYTES);
+    Diagonal& diagonal = *reinterpret_cast<Diagonal*>(shared + 2 * Operand::BYTES + sizeof(Record));
+    const Triangle before{record.before}, reading{record.reading};
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, key_head = blockIdx.y;
     const int all_keys = key_heads * KEY_DIM, channels = 2 * all_keys + heads * VALUE_DIM;
-    const bool has_columns = warp < COLUMN_WARPS;
-    float* const state = states + (static_cast<int64_t>(piece.slot) * heads + head) * (KEY_DIM * VALUE_DIM) + column;
-    const float bias = time_step_bias[head], decay = decays[head];
-    HeldColumns<KEY_DIM> held;
-    if (has_columns) held.load(state, VALUE_DIM, piece.start > 0);
-
-    for (int first = 0; first < piece.length; first += CHUNK) {
-        const int row = piece.row + first, length = min(piece.length - first, CHUNK);
-        float* const qkv = convolved + static_cast<int64_t>(row) * channels;
-        float* const values = qkv + 2 * all_keys + head * VALUE_DIM + column;
-        __syncthreads();  // nobody reads the chunk before any more
-        load_rows<WARPS>(queries, qkv + key_head * KEY_DIM, channels, length, 1.0f / sqrtf(static_cast<float>(KEY_DIM)));
-        load_rows<WARPS>(keys, qkv + all_keys + key_head * KEY_DIM, channels, length, 1.0f);
-        if (warp == WARPS - 1) {
+    const Controls controls{floats, float_stride, elements, stride};
+    float* const qk = convolved + static_cast<int64_t>(row) * channels + key_head * KEY_DIM;
+    divide_rows<PREPARING>(queries, qk, channels, length, 1.0f / sqrtf(static_cast<float>(KEY_DIM)));
+    divide_rows<PREPARING>(keys, qk + all_keys, channels, length, 1.0f);
+    __syncthreads();
+    constexpr int JOBS = (20 + PREPARING - 1) / PREPARING;  // of a warp: blocks of keys keys^T, then of queries keys^T
+    float products[JOBS][2][4];
+#pragma unroll
+    for (int i = 0; i < JOBS; ++i) {
+        const int job = i * PREPARING + warp, block = job % 10, block_row = block_row_of(block);
+        if (job < 20)
+            multiply_rows(products[i], job < 10 ? keys : queries, block_row, keys, block - block_row * (block_row + 1) / 2);
+    }
+    for (int head = key_head; head < heads; head += key_heads) {
+        if (warp == 0) {
+            const float bias = time_step_bias[head], decay = decays[head];
             float logarithms[2], betas[2];
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -123,24 +160,98 @@ static __device__ __forceinline__ void run(unsigned char* shared, float* convolv
                     logarithms[i] = decay * softplus(controls(row + token, heads + head) + bias);
                 }
             }
-            times.make(logarithms, betas);
+            record.times.make(logarithms, betas);
         }
         __syncthreads();
-        for (int job = warp; job < 20; job += WARPS) {
-            const int block = job % 10, block_row = block_row_of(block);
+#pragma unroll
+        for (int i = 0; i < JOBS; ++i) {
+            const int job = i * PREPARING + warp, block = job % 10, block_row = block_row_of(block);
             const int block_column = block - block_row * (block_row + 1) / 2;
-            float c[2][4];
-            multiply_rows(c, job < 10 ? keys : queries, block_row, keys, block_column);
             if (job < 10)
-                store_known(before, diagonal, times, block_row, block_column, c);
-            else
-                store_reading(reading, times, block_row, block_column, c);
+                store_known(before, diagonal, record.times, block_row, block_column, products[i]);
+            else if (job < 20)
+                store_reading(reading, record.times, block_row, block_column, products[i]);
         }
         __syncthreads();
-        if (warp >= WARPS - 2) invert(diagonal, before, 2 * (warp - (WARPS - 2)));
+        if (warp < 2) invert(diagonal, before, 2 * warp);
+        __syncthreads();
+        uint4* const target = reinterpret_cast<uint4*>(records + static_cast<int64_t>(blockIdx.x) * heads + head);
+        for (int i = threadIdx.x; i < static_cast<int>(sizeof(Record) / 16); i += PREPARING * 32)
+            target[i] = reinterpret_cast<const uint4*>(&record)[i];
+        __syncthreads();
+    }
+}
+
+// A chunk in shared memory.
+struct alignas(16) Stage {
+    unsigned char queries[Operand::BYTES], keys[Operand::BYTES];
+    Record record;
+};
+
+// Rows in parts to shared memory; zeros behind the last.
+template <int THREADS>
+static __device__ __forceinline__ void copy_rows(unsigned char* target, const float* source, int stride, int length) {
+    constexpr int PIECES_OF_PART = KEY_DIM / 8, EACH = 2 * PIECES_OF_PART;  // of 16 bytes
+    const uint32_t place = shared_address(target);
+    for (int i = threadIdx.x; i < CHUNK * EACH; i += THREADS) {
+        const int row = i / EACH, part = i % EACH / PIECES_OF_PART, column = i % PIECES_OF_PART;
+        const bool wanted = row < length;
+        copy_async(place + part * Operand::PART + row * Operand::STRIDE + column * 16,
+                   source + static_cast<int64_t>(wanted ? row : 0) * stride + i % EACH * 4, wanted);
+    }
+}
+
+template <int THREADS>
+static __device__ __forceinline__ void copy_stage(Stage& stage, const float* queries, const float* keys, int stride, int length,
+                                                  const Record* record) {
+    copy_rows<THREADS>(stage.queries, queries, stride, length);
+    copy_rows<THREADS>(stage.keys, keys, stride, length);
+    const uint32_t place = shared_address(&stage.record);
+    for (int i = threadIdx.x; i < static_cast<int>(sizeof(Record) / 16); i += THREADS)
+        copy_async(place + i * 16, reinterpret_cast<const unsigned char*>(record) + i * 16, true);
+}
+
+// COLUMN_WARPS of the WARPS have 16 columns each; all copy.
+template <int COLUMN_WARPS, int WARPS>
+static __device__ __forceinline__ void scan(unsigned char* shared, float* convolved, const Record* records, float* states,
+                                            const Piece& piece, int heads, int key_heads, int stages) {
+    constexpr int PER_HEAD = VALUE_DIM / (16 * COLUMN_WARPS);  // blocks
+    Stage* const chunks = reinterpret_cast<Stage*>(shared);
+    const int warp = threadIdx.x / 32, t = threadIdx.x % 4;
+    const int head = blockIdx.x / PER_HEAD, key_head = head % key_heads;
+    const int column = (blockIdx.x % PER_HEAD * COLUMN_WARPS + warp) * 16;  // of this warp
+    const int all_keys = key_heads * KEY_DIM, channels = 2 * all_keys + heads * VALUE_DIM;
+    const bool has_columns = warp < COLUMN_WARPS;
+    float* const state = states + (static_cast<int64_t>(piece.slot) * heads + head) * (KEY_DIM * VALUE_DIM) + column;
+    float* const row_values = convolved + static_cast<int64_t>(piece.row) * channels;
+    auto copy = [&](int first) {
+        const float* const queries = row_values + static_cast<int64_t>(first) * channels + key_head * KEY_DIM;
+        copy_stage<WARPS * 32>(chunks[first / CHUNK % stages], queries, queries + all_keys, channels,
+                               min(piece.length - first, CHUNK), records + static_cast<int64_t>(first / CHUNK) * heads + head);
+        commit_copies();
+    };
+    copy(0);
+    HeldColumns<KEY_DIM> held;
+    if (has_columns) held.load(state, VALUE_DIM, piece.start > 0);
+
+    for (int first = 0; first < piece.length; first += CHUNK) {
+        const int length = min(piece.length - first, CHUNK);
+        float* const values = row_values + static_cast<int64_t>(first) * channels + 2 * all_keys + head * VALUE_DIM + column;
+        const bool ahead = stages > 1 && first + CHUNK < piece.length;
         Tokens own, mixed, known;
+        if (has_columns) own.load(values, channels, length);
+        if (ahead) {
+            copy(first + CHUNK);
+            wait_for_copies<1>();
+        } else {
+            wait_for_copies<0>();
+        }
+        __syncthreads();
         if (has_columns) {
-            own.load(values, channels, length);
+            Stage& stage = chunks[first / CHUNK % stages];
+            const Operand keys{stage.keys}, queries{stage.queries};
+            const Triangle before{stage.record.before}, reading{stage.record.reading};
+            const Times& times = stage.record.times;
             mixed.clear();
             known.clear();
 #pragma unroll
@@ -152,7 +263,6 @@ static __device__ __forceinline__ void run(unsigned char* shared, float* convolv
                     multiply(mixed.tiles[2 * block], mixed.tiles[2 * block + 1], left, queries.right(16 * block, at));
                 }
             }
-            const int t = lane % 4;
 #pragma unroll
             for (int tile = 0; tile < 8; ++tile)
 #pragma unroll
@@ -162,47 +272,46 @@ static __device__ __forceinline__ void run(unsigned char* shared, float* convolv
                     own.tiles[tile][i] = times.weight[token] * (own.tiles[tile][i] - kept * known.tiles[tile][i]);
                     mixed.tiles[tile][i] *= kept;
                 }
+            Parts written[4];
+#pragma unroll
+            for (int block = 0; block < 4; ++block) {
+                float(&low)[4] = own.tiles[2 * block];
+                float(&high)[4] = own.tiles[2 * block + 1];
+#pragma unroll
+                for (int earlier = 0; earlier < block; ++earlier)
+                    multiply(low, high, written[earlier], before.right(block, earlier));
+                const Parts left = left_of(low, high);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) low[i] = high[i] = 0.0f;
+                multiply(low, high, left, before.right(block, block));
+                written[block] = left_of(low, high);
+            }
+            mixed.read(written, reading);
+            mixed.store(values, channels, length);
+#pragma unroll
+            for (int block = 0; block < 4; ++block) written[block] = own.left(block, times.last);
+            held.scale(times.kept[CHUNK - 1]);
+            held.add(written, keys);
         }
-        __syncthreads();
-        if (!has_columns) continue;
-        Parts written[4];
-#pragma unroll
-        for (int block = 0; block < 4; ++block) {
-            float(&low)[4] = own.tiles[2 * block];
-            float(&high)[4] = own.tiles[2 * block + 1];
-#pragma unroll
-            for (int earlier = 0; earlier < block; ++earlier)
-                multiply(low, high, written[earlier], before.right(block, earlier));
-            const Parts left = left_of(low, high);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) low[i] = high[i] = 0.0f;
-            multiply(low, high, left, before.right(block, block));
-            written[block] = left_of(low, high);
-        }
-        mixed.read(written, reading);
-        mixed.store(values, channels, length);
-#pragma unroll
-        for (int block = 0; block < 4; ++block) written[block] = own.left(block, times.last);
-        held.scale(times.kept[CHUNK - 1]);
-        held.add(written, keys);
+        __syncthreads();  // nobody reads the chunk any more
+        if (stages == 1 && first + CHUNK < piece.length) copy(first + CHUNK);
     }
     if (has_columns) held.store(state, VALUE_DIM);
 }
 
-#define DELTA_KERNEL(NAME, COLUMN_WARPS, WARPS)                                                                         \
+#define SCAN_KERNEL(NAME, COLUMN_WARPS, WARPS)                                                                          \
     extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)                                                         \
-        NAME(float* convolved, const Element* elements, int stride, const float* floats, int float_stride,              \
-             const float* time_step_bias, const float* decays, float* states, PIECES, int heads, int key_heads) {       \
+        NAME(float* convolved, const Record* records, float* states, PIECES, int heads, int key_heads, int stages) {    \
         extern __shared__ __align__(16) unsigned char shared[];                                                         \
         launch_next();                                                                                                  \
-        wait_for_previous(convolved, elements, floats, states, rows, lengths, slots, starts);                           \
+        wait_for_previous(convolved, records, states, rows, lengths, slots, starts);                                    \
         const Piece piece = Pieces{rows, lengths, slots, starts}[blockIdx.y];                                           \
         if (piece.length == 0) return;                                                                                  \
-        run<COLUMN_WARPS, WARPS>(shared, convolved, {floats, float_stride, elements, stride}, time_step_bias, decays,   \
-                                 states, piece, heads, key_heads);                                                      \
+        const Record* const own = records + static_cast<int64_t>(record_of(rows, blockIdx.y)) * heads;                  \
+        scan<COLUMN_WARPS, WARPS>(shared, convolved, own, states, piece, heads, key_heads, stages);                     \
     }
 
-DELTA_KERNEL(delta_chunked_wide, VALUE_DIM / 16, (VALUE_DIM / 16 > 4 ? VALUE_DIM / 16 : 4))
+SCAN_KERNEL(delta_scan_wide, VALUE_DIM / 16, (VALUE_DIM / 16 > 4 ? VALUE_DIM / 16 : 4))
 #if VALUE_DIM > 32
-DELTA_KERNEL(delta_chunked_narrow, 2, 8)
+SCAN_KERNEL(delta_scan_narrow, 2, 4)
 #endif

@@ -1,7 +1,7 @@
 // What kernels of layers with states share: pieces of sequences, elements of rows as floats, the functions of gates.
 //
 // A piece is consecutive rows of a step that go through the state of a slot; `Pieces` in states/operands.py says more. All kernels
-// leave a piece of length 0 alone. Functions are the accurate ones: what they give goes into a state and stays there.
+// leave a piece of length 0 alone. What is kept of a state is computed with accurate functions: its errors would add up.
 #pragma once
 
 #include "common/common.cuh"
@@ -22,7 +22,8 @@ struct Pieces {
 #define PIECES const int *rows, const int *lengths, const int *slots, const int *starts
 
 static __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
-static __device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
+// x / (1 + exp(-x)), to 2^-21.
+static __device__ __forceinline__ float silu(float x) { return x * reciprocal_fast(1.0f + exp2_fast(-x * LOG2_E)); }
 // log(1 + exp(x)).
 static __device__ __forceinline__ float softplus(float x) { return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))); }
 

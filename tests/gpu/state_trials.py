@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from nightmill.worker.model.spec import GatedDeltaNet, Mamba2, Norm, Role, ShortConv
 from nightmill.worker.runners.gpu.device.device import Device
-from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT
+from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, FLOAT
 from nightmill.worker.runners.gpu.states.convolution import ShortConvolution
 from nightmill.worker.runners.gpu.states.delta_net import DeltaNet
 from nightmill.worker.runners.gpu.states.mamba2 import Mamba
@@ -107,11 +107,13 @@ class Trial:
 
     def launcher(self, rows: int) -> Mixer:
         """Its kernels, with room for so many rows."""
-        device, mixer = self.device, self.mixer
+        device: Any = self.device
+        mixer: Any = self.mixer
         if isinstance(mixer, ShortConv):
             return ShortConvolution(device, mixer)
-        work = poisoned(device, (rows, mixer.convolved), np.float32)
-        return Mamba(device, mixer, work) if isinstance(mixer, Mamba2) else DeltaNet(device, mixer, work)
+        kind = Mamba if isinstance(mixer, Mamba2) else DeltaNet
+        work = poisoned(device, (kind.workspace(mixer, rows) // FLOAT.itemsize,), FLOAT)
+        return kind(device, mixer, work.address, rows)
 
     def run(
         self, prompts: Sequence[Piece], drawn: Sequence[Piece] = (), *, padding: int = 0,

@@ -153,7 +153,7 @@ def again(trial: Trial, count: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_do_not_depend_on_other_pieces(device: Device, kind: str) -> None:
-    beside(Trial(device, KINDS[kind], seed=5), [Piece(130, 64), Piece(70)], 40)
+    beside(Trial(device, KINDS[kind], seed=5), [Piece(130, 64), Piece(70)], 140)
 
 
 def beside(trial: Trial, prompts: list[Piece], count: int) -> None:

@@ -1,7 +1,7 @@
 """The forecast of how much of a model fits a GPU, and of how fast it generates there.
 
 `nightmill plan`, `check` and `models` ask `forecast` before anything is loaded. It is computed as the runner
-shares out its memory (`gpu/sizing.py`), so a worker's log says nearly the same, of what its runner took.
+shares out its memory (`gpu/planning.py`), so a worker's log says nearly the same, of what its runner took.
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from nightmill.worker.runners.gpu.device.device import Device, NoDeviceError
 from nightmill.worker.runners.gpu.device.peaks import Peaks
 from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
 from nightmill.worker.runners.gpu.memory import MemoryPlan, allowed
+from nightmill.worker.runners.gpu.planning import RunnerPlanner
 from nightmill.worker.runners.gpu.precision import HALF, Precision, WeightsFormat
-from nightmill.worker.runners.gpu.sizing import GpuMemory, size_runner
 from nightmill.worker.runners.gpu.weights.choice import choose_weights
 
 __all__ = ["CARDS", "GIB", "Card", "Forecast", "Room", "card_here", "card_of", "forecast", "forecast_of"]
@@ -126,11 +126,14 @@ def forecast(spec: ModelSpec, card: Card, settings: Settings, precision: Precisi
     sizes = runner_sizes(settings, spec)
     precision, _ = choose_weights(spec, precision, allowed(card.free, settings.gpu_memory))
     check_spec(spec, precision, card)
-    gpu = GpuMemory(card.free, card.multiprocessors, card.hopper)
-    # Decode attention takes about as many pieces as sequences; for how many more, compiled kernels are asked.
-    sized = size_runner(spec, precision, sizes, gpu, lambda slots: slots)
-    speed = GpuSpeed(card.peaks, card.multiprocessors)
-    return forecast_of(spec, speed, precision, sized.memory, context=sizes.context)
+    planner = RunnerPlanner(spec, precision, card.multiprocessors, _about_so_many, hopper=card.hopper)
+    speed, memory = GpuSpeed(card.peaks, card.multiprocessors), planner.plan(sizes, card.free).memory
+    return forecast_of(spec, speed, precision, memory, context=sizes.context)
+
+
+def _about_so_many(slots: int) -> int:
+    """Pieces into which decode attention cuts contexts; for the bound, compiled kernels would be asked."""
+    return slots
 
 
 def forecast_of(

@@ -6,10 +6,14 @@ from pathlib import Path
 import pytest
 
 from nightmill.worker.model.families import read_spec
+from nightmill.worker.model.gguf.file import GgufFile
+from nightmill.worker.runners.gpu.device.operands import Format
+from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from tests.support.cuda_runners import cuda_runner
 from tests.support.driving import Chunk, Pages
 from tests.support.family_cases import file_of
 from tests.support.hybrid_cases import GPU_HYBRID_FILES
+from tests.tiny import FILES, unpacked
 from tests.unit.runners.recorded_cuda import RecordedDriver
 
 pytestmark = pytest.mark.heavy  # kernels are compiled where nvcc is
@@ -36,3 +40,24 @@ def test_every_family_is_launched_as_it_was_compiled(
             runner.launch(pages.batch(step, admit=step is steps[0]))
             assert runner.collect() is not None
     assert driver.launches.keys() - {"library"} <= driver.checked
+
+
+@pytest.mark.parametrize("weights", [WeightsFormat.FILE, WeightsFormat.FP8])
+@pytest.mark.parametrize("name", FILES)
+def test_weights_in_all_formats_are_launched_as_they_were_compiled(
+    hopper: RecordedDriver, name: str, weights: WeightsFormat, tmp_path: Path
+) -> None:
+    """Controls are elements in any; a self-test looks at the products of the others."""
+    file = GgufFile.open(unpacked(name, tmp_path))
+    spec, tokens, pages = read_spec(file), [1] * CONTEXT, Pages(2, CONTEXT // 16)
+    options = {"slots": 2, "context": CONTEXT, "kv_pages": 32, "max_tokens": 256, "tune": False}
+    with closing(cuda_runner(file, spec, precision=Precision(weights=weights), **options)) as runner:
+        for start, length, drawn in ((0, 128, False), (128, 70, False), (198, 1, True)):
+            runner.launch(pages.batch([Chunk(0, tokens, start, length, 1, drawn)], admit=not start))
+            assert runner.collect() is not None
+        layer = runner._model.layers[0].weights
+        kept = {"lfm2": Format.F16, "qwen35": Format.Q8_0 if "q8_0" in name else Format.F16}[spec.family]
+        expected = Format.FP8 if weights is WeightsFormat.FP8 else kept
+        assert layer.mixer_input.format is layer.attn_output.format is expected
+        assert layer.mixer_controls.format is Format.F16
+    assert hopper.launches.keys() - {"library"} <= hopper.checked

@@ -15,6 +15,7 @@ from nightmill.worker.runners.gpu.precision import HALF, Precision
 from nightmill.worker.runners.gpu.products.formats import ModelFormats
 from nightmill.worker.runners.gpu.rows.norms import only_rms_norms
 from nightmill.worker.runners.gpu.shapes import Kind, padded_rows
+from nightmill.worker.runners.gpu.states.choice import StateMixers
 from nightmill.worker.runners.gpu.weights.layout import padded_vocab
 
 __all__ = ["LOGIT_ROWS", "Activations", "most_draws"]
@@ -80,7 +81,7 @@ class Activations:
     quantised: Buffer  # what enters a product with rounded weights, if it was elements
     gates: Buffer  # of attention, elements
     controls: Buffer  # of mixers with states, float
-    work: Buffer  # what kernels of such mixers hand on among them, float
+    work: Buffer  # what kernels of such mixers hand on among them, bytes
 
     @classmethod
     def allocate(
@@ -113,7 +114,7 @@ def _widths(layer: LayerSpec) -> dict[str, int]:
     sizes = mixer_sizes(layer.mixer)
     return {
         "qkv": sizes.inputs, "mixed": sizes.outputs, "mixed_drawing": sizes.outputs, "gates": sizes.gates,
-        "controls": sizes.controls, "work": sizes.work, "gate_up": inner, "activated": ffn,
+        "controls": sizes.controls, "gate_up": inner, "activated": ffn,
     }  # fmt: skip
 
 
@@ -146,7 +147,7 @@ def _arrays(spec: ModelSpec, precision: Precision, max_tokens: int, max_draws: i
             (tokens * (rounded is not None), max(widest, spec.width)), read, rounded is not None
         ),
         "controls": _Array((tokens, controls), FLOAT),
-        "work": _Array((tokens, max(one["work"] for one in widths)), FLOAT),
+        "work": _Array((StateMixers.workspace(spec, tokens),), BYTE),
     }
 
 

@@ -36,14 +36,12 @@ class MixerSizes(NamedTuple):
     outputs   what it gives
     gates     of what attention gives
     controls  of a state: what its decays, betas and time steps are made of
-    work      of a state: what its kernels hand on among them
     """
 
     inputs: int = 0
     outputs: int = 0
     gates: int = 0
     controls: int = 0
-    work: int = 0
 
 
 def mixer_sizes(mixer: Mixer | None) -> MixerSizes:
@@ -55,11 +53,11 @@ def mixer_sizes(mixer: Mixer | None) -> MixerSizes:
             own = mixer.queries
             return MixerSizes(own + 2 * mixer.keys, own, own if mixer.gated else 0)
         case GatedDeltaNet():
-            inputs, controls = mixer.convolved + mixer.values, 2 * mixer.value_heads
-            return MixerSizes(_filled_up(inputs), mixer.values, 0, _filled_up(controls), mixer.convolved)
+            inputs, controls = mixer.convolved + mixer.values, _filled_up(mixer.controls)
+            return MixerSizes(_filled_up(inputs), mixer.values, 0, controls)
         case Mamba2():
-            inputs = mixer.inner + mixer.convolved
-            return MixerSizes(_filled_up(inputs), mixer.inner, 0, _filled_up(mixer.heads), mixer.convolved)
+            inputs, controls = mixer.inner + mixer.convolved, _filled_up(mixer.controls)
+            return MixerSizes(_filled_up(inputs), mixer.inner, 0, controls)
         case ShortConv():
             return MixerSizes(_filled_up(3 * mixer.width), mixer.width)
 

@@ -135,7 +135,7 @@ class Mixers:
         at: Activations, *, max_context: int,
     ) -> None:  # fmt: skip
         self._device = device
-        self._width, self._work = spec.width, at.work
+        self._width, self._work, self._rows = spec.width, at.work.address, at.x.shape[0]
         self._products, self._activate, self._attentions = products, activate, attentions
         self._rotations = {
             attention: Rotation(device, attention, max_context=max_context, statistics=at.statistics)
@@ -156,9 +156,7 @@ class Mixers:
             return StateMixer(
                 products.of(Kind.PLAIN, sizes.inputs, width, weights.mixer_input.format),
                 controls,
-                state_mixer(
-                    self._device, mixer, replace(self._work, shape=(self._work.shape[0], sizes.work))
-                ),
+                state_mixer(self._device, mixer, self._work, self._rows),
             )
         decode, prefill = self._attentions.of(mixer)
         gates = None

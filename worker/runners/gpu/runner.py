@@ -41,6 +41,7 @@ from nightmill.worker.runners.gpu.loading import load_weights
 from nightmill.worker.runners.gpu.memory import RunnerSizes, allowed
 from nightmill.worker.runners.gpu.mixers import Mixers
 from nightmill.worker.runners.gpu.model import Model, Shared
+from nightmill.worker.runners.gpu.planning import RunnerPlanner, prompt_grid
 from nightmill.worker.runners.gpu.precision import HALF, Precision
 from nightmill.worker.runners.gpu.products.chooser import Products
 from nightmill.worker.runners.gpu.products.formats import ModelFormats
@@ -53,7 +54,6 @@ from nightmill.worker.runners.gpu.sampling.sampler import Sampler
 from nightmill.worker.runners.gpu.sampling.slots import SlotTable
 from nightmill.worker.runners.gpu.self_test import check_products, checked_products
 from nightmill.worker.runners.gpu.shapes import MANY_ROWS
-from nightmill.worker.runners.gpu.sizing import GpuMemory, prompt_grid, size_runner
 from nightmill.worker.runners.gpu.states.memory import States
 from nightmill.worker.runners.gpu.steps import PADDING, StepBuffers, StepInputs, StepShape, padded_lengths
 from nightmill.worker.runners.gpu.weights.choice import choose_weights
@@ -63,6 +63,8 @@ from nightmill.worker.runners.starting import Progress, StartStep, no_progress
 __all__ = ["CudaRunner", "Launching"]
 
 log = logging.getLogger(__name__)
+
+_MOST_ROWS = 65_535  # of a grid: attention has a row of blocks for each piece of a context, and of a prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,7 @@ class CudaRunner:
         self.page_size = PAGE
         self.slots = slots
         self.depth = sizes.depth
-        self.prompt_grid = prompt_grid(spec)
+        self.prompt_grid, self.snapshots = prompt_grid(spec), 0
         self.vocab = spec.vocab
         self._row_of_logits = padded_vocab(spec)
         self.max_tokens = max_tokens
@@ -162,8 +164,21 @@ class CudaRunner:
         attentions = Attentions(device, spec, max_context=context)
         self._decode = attentions.decode
         self._prefill = attentions.prefill
-        self._plan(spec, precision, sizes, free)
-        slots, draws = self.slots, {"max_tokens": self.max_tokens, "max_draws": self.max_draws}
+        rows = max(sizes.max_tokens, self._decode.most_pieces(sizes.slots))
+        if rows > _MOST_ROWS:
+            raise RunnerError(
+                f"{sizes.slots:,} sequences in steps of up to {sizes.max_tokens:,} tokens may need {rows:,} "
+                f"rows of blocks in one launch; a GPU takes {_MOST_ROWS:,}: lower --max-sequences"
+            )
+        planner = RunnerPlanner(
+            spec, precision, device.multiprocessors, self._decode.most_pieces, hopper=device.hopper
+        )
+        plan = planner.plan(replace(sizes, context=context), free)
+        self.memory, bounds = plan.memory, plan.bounds
+        self.max_tokens, self.max_draws = bounds.max_tokens, bounds.max_draws
+        self.slots = slots = bounds.slots
+        self.kv_pages, self.snapshots = self.memory.kv_pages, self.memory.states.snapshots
+        draws = {"max_tokens": self.max_tokens, "max_draws": self.max_draws}
         self._report(f"memory of {device.name}: {self.memory}")
         self._prefill.reserve(slots=slots, max_context=context, max_tokens=self.max_tokens, depth=self.depth)
         at = Activations.allocate(device, spec, precision, **draws)
@@ -180,10 +195,7 @@ class CudaRunner:
         sampler = Sampler(device, spec.vocab, max_rows=LOGIT_ROWS)
         self._slots = SlotTable(device, sampler, slots=slots, vocab=spec.vocab, depth=self.depth)
         self._masks = MaskBuffers(device, vocab=spec.vocab, rows=LOGIT_ROWS, depth=self.depth)
-        self._steps = StepBuffers(
-            device, padding_page=self.kv_pages, depth=self.depth, states=spec.state_bytes > 0, slots=slots,
-            table_width=-(-context // PAGE), max_pieces=self._decode.most_pieces(slots), **draws,
-        )  # fmt: skip
+        self._steps = StepBuffers(device, bounds, padding_page=self.kv_pages, depth=self.depth)
         embedding = Embedding(device, spec.vocab, spec.embedding_scale)
         shared = Shared(embedding, norms, LogitScale(device, spec), sampler)
         self._model = Model(spec, weights, shared, layers, products, self._slots.address, cache.tokens, at)
@@ -192,15 +204,6 @@ class CudaRunner:
         self._done: list[Any] = [device.event() for _ in range(self.depth)]
         if self._tune:
             self._tune_many_rows()
-
-    def _plan(self, spec: ModelSpec, precision: Precision, sizes: RunnerSizes, free: int) -> None:
-        """Share out `free` bytes: sets the plan, and pages, slots, snapshots, tokens and draws by it."""
-        gpu = GpuMemory(free, self.device.multiprocessors, self.device.hopper)
-        sizes = replace(sizes, context=self._context)
-        sized = size_runner(spec, precision, sizes, gpu, self._decode.most_pieces)
-        self.slots, self.max_tokens = sized.sizes.slots, sized.sizes.max_tokens
-        self.max_draws, self.snapshots, self.memory = sized.max_draws, sized.snapshots, sized.memory
-        self.kv_pages = self.memory.kv_pages
 
     def launch(self, batch: StepBatch) -> None:
         """Queue a step. Raises RunnerError where it is too large or the GPU refuses."""

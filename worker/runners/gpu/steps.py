@@ -16,7 +16,16 @@ from nightmill.worker.runners.gpu.kv_cache import PAGE
 from nightmill.worker.runners.gpu.states.operands import StepPieces
 from nightmill.worker.runners.gpu.states.pieces import NO_STATE_PIECES, pieces_on_device, state_pieces
 
-__all__ = ["NO_INPUTS", "PADDING", "PromptGroup", "StepBuffers", "StepInputs", "StepShape", "padded_lengths"]
+__all__ = [
+    "NO_INPUTS",
+    "PADDING",
+    "PromptGroup",
+    "StepBounds",
+    "StepBuffers",
+    "StepInputs",
+    "StepShape",
+    "padded_lengths",
+]
 
 NO_STEP_PIECES = StepPieces()
 _ALIGN = 64  # int32 words
@@ -85,27 +94,41 @@ NO_INPUTS = StepInputs(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 """Those of no step."""
 
 
-class StepBuffers:
-    """Staging for `depth` outstanding steps.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBounds:
+    """The most that a step may have.
 
-    max_tokens, max_draws, slots  bounds of a step; table_width: the most pages of a sequence
-    max_pieces         room for `StepInputs.pieces`
-    padding_page       the page that padding tokens are written to
-    states             layers have states, for which a step is divided into pieces
+    table_width  pages of a sequence
+    max_pieces   room for `StepInputs.pieces`
+    states       layers have states, for which a step is divided into pieces
     """
 
-    def __init__(
-        self, device: Device, *, max_tokens: int, max_draws: int, slots: int, table_width: int,
-        max_pieces: int, padding_page: int, depth: int, states: bool = False,
-    ) -> None:  # fmt: skip
+    max_tokens: int
+    max_draws: int
+    slots: int
+    table_width: int
+    max_pieces: int
+    states: bool = False
+
+    @property
+    def words(self) -> int:
+        """Words of the arrays of such a step."""
+        rows = max(self.slots, 1)
+        sizes = (self.max_tokens, rows, self.max_draws, self.max_tokens, self.max_pieces)
+        return _layout(*sizes, rows * self.states)[1]
+
+
+class StepBuffers:
+    """Staging for `depth` outstanding steps; `padding_page`: the page that padding tokens are written to."""
+
+    def __init__(self, device: Device, bounds: StepBounds, *, padding_page: int, depth: int) -> None:
         self._device = device
-        self._slots = slots
+        self._slots = bounds.slots
+        self._states = bounds.states
         self._padding_page = padding_page
         self._padding_row = padding_page * PAGE
-        self.table_width = table_width
-        rows = max(slots, 1)
-        self._states = states
-        words = _layout(max_tokens, rows, max_draws, max_tokens, max_pieces, rows * states)[1]
+        self.table_width = table_width = bounds.table_width
+        rows, words = max(bounds.slots, 1), bounds.words
         self._packed = device.allocate(4 * words, "a step's arrays")
         self._tables = device.allocate(4 * rows * table_width, "page tables")
         self._numbers = np.arange(rows + 1, dtype=np.int32)
@@ -113,13 +136,9 @@ class StepBuffers:
         self._host_tables = [device.pinned((rows, table_width), np.int32) for _ in range(depth)]
 
     @staticmethod
-    def bytes(
-        *, max_tokens: int, max_draws: int, slots: int, table_width: int, max_pieces: int,
-        states: bool = False,
-    ) -> int:  # fmt: skip
+    def bytes(bounds: StepBounds) -> int:
         """Device memory that the buffers take."""
-        words = _layout(max_tokens, slots, max_draws, max_tokens, max_pieces, slots * states)[1]
-        return 4 * (words + slots * table_width) + 1024
+        return 4 * (bounds.words + max(bounds.slots, 1) * bounds.table_width) + 1024
 
     def write(
         self, turn: int, batch: StepBatch, shape: StepShape, tiles: IntArray, pieces: IntArray

@@ -6,7 +6,6 @@ from typing import Any
 from nightmill.worker.model.spec import Attention, GatedDeltaNet, Mamba2, ModelSpec, ShortConv
 from nightmill.worker.model.spec import Mixer as MixerSpec
 from nightmill.worker.runners.gpu.device.device import Device
-from nightmill.worker.runners.gpu.device.operands import Buffer
 from nightmill.worker.runners.gpu.device.sources import Source
 from nightmill.worker.runners.gpu.states.convolution import ShortConvolution
 from nightmill.worker.runners.gpu.states.delta_net import DeltaNet
@@ -35,17 +34,26 @@ class StateMixers:
                 return reason
         return None
 
+    @staticmethod
+    def workspace(spec: ModelSpec, rows: int) -> int:
+        """Bytes of device memory that they share, one layer after the other, for steps of so many rows."""
+        needing = (mixer for mixer in _mixers(spec) if not isinstance(mixer, ShortConv))
+        return max((_LAUNCHERS[type(mixer)].workspace(mixer, rows) for mixer in needing), default=0)
 
-def state_mixer(device: Device, mixer: MixerSpec, work: Buffer) -> Mixer:
-    """Make the launcher of a mixer with a state; `work`: room that it may overwrite (`MixerSizes.work`)."""
+
+def state_mixer(device: Device, mixer: MixerSpec, work: int, rows: int) -> Mixer:
+    """Make the launcher of a mixer with a state, for steps of up to so many rows.
+
+    work  the address of `StateMixers.workspace`, which it may overwrite
+    """
     launcher: Mixer
     match mixer:
         case ShortConv():
             launcher = ShortConvolution(device, mixer)
         case GatedDeltaNet():
-            launcher = DeltaNet(device, mixer, work)
+            launcher = DeltaNet(device, mixer, work, rows)
         case Mamba2():
-            launcher = Mamba(device, mixer, work)
+            launcher = Mamba(device, mixer, work, rows)
         case _:
             raise TypeError(f"{mixer.title} is no mixer with a state")
     return launcher

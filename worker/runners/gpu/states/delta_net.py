@@ -1,11 +1,11 @@
 """Gated delta nets (Qwen3.5 and later)."""
 
 from nightmill.worker.model.spec import GatedDeltaNet
-from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.device import Device, aligned
 from nightmill.worker.runners.gpu.device.functions import KernelPairs
-from nightmill.worker.runners.gpu.device.operands import Buffer
+from nightmill.worker.runners.gpu.device.operands import FLOAT, Buffer
 from nightmill.worker.runners.gpu.device.sources import Source, source_of
-from nightmill.worker.runners.gpu.states.chunks import Chunked, controls_of
+from nightmill.worker.runners.gpu.states.chunks import DeltaChunks, controls_of
 from nightmill.worker.runners.gpu.states.convolution import Convolution, columns_from, convolution_refusal
 from nightmill.worker.runners.gpu.states.operands import LayerStates, MixerWeights, StepPieces
 
@@ -18,19 +18,20 @@ _NORM_WARPS = 8  # of a block, each with a head
 class DeltaNet:
     """Launches `convolution.cu`, `delta_recurrent.cu`, `delta_chunked.cu` and `gated_norm.cu`.
 
-    work  float (rows, mixer.convolved): room for the rows of a step, which layers may share
+    work  the address of `workspace` bytes for steps of up to so many rows, which layers may share
     """
 
-    def __init__(self, device: Device, mixer: GatedDeltaNet, work: Buffer) -> None:
-        self._mixer, self._work = mixer, work
+    def __init__(self, device: Device, mixer: GatedDeltaNet, work: int, rows: int) -> None:
+        self._mixer = mixer
+        self._work = Buffer(work, (rows, mixer.convolved), FLOAT)
         self._convolution = Convolution(device, mixer.kernel)
         self._recurrent = KernelPairs(device, source_of("delta_recurrent", *_sizes(mixer))).function(
             "delta_recurrent", "PPiPiPPPfPPPPPiiP"
         )
         self._threads = 32 * (8 if mixer.key_dim * mixer.value_dim >= 64 * 64 else 4)
-        self._chunked = Chunked(
-            device, source_of("delta_chunked", *_sizes(mixer)), "delta_chunked", "PPiPiPPPPPPPii",
-            keys=mixer.key_dim, values=mixer.value_dim, heads=mixer.value_heads, solves=True,
+        self._chunks = DeltaChunks(
+            device, source_of("delta_chunked", *_sizes(mixer)), keys=mixer.key_dim, values=mixer.value_dim,
+            key_heads=mixer.key_heads, heads=mixer.value_heads, records=work + _rows_bytes(mixer, rows),
         )  # fmt: skip
         self._norm = KernelPairs(device, source_of("gated_norm")).function("norm_then_gate", "PiPiPfPPPPiiiP")
 
@@ -50,6 +51,11 @@ class DeltaNet:
             return "a norm of heads that is not a plain RMS norm"
         return convolution_refusal(mixer.kernel, mixer.convolved)
 
+    @staticmethod
+    def workspace(mixer: GatedDeltaNet, rows: int) -> int:
+        """Bytes of device memory that steps of up to so many rows need beside activations."""
+        return _rows_bytes(mixer, rows) + DeltaChunks.bytes(rows, mixer.value_heads)
+
     def __call__(
         self, x: Buffer, controls: Buffer, weights: MixerWeights, states: LayerStates, pieces: StepPieces,
         out: Buffer,
@@ -62,15 +68,15 @@ class DeltaNet:
         self, x: Buffer, controls: Buffer, weights: MixerWeights, states: LayerStates, pieces: StepPieces,
         out: Buffer,
     ) -> None:  # fmt: skip
-        """Queue what follows on the convolution: prompts first, as drawn tokens of a step may come after them."""
+        """Queue what follows on the convolution: prompts first, after which drawn tokens may come."""
         mixer, work, heads = self._mixer, self._work.address, self._mixer.value_heads
         steering = controls_of(controls)
         drawn, prompts = pieces.drawn, pieces.prompts
         if prompts.count:
             own = columns_from(x, mixer.convolved + mixer.values)
-            self._chunked(
-                prompts.count, work, own.address, x.shape[1], *steering, weights.time_step_bias.address,
-                weights.decay.address, states.matrix, *prompts.addresses, heads, mixer.key_heads,
+            self._chunks(
+                work, (own.address, x.shape[1], *steering),
+                (weights.time_step_bias.address, weights.decay.address), states.matrix, prompts,
             )  # fmt: skip
             self._norm.of(prompts.rows)(
                 (-(-heads // _NORM_WARPS), prompts.rows), (32 * _NORM_WARPS, 1, 1),
@@ -88,3 +94,8 @@ class DeltaNet:
 
 def _sizes(mixer: GatedDeltaNet) -> tuple[str, str]:
     return f"-DKEY_DIM={mixer.key_dim}", f"-DVALUE_DIM={mixer.value_dim}"
+
+
+def _rows_bytes(mixer: GatedDeltaNet, rows: int) -> int:
+    """Bytes of what the convolution leaves."""
+    return aligned(rows * mixer.convolved * FLOAT.itemsize)

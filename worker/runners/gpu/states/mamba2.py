@@ -3,7 +3,7 @@
 from nightmill.worker.model.spec import Mamba2
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import KernelPairs
-from nightmill.worker.runners.gpu.device.operands import Buffer
+from nightmill.worker.runners.gpu.device.operands import FLOAT, Buffer
 from nightmill.worker.runners.gpu.device.sources import Source, source_of
 from nightmill.worker.runners.gpu.states.chunks import Chunked, controls_of
 from nightmill.worker.runners.gpu.states.convolution import Convolution, columns_from, convolution_refusal
@@ -18,11 +18,12 @@ _STATE_SIZES = (16, 32, 64, 96, 128, 256)
 class Mamba:
     """Launches `convolution.cu`, `mamba_recurrent.cu`, `mamba_chunked.cu` and `gated_norm.cu`.
 
-    work  float (rows, mixer.convolved): room for the rows of a step, which layers may share
+    work  the address of `workspace` bytes for steps of up to so many rows, which layers may share
     """
 
-    def __init__(self, device: Device, mixer: Mamba2, work: Buffer) -> None:
-        self._mixer, self._work = mixer, work
+    def __init__(self, device: Device, mixer: Mamba2, work: int, rows: int) -> None:
+        self._mixer = mixer
+        self._work = Buffer(work, (rows, mixer.convolved), FLOAT)
         self._convolution = Convolution(device, mixer.kernel)
         self._recurrent = KernelPairs(device, source_of("mamba_recurrent", *_sizes(mixer))).function(
             "mamba_recurrent", "PPiPiPPPPPPPPii"
@@ -31,7 +32,7 @@ class Mamba:
         self._threads = 32 * (16 if size > 128 * 128 else 8 if size >= 64 * 64 else 4)
         self._chunked = Chunked(
             device, source_of("mamba_chunked", *_sizes(mixer)), "mamba_chunked", "PPiPiPPPPPPPPii",
-            keys=mixer.state_size, values=mixer.head_dim, heads=mixer.heads, solves=False,
+            keys=mixer.state_size, values=mixer.head_dim, heads=mixer.heads,
         )  # fmt: skip
         self._norm = KernelPairs(device, source_of("gated_norm")).function("gate_then_norm", "PiPiPfPPPPiiiP")
 
@@ -52,6 +53,11 @@ class Mamba:
             return "a norm of groups that is not a plain RMS norm"
         return convolution_refusal(mixer.kernel, mixer.convolved)
 
+    @staticmethod
+    def workspace(mixer: Mamba2, rows: int) -> int:
+        """Bytes of device memory that steps of up to so many rows need beside activations."""
+        return rows * mixer.convolved * FLOAT.itemsize
+
     def __call__(
         self, x: Buffer, controls: Buffer, weights: MixerWeights, states: LayerStates, pieces: StepPieces,
         out: Buffer,
@@ -65,7 +71,7 @@ class Mamba:
         self, x: Buffer, controls: Buffer, weights: MixerWeights, states: LayerStates, pieces: StepPieces,
         out: Buffer,
     ) -> None:  # fmt: skip
-        """Queue what follows on the convolution: prompts first, as drawn tokens of a step may come after them."""
+        """Queue what follows on the convolution: prompts first, after which drawn tokens may come."""
         mixer, work, heads, groups = self._mixer, self._work, self._mixer.heads, self._mixer.groups
         own = columns_from(x, mixer.inner + mixer.convolved)
         through = (

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer
+from nightmill.worker.runners.gpu.device.operands import ABSENT, INT, Buffer
 
 __all__ = ["NO_PIECES", "LayerStates", "Mixer", "MixerWeights", "Pieces", "StepPieces"]
 
@@ -33,6 +33,11 @@ class Pieces:
     def addresses(self) -> tuple[int, int, int, int]:
         """The arrays, in the order of the kernels' arguments."""
         return self.first_rows, self.lengths, self.slots, self.starts
+
+    def part(self, first: int, count: int) -> "Pieces":
+        """Some that follow each other; `rows` stays, which is then more than theirs."""
+        rows, lengths, slots, starts = (address + first * INT.itemsize for address in self.addresses)
+        return Pieces(rows, lengths, slots, starts, count, self.rows)
 
 
 NO_PIECES = Pieces(0, 0, 0, 0, 0)

@@ -124,7 +124,7 @@ def layer_weights(spec: ModelSpec, index: int) -> dict[Role, Weight]:
     elif isinstance(mixer, Mamba2):
         ((name, _),) = weights[Role.MIXER_INPUT].parts
         first, steps = (
-            Weight(((name, (rows, spec.width)),)) for rows in (mixer.inner + mixer.convolved, mixer.heads)
+            Weight(((name, (rows, spec.width)),)) for rows in (mixer.inner + mixer.convolved, mixer.controls)
         )
         weights |= {Role.MIXER_INPUT: first, Role.MIXER_CONTROLS: steps}
     return weights
