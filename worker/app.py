@@ -35,7 +35,13 @@ from nightmill.worker.assembly.engine import describe
 from nightmill.worker.assembly.fetching import with_model_file
 from nightmill.worker.assembly.model import LoadedModel, load_model, served_name
 from nightmill.worker.assembly.options import gpu_name, merge_options, worker_id_option, worker_options
-from nightmill.worker.assembly.sizes import capacity, gpu_index, hang_seconds, interactive_slots
+from nightmill.worker.assembly.sizes import (
+    capacity,
+    gpu_index,
+    hang_seconds,
+    interactive_slots,
+    max_sequences,
+)
 from nightmill.worker.link.link import ENGINE_COMMAND, EngineLink, launch_engine
 from nightmill.worker.service import tasks
 from nightmill.worker.service.heart import LOADING, Heart
@@ -191,19 +197,23 @@ class EngineStep(bootsteps.StartStopStep):
             if news is not None:
                 tell(news)
 
-        return Service(
+        running = max_sequences(settings)
+        service = Service(
             self.claims,
             engine,
             model,
             ServiceOptions(
-                capacity=capacity(settings),
-                reserved_slots=interactive_slots(settings),
+                capacity=capacity(running),
+                reserved_slots=interactive_slots(running),
                 drain_seconds=settings.drain_seconds,
             ),
             followers=Followers(self.broker),
             on_fatal=_end_process,
             while_loading=while_loading,
         )
+        running = engine.stats.sequences  # fewer, where memory has no room for the states of all
+        service.in_flight.resize(capacity(running), interactive_slots(running))
+        return service
 
 
 class RoomStep(bootsteps.StartStopStep):

@@ -287,3 +287,43 @@ struct Tokens {
                 multiply(tiles[2 * row], tiles[2 * row + 1], written[column], reading.right(row, column));
     }
 };
+
+// Chunk c of piece p has the records (row_p - row_0) / 64 + p + c of what is prepared for all chunks at once, where row_0 is the first
+// piece's row: no two share one, and there are no more than T / 64 + pieces.
+static __device__ __forceinline__ int record_of(const int* rows, int piece) { return (rows[piece] - rows[0]) / CHUNK + piece; }
+
+struct Chunk {
+    int row, length;
+};
+
+// The chunk whose records have that number; its length is not positive where there is none.
+static __device__ __forceinline__ Chunk chunk_of(const Pieces& pieces, int count, int record) {
+    int index = 0;
+    for (int above = count; above - index > 1;) {
+        const int middle = (index + above) / 2;
+        (record_of(pieces.rows, middle) <= record ? index : above) = middle;
+    }
+    const int first = (record - record_of(pieces.rows, index)) * CHUNK;
+    return {pieces.rows[index] + first, min(pieces.lengths[index] - first, CHUNK)};
+}
+
+// Rows in parts to shared memory; zeros behind the last.
+template <int KEYS, int THREADS>
+static __device__ __forceinline__ void copy_rows(unsigned char* target, const float* source, int stride, int length) {
+    constexpr int PIECES_OF_PART = KEYS / 8, EACH = 2 * PIECES_OF_PART;  // of 16 bytes
+    const uint32_t place = shared_address(target);
+    for (int i = threadIdx.x; i < CHUNK * EACH; i += THREADS) {
+        const int row = i / EACH, part = i % EACH / PIECES_OF_PART, column = i % PIECES_OF_PART;
+        const bool wanted = row < length;
+        copy_async(place + part * Rows64<KEYS>::PART + row * Rows64<KEYS>::STRIDE + column * 16,
+                   source + static_cast<int64_t>(wanted ? row : 0) * stride + i % EACH * 4, wanted);
+    }
+}
+
+// Whole, a multiple of 16 bytes.
+template <int THREADS>
+static __device__ __forceinline__ void copy_bytes(void* target, const void* source, int bytes) {
+    const uint32_t place = shared_address(target);
+    for (int at = threadIdx.x * 16; at < bytes; at += THREADS * 16)
+        copy_async(place + at, static_cast<const unsigned char*>(source) + at, true);
+}

@@ -18,9 +18,6 @@
 //                  fill the card. A warp has 16 columns of the state in registers. While a chunk is computed the next one is copied,
 //                  where shared memory suffices for two (`stages`)
 //
-// Chunk c of piece p has the records (row_p - row_0) / 64 + p + c, where row_0 is the first piece's row: no two share one, and there
-// are no more than T / 64 + pieces.
-//
 // FLOPs of a chunk and head of 128 x 128: 27 million of tensor cores (three products of each), at 0.2 MB that move.
 #include "states/chunk.cuh"
 
@@ -106,9 +103,6 @@ static __device__ __forceinline__ void invert(const Diagonal& diagonal, const Tr
     }
 }
 
-// The first of a piece's records.
-static __device__ __forceinline__ int record_of(const int* rows, int piece) { return (rows[piece] - rows[0]) / CHUNK + piece; }
-
 static constexpr int PREPARING = 8;  // warps
 
 extern "C" __global__ void __launch_bounds__(PREPARING * 32)
@@ -118,15 +112,8 @@ extern "C" __global__ void __launch_bounds__(PREPARING * 32)
     extern __shared__ __align__(16) unsigned char shared[];
     launch_next();
     wait_for_previous(convolved, elements, floats, records, rows, lengths, slots, starts);
-    int index = 0;
-    for (int above = count; above - index > 1;) {
-        const int middle = (index + above) / 2;
-        (record_of(rows, middle) <= static_cast<int>(blockIdx.x) ? index : above) = middle;
-    }
-    const Piece piece = Pieces{rows, lengths, slots, starts}[index];
-    const int first = (static_cast<int>(blockIdx.x) - record_of(rows, index)) * CHUNK;
-    if (first >= piece.length) return;
-    const int row = piece.row + first, length = min(piece.length - first, CHUNK);
+    const auto [row, length] = chunk_of({rows, lengths, slots, starts}, count, blockIdx.x);
+    if (length <= 0) return;
 
     const Operand keys{shared}, queries{shared + Operand::BYTES};
     Record& record = *reinterpret_cast<Record*>(shared + 2 * Operand::BYTES);
@@ -188,27 +175,12 @@ struct alignas(16) Stage {
     Record record;
 };
 
-// Rows in parts to shared memory; zeros behind the last.
-template <int THREADS>
-static __device__ __forceinline__ void copy_rows(unsigned char* target, const float* source, int stride, int length) {
-    constexpr int PIECES_OF_PART = KEY_DIM / 8, EACH = 2 * PIECES_OF_PART;  // of 16 bytes
-    const uint32_t place = shared_address(target);
-    for (int i = threadIdx.x; i < CHUNK * EACH; i += THREADS) {
-        const int row = i / EACH, part = i % EACH / PIECES_OF_PART, column = i % PIECES_OF_PART;
-        const bool wanted = row < length;
-        copy_async(place + part * Operand::PART + row * Operand::STRIDE + column * 16,
-                   source + static_cast<int64_t>(wanted ? row : 0) * stride + i % EACH * 4, wanted);
-    }
-}
-
 template <int THREADS>
 static __device__ __forceinline__ void copy_stage(Stage& stage, const float* queries, const float* keys, int stride, int length,
                                                   const Record* record) {
-    copy_rows<THREADS>(stage.queries, queries, stride, length);
-    copy_rows<THREADS>(stage.keys, keys, stride, length);
-    const uint32_t place = shared_address(&stage.record);
-    for (int i = threadIdx.x; i < static_cast<int>(sizeof(Record) / 16); i += THREADS)
-        copy_async(place + i * 16, reinterpret_cast<const unsigned char*>(record) + i * 16, true);
+    copy_rows<KEY_DIM, THREADS>(stage.queries, queries, stride, length);
+    copy_rows<KEY_DIM, THREADS>(stage.keys, keys, stride, length);
+    copy_bytes<THREADS>(&stage.record, record, sizeof(Record));
 }
 
 // COLUMN_WARPS of the WARPS have 16 columns each; all copy.

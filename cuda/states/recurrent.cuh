@@ -1,5 +1,9 @@
 // The matrix of a head in a block's registers, for tokens that go through it one by one.
 //
+// A block takes one (piece, head) after the other, and asks for the next one's matrix before it computes: each thread copies what
+// will be its own to shared memory, so that nobody has to wait for others. Without that, a multiprocessor that computes does not read:
+// 76% of a copy's bandwidth for 256 sequences of 32 heads on an H200, two blocks to a multiprocessor in either case.
+//
 // STATE (ROWS, COLUMNS) float, row-major. A thread has four columns of every GROUPS-th row: a warp reads whole lines, and sums over
 // rows are a sum in a thread, then over GROUPS in shared memory, in the order of the groups.
 #pragma once
@@ -27,13 +31,23 @@ struct HeldMatrix {
     }
     __device__ __forceinline__ int row(int i) const { return i * GROUPS + group; }
 
-    // `present`: false where the state counts as zeros.
-    __device__ __forceinline__ void load(const float* matrix, bool present) {
+    // Shared memory of a block.
+    static constexpr int BYTES = HELD * WARPS * 32 * 16;
+
+    // Copies this thread's numbers to shared memory; zeros where it has none, or the state counts as zeros (not `present`).
+    __device__ __forceinline__ void ask(unsigned char* room, const float* matrix, bool present) const {
+        const uint32_t place = shared_address(room) + threadIdx.x * 16;
 #pragma unroll
-        for (int i = 0; i < HELD; ++i) {
-            held[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (present && mine) held[i] = *reinterpret_cast<const float4*>(matrix + row(i) * COLUMNS + column);
-        }
+        for (int i = 0; i < HELD; ++i)
+            copy_async(place + i * (WARPS * 32 * 16), matrix + row(i) * COLUMNS + column, present && mine);
+        commit_copies();
+    }
+    // What it has asked for last.
+    __device__ __forceinline__ void take(const unsigned char* room) {
+        wait_for_copies<0>();
+#pragma unroll
+        for (int i = 0; i < HELD; ++i)
+            held[i] = *reinterpret_cast<const float4*>(room + (i * WARPS * 32 + threadIdx.x) * 16);
     }
     __device__ __forceinline__ void store(float* matrix) const {
         if (!mine) return;

@@ -84,7 +84,7 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
                 context_length=context,
                 max_sequences=sequences,
                 token_budget=token_budget,
-                interactive_slots=min(interactive_slots(settings), sequences - 1),
+                interactive_slots=interactive_slots(sequences),
                 model_context=spec.context_length,
             ),
             prefix_sharing=settings.prefix_sharing,

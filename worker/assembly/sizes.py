@@ -64,15 +64,13 @@ def max_sequences(settings: Settings) -> int:
     return settings.max_sequences or defaults_of(settings).sequences
 
 
-def interactive_slots(settings: Settings) -> int:
-    """Slots that only interactive jobs may have: a sixteenth of the sequences, if there are two or more."""
-    running = max_sequences(settings)
+def interactive_slots(running: int) -> int:
+    """Slots that only interactive jobs may have: a sixteenth of those that run, if there are two or more."""
     return max(1, running // INTERACTIVE_SHARE) if running > 1 else 0
 
 
-def capacity(settings: Settings) -> int:
+def capacity(running: int) -> int:
     """Jobs that a worker claims at once: what runs, and enough to refill it while the next are claimed."""
-    running = max_sequences(settings)
     return running + max(4, running // 2)
 
 

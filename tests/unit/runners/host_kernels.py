@@ -28,7 +28,7 @@ from nightmill.worker.runners.gpu.device.sources import Source, for_element
 from nightmill.worker.runners.gpu.products.fp8 import quantise
 from nightmill.worker.runners.gpu.products.packed import packed_rows
 from nightmill.worker.runners.gpu.rows import activate, embedding, logits, norms, rotation
-from nightmill.worker.runners.gpu.states import chunks, convolution, delta_net, mamba2
+from nightmill.worker.runners.gpu.states import chunks, convolution, delta_net, mamba2, recurrent
 from nightmill.worker.runners.gpu.weights import repacker
 from nightmill.worker.runners.kv_format import KvFormat
 from tests.support import reference_kernels
@@ -72,6 +72,7 @@ class HostDevice:
     """In place of `Device`."""
 
     hopper = False  # there are no clusters
+    compute_capability = (8, 0)
     multiprocessors = 40
 
     def __init__(self, element: Element = Element.F16, kv: KvFormat = KvFormat.ELEMENT) -> None:
@@ -260,7 +261,7 @@ def run_references_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
 
 def run_states_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     """The same of layers with states."""
-    launched = _launch_on_host(patch, folder, "warps", (chunks, convolution, delta_net, mamba2))
+    launched = _launch_on_host(patch, folder, "warps", (chunks, convolution, delta_net, mamba2, recurrent))
     patch.setattr(HostModule, "together", True)
     return launched
 

@@ -137,6 +137,8 @@ class RecordedDriver:
             def time_till(self, other: Any) -> float:
                 return 1.0 + next(ticks) * 7919 % 1000 / 1000  # milliseconds; any way may be the fastest
 
+            time_since = time_till
+
         def download(target: np.ndarray, *source: Any) -> None:
             target[...] = 0
 

@@ -1,18 +1,25 @@
 """The launches of models whose layers hold states, on a driver that computes nothing."""
 
+import json
+import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from benchmarks import budget, engine
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
+from nightmill.worker.model.spec import GatedDeltaNet, Mamba2, ShortConv
 from nightmill.worker.runners.gpu.device.operands import Format
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from tests.support.cuda_runners import cuda_runner
 from tests.support.driving import Chunk, Pages
 from tests.support.family_cases import file_of
 from tests.support.hybrid_cases import GPU_HYBRID_FILES
+from tests.support.hybrid_shapes import HYBRID_SHAPES
+from tests.support.quantised_models import write
 from tests.tiny import FILES, unpacked
 from tests.unit.runners.recorded_cuda import RecordedDriver
 
@@ -61,3 +68,37 @@ def test_weights_in_all_formats_are_launched_as_they_were_compiled(
         assert layer.mixer_input.format is layer.attn_output.format is expected
         assert layer.mixer_controls.format is Format.F16
     assert hopper.launches.keys() - {"library"} <= hopper.checked
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-0.8b", "nemotron-nano-9b-v2", "lfm2-1.2b"])
+def test_benchmarks_count_states(
+    hopper: RecordedDriver, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Nothing is computed, but all operations have a line, and those with states their bytes."""
+    whole = HYBRID_SHAPES[name]
+    state = (16, 2, 32, 32) if whole.state[0] else whole.state
+    shape = replace(
+        whole, layers=8, width=256, ffn=512, vocab=512, heads=(4, 2, whole.heads[2]), state=state,
+        attends=(3, 7), context=2048,
+    )  # fmt: skip
+    path = str(write(tmp_path / "m.gguf", shape, "F16", pool_bytes=1 << 19))
+    report = tmp_path / "report.json"
+    asked = ["--context", "64", "--batch", "4", "--prefill", "2048", "--json", str(report)]
+    monkeypatch.setattr(sys, "argv", ["budget", path, *asked])
+    budget.main()
+    lines = json.loads(report.read_text())
+    states = 2 * shape.file()[2].state_bytes
+    for step, sequences in (("decode 4", 4), ("prefill", 2)):
+        found = {line["operation"]: line for line in lines[step]}
+        (mixer,) = (found[one.title] for one in (GatedDeltaNet, Mamba2, ShortConv) if one.title in found)
+        assert mixer["bytes"] > sequences * states
+        counted = {one for one, line in found.items() if line["bytes"]}
+        assert {"mixer input", "output", "down", "head", "qkv"} <= counted
+        assert counted >= {one for one in found if one not in ("step", "gather_tokens", "scale_logits")}
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", ["engine", path, "single", "prefill128", "--quick", "--repeat", "1"])
+    engine.main()
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["workload"] for one in printed] == ["single", "prefill128"]
+    assert all(one["of_limit"] > 0 and one["slots"] in (1, 128) for one in printed)

@@ -20,7 +20,7 @@ MIXERS: dict[str, AnyMixer] = {
 LAUNCHED = {
     "short": {"convolve_prompts", "keep_inputs", "convolve_drawn"},
     "delta": {"delta_recurrent", "delta_prepare", "delta_scan_narrow", "norm_then_gate"},
-    "mamba": {"mamba_recurrent", "mamba_chunked_narrow", "gate_then_norm"},
+    "mamba": {"mamba_recurrent", "mamba_prepare", "mamba_scan_narrow", "gate_then_norm"},
 }
 
 
@@ -49,7 +49,7 @@ def test_bits_depend_on_what_came_before_alone(
     """Not on what follows, on how a prompt is cut, or on what else is in the launch."""
     monkeypatch.setattr(chunks, "_MOST_PIECES", 3)
     device: Any = HostDevice(Element.F16)
-    device.hopper = True  # the next chunk is copied while one is computed
+    device.compute_capability = (9, 0)  # the next chunk is copied while one is computed
     device.multiprocessors = 6  # several pieces have the blocks of many prompts
     trial = Trial(device, MIXERS[kind])
     on_gpu.follow(trial, 67, (1, 17, 65))

@@ -89,11 +89,13 @@ class AttentionMixer:
 class StateMixer:
     """A mixer with a state; layers of one kind share it.
 
+    title     of the kind of mixer
     input     the product of what it mixes
     controls  the product of what decays, betas and time steps are made of, if it has such
     launcher  of its kernels
     """
 
+    title: str
     input: Product
     controls: Product | None
     launcher: StateLauncher
@@ -154,6 +156,7 @@ class Mixers:
             if sizes.controls:
                 controls = products.of(Kind.FLOAT, sizes.controls, width, weights.mixer_controls.format)
             return StateMixer(
+                mixer.title,
                 products.of(Kind.PLAIN, sizes.inputs, width, weights.mixer_input.format),
                 controls,
                 state_mixer(self._device, mixer, self._work, self._rows),

@@ -5,7 +5,7 @@ from dataclasses import replace
 from nightmill.worker.model.spec import ShortConv
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import KernelPairs
-from nightmill.worker.runners.gpu.device.operands import ELEMENT, Buffer
+from nightmill.worker.runners.gpu.device.operands import Buffer
 from nightmill.worker.runners.gpu.device.sources import Source, source_of
 from nightmill.worker.runners.gpu.states.operands import LayerStates, MixerWeights, StepPieces
 
@@ -86,7 +86,6 @@ class ShortConvolution:
         out: Buffer,
     ) -> None:  # fmt: skip
         """Queue it as `Mixer` says; there are no controls."""
-        assert out.dtype == ELEMENT
         self._convolution(x, self._width, weights, states, pieces, out)
 
 

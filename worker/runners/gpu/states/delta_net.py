@@ -8,6 +8,7 @@ from nightmill.worker.runners.gpu.device.sources import Source, source_of
 from nightmill.worker.runners.gpu.states.chunks import DeltaChunks, controls_of
 from nightmill.worker.runners.gpu.states.convolution import Convolution, columns_from, convolution_refusal
 from nightmill.worker.runners.gpu.states.operands import LayerStates, MixerWeights, StepPieces
+from nightmill.worker.runners.gpu.states.recurrent import Recurrent
 
 __all__ = ["DeltaNet"]
 
@@ -25,10 +26,10 @@ class DeltaNet:
         self._mixer = mixer
         self._work = Buffer(work, (rows, mixer.convolved), FLOAT)
         self._convolution = Convolution(device, mixer.kernel)
-        self._recurrent = KernelPairs(device, source_of("delta_recurrent", *_sizes(mixer))).function(
-            "delta_recurrent", "PPiPiPPPfPPPPPiiP"
-        )
-        self._threads = 32 * (8 if mixer.key_dim * mixer.value_dim >= 64 * 64 else 4)
+        self._recurrent = Recurrent(
+            device, source_of("delta_recurrent", *_sizes(mixer)), "delta_recurrent", "PPiPiPPPfPPPPPiiiP",
+            rows=mixer.key_dim, columns=mixer.value_dim, heads=mixer.value_heads,
+        )  # fmt: skip
         self._chunks = DeltaChunks(
             device, source_of("delta_chunked", *_sizes(mixer)), keys=mixer.key_dim, values=mixer.value_dim,
             key_heads=mixer.key_heads, heads=mixer.value_heads, records=work + _rows_bytes(mixer, rows),
@@ -85,10 +86,10 @@ class DeltaNet:
                 *prompts.addresses, 1, heads, mixer.value_dim, out.address,
             )  # fmt: skip
         if drawn.count:
-            self._recurrent.of(drawn.count)(
-                (heads, drawn.count), (self._threads, 1, 1), work, x.address, x.shape[1], *steering,
-                weights.time_step_bias.address, weights.decay.address, weights.norm.address, mixer.norm.eps,
-                states.matrix, *drawn.addresses, heads, mixer.key_heads, out.address,
+            self._recurrent(
+                drawn.count, work, x.address, x.shape[1], *steering, weights.time_step_bias.address,
+                weights.decay.address, weights.norm.address, mixer.norm.eps, states.matrix, *drawn.addresses,
+                drawn.count, heads, mixer.key_heads, out.address,
             )  # fmt: skip
 
 

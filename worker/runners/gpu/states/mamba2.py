@@ -1,13 +1,14 @@
 """Mamba-2 (Granite 4, Nemotron)."""
 
 from nightmill.worker.model.spec import Mamba2
-from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.device import Device, aligned
 from nightmill.worker.runners.gpu.device.functions import KernelPairs
 from nightmill.worker.runners.gpu.device.operands import FLOAT, Buffer
 from nightmill.worker.runners.gpu.device.sources import Source, source_of
-from nightmill.worker.runners.gpu.states.chunks import Chunked, controls_of
+from nightmill.worker.runners.gpu.states.chunks import MambaChunks, controls_of
 from nightmill.worker.runners.gpu.states.convolution import Convolution, columns_from, convolution_refusal
 from nightmill.worker.runners.gpu.states.operands import LayerStates, MixerWeights, StepPieces
+from nightmill.worker.runners.gpu.states.recurrent import Recurrent
 
 __all__ = ["Mamba"]
 
@@ -25,14 +26,14 @@ class Mamba:
         self._mixer = mixer
         self._work = Buffer(work, (rows, mixer.convolved), FLOAT)
         self._convolution = Convolution(device, mixer.kernel)
-        self._recurrent = KernelPairs(device, source_of("mamba_recurrent", *_sizes(mixer))).function(
-            "mamba_recurrent", "PPiPiPPPPPPPPii"
-        )
-        size = mixer.state_size * mixer.head_dim
-        self._threads = 32 * (16 if size > 128 * 128 else 8 if size >= 64 * 64 else 4)
-        self._chunked = Chunked(
-            device, source_of("mamba_chunked", *_sizes(mixer)), "mamba_chunked", "PPiPiPPPPPPPPii",
-            keys=mixer.state_size, values=mixer.head_dim, heads=mixer.heads,
+        self._recurrent = Recurrent(
+            device, source_of("mamba_recurrent", *_sizes(mixer)), "mamba_recurrent", "PPiPiPPPPPPPPiii",
+            rows=mixer.state_size, columns=mixer.head_dim, heads=mixer.heads,
+        )  # fmt: skip
+        self._chunks = MambaChunks(
+            device, source_of("mamba_chunked", *_sizes(mixer)), state_size=mixer.state_size,
+            head_dim=mixer.head_dim, heads=mixer.heads, groups=mixer.groups,
+            room=work + _rows_bytes(mixer, rows), rows=rows,
         )  # fmt: skip
         self._norm = KernelPairs(device, source_of("gated_norm")).function("gate_then_norm", "PiPiPfPPPPiiiP")
 
@@ -56,7 +57,7 @@ class Mamba:
     @staticmethod
     def workspace(mixer: Mamba2, rows: int) -> int:
         """Bytes of device memory that steps of up to so many rows need beside activations."""
-        return rows * mixer.convolved * FLOAT.itemsize
+        return _rows_bytes(mixer, rows) + MambaChunks.bytes(rows, mixer.heads, mixer.groups)
 
     def __call__(
         self, x: Buffer, controls: Buffer, weights: MixerWeights, states: LayerStates, pieces: StepPieces,
@@ -74,17 +75,16 @@ class Mamba:
         """Queue what follows on the convolution: prompts first, after which drawn tokens may come."""
         mixer, work, heads, groups = self._mixer, self._work, self._mixer.heads, self._mixer.groups
         own = columns_from(x, mixer.inner + mixer.convolved)
-        through = (
-            work.address, own.address, x.shape[1], *controls_of(controls), weights.time_step_bias.address,
-            weights.decay.address, weights.skip.address, states.matrix,
-        )  # fmt: skip
+        steering = own.address, x.shape[1], *controls_of(controls)
+        small = weights.time_step_bias.address, weights.decay.address, weights.skip.address
         drawn, prompts = pieces.drawn, pieces.prompts
         if prompts.count:
-            self._chunked(prompts.count, *through, *prompts.addresses, heads, groups)
+            self._chunks(work.address, steering, small, states.matrix, prompts)
         if drawn.count:
-            self._recurrent.of(drawn.count)(
-                (heads, drawn.count), (self._threads, 1, 1), *through, *drawn.addresses, heads, groups
-            )
+            self._recurrent(
+                drawn.count, work.address, *steering, *small, states.matrix, *drawn.addresses, drawn.count,
+                heads, groups,
+            )  # fmt: skip
         for some, rows, whole in ((drawn, drawn.count, 0), (prompts, prompts.rows, 1)):
             if some.count:
                 self._norm.of(rows)(
@@ -96,3 +96,8 @@ class Mamba:
 
 def _sizes(mixer: Mamba2) -> tuple[str, str]:
     return f"-DSTATE_SIZE={mixer.state_size}", f"-DHEAD_DIM={mixer.head_dim}"
+
+
+def _rows_bytes(mixer: Mamba2, rows: int) -> int:
+    """Bytes of what the convolution leaves."""
+    return aligned(rows * mixer.convolved * FLOAT.itemsize)
