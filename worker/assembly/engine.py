@@ -6,7 +6,6 @@ from dataclasses import replace
 from threadpoolctl import threadpool_limits
 
 from nightmill.jobs.base.settings import Settings
-from nightmill.worker.assembly.forecast import forecast_of
 from nightmill.worker.assembly.model import LoadedModel, OpenModel, element_of
 from nightmill.worker.assembly.sizes import (
     PAGE_SIZE,
@@ -18,7 +17,6 @@ from nightmill.worker.assembly.sizes import (
     precision_of,
     runner_sizes,
 )
-from nightmill.worker.assembly.speed import GpuSpeed
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.probing import probe
@@ -52,6 +50,8 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
         token_budget = REFERENCE.tokens_of_a_step(sequences + STATE_CHUNK)
         runner = _reference_runner(settings, model, sequences=sequences, context=context)
     else:
+        from nightmill.worker.assembly.forecast import forecast_of
+        from nightmill.worker.assembly.speed import GpuSpeed
         from nightmill.worker.runners.gpu.runner import CudaRunner
 
         runner = cuda = CudaRunner(
@@ -112,7 +112,7 @@ def _reference_runner(
         kv_pages=choose_kv_pages(model.spec, max_sequences=sequences, context=context, page_size=PAGE_SIZE),
         page_size=PAGE_SIZE,
         slots=sequences,
-        rounding=Rounding(KvFormat(settings.kv), WeightsFormat(settings.weights) is WeightsFormat.FP8),
+        rounding=Rounding(KvFormat(settings.kv), WeightsFormat(settings.weights).rounded is not None),
     )
 
 
@@ -124,7 +124,7 @@ def describe(settings: Settings, model: LoadedModel, stats: EngineStats) -> str:
     if gpu is None:
         weights = WeightsFormat(settings.weights)
         kept = Precision(
-            weights=weights if weights is WeightsFormat.FP8 else WeightsFormat.ELEMENT,
+            weights=WeightsFormat.ELEMENT if weights.rounded is None else weights,
             kv=KvFormat(settings.kv),
         ).words
         runner = f"reference runner (NumPy){kept and f', {kept}'}"

@@ -14,6 +14,7 @@ from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device.peaks import Peaks
 from nightmill.worker.runners.gpu.kv_cache import PAGE
 from nightmill.worker.runners.gpu.precision import WeightsFormat
+from nightmill.worker.runners.gpu.products.formats import rounded_format
 
 __all__ = ["EqualSequences", "GpuSpeed", "WeightsAndCache", "expected_rate"]
 
@@ -21,8 +22,6 @@ _BYTES_SHARE, _FLOPS_SHARE = 0.75, 0.55  # of the peaks, in whole steps
 _PACKED_A_SECOND = 22e9  # weights that a multiprocessor turns into elements: Q4_K and Q8_0, 1 to 64 rows
 _PACKED_BYTES = 1.5  # a weight, over which most are elements in the file, too
 _PACKED_FLOPS_SHARE = 0.8  # of the rate without: 256 rows
-_FP8_WIDTH = 560  # at which FP8 gains nothing: prompts of a 0.5B and a 7B, 1.23 and 1.73 times as fast as F16
-_FP8_LAYER_SECONDS = 9e-6  # more launches, which round and rotate: one sequence of a 0.5B
 _LAYER_SECONDS, _STEP_SECONDS = 10e-6, 40e-6  # for the way from kernel to kernel, and for what is in no layer
 _HOST_TOKEN_SECONDS = 0.6e-6  # of the engine's thread, beside the GPU: 0.62 ms for 1,024 sequences, 2 cores
 _HOST_STEP_SECONDS = 100e-6  # and for a step, an estimate
@@ -67,8 +66,8 @@ def expected_rate(spec: ModelSpec, gpu: GpuSpeed, size: WeightsAndCache, load: E
     multiplied = parameters if spec.tied_head else parameters - table  # of a table of its own, a row is read
     reading = weights * multiplied / parameters / (peaks.bytes * _BYTES_SHARE)
     flops = peaks.flops * _FLOPS_SHARE
-    fp8 = size.format is WeightsFormat.FP8
-    gain = 2 * spec.width / (spec.width + _FP8_WIDTH) if fp8 else 1
+    rounded = rounded_format(size.format)
+    gain = 1.0 if rounded is None else rounded.speedup(spec.width)
     layers = 2 * (multiplied - table) / (gain * flops)  # seconds a token
     computing = (layers + 2 * table / flops) * sequences
     if size.format is WeightsFormat.FILE and weights < _PACKED_BYTES * parameters:
@@ -77,7 +76,7 @@ def expected_rate(spec: ModelSpec, gpu: GpuSpeed, size: WeightsAndCache, load: E
     products = max(reading, computing)
     attention = sequences * (load.prompt + answer / 2) * (size.page / PAGE) / (peaks.bytes * _BYTES_SHARE)
     states = 2 * sequences * spec.state_bytes / (peaks.bytes * _BYTES_SHARE)  # read and written
-    layer = _LAYER_SECONDS + (_FP8_LAYER_SECONDS if fp8 else 0)
+    layer = _LAYER_SECONDS + (0.0 if rounded is None else rounded.layer_seconds)
     step = products + attention + states + layer * len(spec.layers) + _STEP_SECONDS
     host = _HOST_STEP_SECONDS + _HOST_TOKEN_SECONDS * sequences
     whole = max(reading, sequences * load.prompt * layers) + answer * max(step, host)

@@ -19,11 +19,14 @@ from nightmill.worker.runners.gpu.weights.dequantizer import Dequantizer
 
 __all__ = ["Fp8Format"]
 
+_WIDTH_WITHOUT_GAIN = 560
+
 
 class Fp8Format:
     """The FP8 format of weights (`products.formats.RoundedFormat`)."""
 
     activations = FP8
+    layer_seconds = 9e-6  # one sequence of a 0.5B on an H200
 
     def sources(self, spec: ModelSpec, *, hopper: bool) -> list[Source]:
         """Kernel files of a model whose layers are FP8; those that compile longest first."""
@@ -42,6 +45,10 @@ class Fp8Format:
             f"FP8 weights need a GPU of compute capability 9.0 (H100, H200), which {gpu.name} is "
             "not: give another --weights"
         )
+
+    def speedup(self, width: int) -> float:
+        """Prompts of a 0.5B and of a 7B on an H200: 1.23 and 1.73 times as fast as F16."""
+        return 2 * width / (width + _WIDTH_WITHOUT_GAIN)
 
     def launcher(self, device: Device, kinds: Collection[Kind], quantised: Buffer) -> ProductLauncher:
         """Load the kernels for these kinds of products; `quantised`: room for activations to be rounded."""
