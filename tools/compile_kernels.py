@@ -127,7 +127,8 @@ def reference_sources() -> Iterator[tuple[Path, tuple[str, ...], str]]:
     yield (*source_of("sample_reference", *records), HOPPER)
     of_elements = [source_of(f"{name}_reference") for name in ("product", "fp8", "rms_norm")]
     packed = [source_of("packed_reference", f"-DFORMAT={name}") for name in ("Q4_K", "Q8_0")]
-    for source in (*of_elements, *packed):
+    rope = [source_of("rope_reference", "-DHEAD_DIM=128", f"-DINTERLEAVED={pairs}") for pairs in (0, 1)]
+    for source in (*of_elements, *packed, *rope):
         for element, architecture in ((Element.F16, HOPPER), (Element.BF16, "sm_80")):
             yield (*for_element(source, element), architecture)
 

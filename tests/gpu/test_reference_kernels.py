@@ -8,14 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nightmill.worker.model.rope import RopeStyle
 from nightmill.worker.model.spec import Norm
 from nightmill.worker.runners.base import NOT_A_NUMBER
 from nightmill.worker.runners.gpu.attention.choice import decode_attention, prefill_attention
 from nightmill.worker.runners.gpu.attention.general import GeneralDecode
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, Format
+from nightmill.worker.runners.gpu.kv_cache import PAGE
 from nightmill.worker.runners.gpu.products.fp8.hopper_fp8 import FP8_TILES, HopperFp8
 from nightmill.worker.runners.gpu.rows.norms import Norms
+from nightmill.worker.runners.gpu.rows.rotation import Rotation
 from nightmill.worker.runners.gpu.shapes import Kind, Shape
 from nightmill.worker.runners.reference import ops
 from tests.gpu import test_kernels_sampling as sampling
@@ -23,10 +26,12 @@ from tests.gpu.attending import run_decode, run_prefill
 from tests.gpu.oracles import ATTENTION, LONG, Paged, attention_of, make_paged, make_queries, nmse
 from tests.gpu.test_fp8 import Rows
 from tests.gpu.test_kernels_rows import Normed, rows_of_all_sizes
+from tests.gpu.test_kernels_rows import weights_of as weights_of_heads
 from tests.support.elements import BOTH_ELEMENTS, ROUNDED_ONCE, rounded
 from tests.support.operands import (
     all_products,
     buffer,
+    cache_of,
     elements,
     fetched,
     fp8_room,
@@ -35,10 +40,17 @@ from tests.support.operands import (
     room,
 )
 from tests.support.packed_weights import packed, weights_of
-from tests.support.reference_kernels import ReferenceProducts, ReferenceSampler, reference_rms_norm
-from tests.support.specs import VARIANTS
+from tests.support.reference_kernels import (
+    QkvOperands,
+    ReferenceProducts,
+    ReferenceSampler,
+    reference_rms_norm,
+    reference_rope,
+)
+from tests.support.specs import VARIANTS, dense_spec
 
 ROWS, OUTPUTS, INPUTS = 65, 520, 896
+CONTEXT = 100
 FLOATS = 1e-10
 """NMSE allowed to sums in float."""
 FORMATS = [kept for kept in Format if kept.packed]
@@ -78,6 +90,41 @@ def norms_are_exact(device: Device, rows: int, width: int) -> None:
     assert np.isnan(found[rows]).all(), "wrote past its rows"
 
 
+class Heads:
+    """Random heads of a model with a bias and norms: for kernels, and in float64 as they are to become."""
+
+    def __init__(self, device: Device, style: RopeStyle, rows: int) -> None:
+        spec = dense_spec(heads=3, kv_heads=1, head_dim=64, style=style, qk_norm=True)
+        self.attention = attention = spec.layers[0].attention
+        norm = attention.qk_norm
+        assert norm is not None
+        rng = np.random.default_rng(9)
+        qkv = rounded(rng.standard_normal((rows, 5, 64)), device.element)
+        bias, (q_norm, k_norm) = rng.standard_normal(5 * 64), rng.standard_normal((2, 64))
+        self.positions = rng.integers(0, CONTEXT, rows, dtype=np.int32)
+        rope, everywhere = attention.rope, np.arange(CONTEXT)
+        table = ops.rope_table(everywhere, rope.frequencies(), rope.magnitude, np.float32)
+        added, of_q, of_k = (buffer(device, one.astype(np.float32)) for one in (bias, q_norm, k_norm))
+        places, angles_of = buffer(device, self.positions), buffer(device, np.stack(table, axis=-1))
+        self.given = QkvOperands(elements(device, qkv), added, of_q, of_k, places, angles_of)
+        exact = qkv.astype(np.float64) + bias.astype(np.float32).reshape(5, 64)
+        angles = ops.rope_table(self.positions, rope.frequencies(), rope.magnitude, np.float64)
+        for part, gain in ((slice(3), q_norm), (slice(3, 4), k_norm)):
+            normed = ops.rms_norm(exact[:, part], gain.astype(np.float32), norm.eps)
+            exact[:, part] = ops.rope(normed, *angles, interleaved=style is RopeStyle.PAIRS)
+        self.exact = exact
+
+
+def heads_are_exact(device: Device, rows: int) -> None:
+    for style in RopeStyle:
+        heads = Heads(device, style, rows)
+        out = poisoned(device, (rows + 1, 5, 64), FLOAT)
+        reference_rope(device, heads.attention, heads.given, out)
+        found = fetched(device, out)
+        assert nmse(found[:rows], heads.exact) < FLOATS
+        assert np.isnan(found[rows]).all(), "wrote past its rows"
+
+
 def fp8_products_are_exact(device: Device, rows: int, outputs: int, inputs: int) -> None:
     rng = np.random.default_rng(3)
     x, weight = Rows(device, rows, inputs, rng), Rows(device, outputs, inputs, rng)
@@ -108,6 +155,7 @@ def draws_are_the_definition_s(device: Device, count: int, vocab: int) -> None:
 def test_reference_kernels_are_exact(device: Device) -> None:
     products_are_exact(device, ROWS, OUTPUTS, INPUTS)
     norms_are_exact(device, ROWS, INPUTS)
+    heads_are_exact(device, ROWS)
     fp8_products_are_exact(device, ROWS, OUTPUTS, INPUTS)
     draws_are_the_definition_s(device, 33, 1003)
 
@@ -187,3 +235,26 @@ def test_rms_norms_are_those_of_the_reference(device: Device) -> None:
     Norms(device, VARIANTS["norms after too"])(x, norm.weight, fast, ROWS)
     reference_rms_norm(device, x, norm.weight.weight, slow, ROWS, 1e-6)
     assert nmse(fetched(device, fast), fetched(device, slow)) < ROUNDED_ONCE[device.element]
+
+
+@BOTH_ELEMENTS
+@pytest.mark.parametrize("style", RopeStyle)
+def test_heads_are_those_of_the_reference(device: Device, style: RopeStyle) -> None:
+    """Queries in place, keys and values in pages."""
+    heads = Heads(device, style, ROWS)
+    given, attention = heads.given, heads.attention
+    slow = poisoned(device, (ROWS, 5, 64), FLOAT)
+    reference_rope(device, attention, given, slow)
+    expected = fetched(device, slow)
+    pages = -(-ROWS // PAGE)
+    poison = np.full((pages, 1, PAGE, 64), np.nan, dtype=np.float32)
+    cache, rows = cache_of(device, poison, poison), np.arange(ROWS, dtype=np.int32)
+    statistics = poisoned(device, (ROWS, 2, 2), FLOAT)
+    rotation = Rotation(device, attention, max_context=CONTEXT, statistics=statistics)
+    layer = weights_of_heads(given.bias, [given.q_norm, given.k_norm])
+    rotation(given.qkv, layer, given.positions.address, device.upload(rows), cache, ROWS)
+    limit = ROUNDED_ONCE[device.element]
+    assert nmse(fetched(device, given.qkv)[:, :3], expected[:, :3]) < limit
+    for part, head in ((cache.keys, 3), (cache.values, 4)):
+        kept = fetched(device, part).reshape(-1, 64)[:ROWS]
+        assert nmse(kept, expected[:, head]) < limit

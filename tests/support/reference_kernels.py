@@ -1,14 +1,17 @@
 """The readable kernels of `cuda/` (`*_reference.cu`), launched: what fast kernels are held against."""
 
+from dataclasses import dataclass
+
+from nightmill.worker.model.spec import Attention
 from nightmill.worker.runners.base import DRAW
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import Module
 from nightmill.worker.runners.gpu.device.operands import FLOAT, Buffer, Matrix
-from nightmill.worker.runners.gpu.device.sources import members, source_of
+from nightmill.worker.runners.gpu.device.sources import members, rotated, source_of
 from nightmill.worker.runners.gpu.sampling.sampler import SLOT
 from nightmill.worker.runners.gpu.shapes import Kind
 
-__all__ = ["ReferenceProducts", "ReferenceSampler", "reference_rms_norm"]
+__all__ = ["QkvOperands", "ReferenceProducts", "ReferenceSampler", "reference_rms_norm", "reference_rope"]
 
 _NAMES = {Kind.FLOAT: "product", Kind.SWIGLU: "swiglu", Kind.RESIDUAL: "residual"}
 
@@ -41,6 +44,35 @@ def reference_rms_norm(device: Device, x: Buffer, weight: Buffer, out: Buffer, r
     assert x.dtype == weight.dtype == FLOAT
     kernel = Module.of(device, source_of("rms_norm_reference")).function("rms_norm_reference", "PPPiif")
     kernel((-(-rows // 32), 1, 1), (32, 1, 1), x.address, weight.address, out.address, rows, x.shape[1], eps)
+
+
+@dataclass(frozen=True)
+class QkvOperands:
+    """Queries, keys and values of a product, with what is done to them, on the device.
+
+    qkv        (rows, heads, D) elements, of queries, keys and values
+    positions  (rows,) int32
+    table      (positions, D / 2, 2) float, cosines and sines
+    """
+
+    qkv: Buffer
+    bias: Buffer
+    q_norm: Buffer
+    k_norm: Buffer
+    positions: Buffer
+    table: Buffer
+
+
+def reference_rope(device: Device, attention: Attention, given: QkvOperands, out: Buffer) -> None:
+    """Queue bias, norms and rotation: out (rows, heads, D) float."""
+    eps = 0.0 if attention.qk_norm is None else attention.qk_norm.eps
+    module = Module.of(device, source_of("rope_reference", *rotated(attention)))
+    rows, all_heads, _ = given.qkv.shape
+    weights = (given.bias.address, given.q_norm.address, given.k_norm.address)
+    module.function("rope_reference", "PPPPfPPPii")(
+        (-(-all_heads // 32), rows, 1), (32, 1, 1), given.qkv.address, *weights, eps, given.positions.address,
+        given.table.address, out.address, attention.heads, attention.kv_heads,
+    )  # fmt: skip
 
 
 class ReferenceSampler:

@@ -252,7 +252,7 @@ def run_packed_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
 
 def run_references_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     """The same of the readable kernels."""
-    launched = _launch_on_host(patch, folder, "rows", ())
+    launched = _launch_on_host(patch, folder, "rows", (norms, rotation))
     for module in (reference_kernels, repacker):
         patch.setattr(module, "Module", HostModule)
     patch.setattr(HostModule, "together", False)

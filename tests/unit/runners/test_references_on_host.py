@@ -13,6 +13,7 @@ import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
+from nightmill.worker.model.rope import RopeStyle
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import FLOAT, Format, Matrix
 from nightmill.worker.runners.gpu.weights.repacker import Repacker
@@ -37,13 +38,21 @@ def device(request: pytest.FixtureRequest) -> Any:
     return HostDevice(request.param)
 
 
-def test_products_and_norms_are_exact(launched: set[str], device: Any) -> None:
+def test_products_norms_and_rotation_are_exact(launched: set[str], device: Any) -> None:
     on_gpu.products_are_exact(device, 3, 130, 72)
     on_gpu.fp8_products_are_exact(device, 3, 130, 72)
     on_gpu.norms_are_exact(device, 33, 72)
+    on_gpu.heads_are_exact(device, 3)
     assert {name.removesuffix("_reference") for name in launched} == {
-        "product", "residual", "swiglu", "fp8", "rms_norm",
+        "product", "residual", "swiglu", "fp8", "rms_norm", "rope",
     }  # fmt: skip
+
+
+def test_fast_kernels_of_rows_are_held_against_them(launched: set[str]) -> None:
+    device: Any = HostDevice()
+    on_gpu.test_rms_norms_are_those_of_the_reference(device)
+    on_gpu.test_heads_are_those_of_the_reference(device, RopeStyle.HALVES)
+    assert launched >= {"rms_norm_reference", "rope_reference", "qkv_rope_write"}
 
 
 def test_draws_are_those_of_the_definition(launched: set[str]) -> None:
