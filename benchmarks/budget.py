@@ -68,7 +68,8 @@ class Recorder:
         self._name = name
 
     def __getattr__(self, method: str) -> Any:
-        return partial(self._noted, method, getattr(self._target, method))
+        found = getattr(self._target, method)
+        return partial(self._noted, method, found) if callable(found) else found
 
     def __call__(self, *arguments: Any) -> None:
         self._noted("", self._target, *arguments)
@@ -176,7 +177,7 @@ def recorded(model: Model, inputs: StepInputs, shape: StepShape) -> list[tuple[s
         if layer.kernels.few is None:
             return None
         products = {layer.weights.attn_output: "output", layer.weights.ffn_down: "down"}
-        names = {"qkv": "qkv", "swiglu": "gate_up and swiglu"}
+        names = {"qkv": "qkv", "input": "mixer input", "swiglu": "gate_up and swiglu"}
 
         def name(method: str, *arguments: Any) -> str:
             return names.get(method) or products[arguments[1]]

@@ -249,9 +249,16 @@ struct Tokens {
         });
     }
     __device__ __forceinline__ void store(float* target, int stride, int length) {
-        each([&](float& value, int token, int row) {
-            if (token < length) target[static_cast<int64_t>(token) * stride + row] = value;
-        });
+        const int t = threadIdx.x % 4;
+        int at = 2 * t * stride + threadIdx.x % 32 / 4;
+#pragma unroll
+        for (int tile = 0; tile < 8; ++tile) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (8 * tile + 2 * t + i % 2 < length) target[at + i % 2 * stride + 8 * (i / 2)] = tiles[tile][i];
+            at += 8 * stride;
+            asm volatile("" : "+r"(at));  // or all addresses are made first, for which there are not enough registers
+        }
     }
     __device__ __forceinline__ void clear() {
         each([](float& value, int, int) { value = 0.0f; });
@@ -292,19 +299,20 @@ struct Tokens {
 // piece's row: no two share one, and there are no more than T / 64 + pieces.
 static __device__ __forceinline__ int record_of(const int* rows, int piece) { return (rows[piece] - rows[0]) / CHUNK + piece; }
 
+// The chunk whose records have a number: of which piece, its first token there, and its length, which is not positive where there
+// is no such chunk.
 struct Chunk {
-    int row, length;
+    int piece, first, length;
 };
 
-// The chunk whose records have that number; its length is not positive where there is none.
-static __device__ __forceinline__ Chunk chunk_of(const Pieces& pieces, int count, int record) {
+static __device__ __forceinline__ Chunk chunk_of(const int* rows, const int* lengths, int count, int record) {
     int index = 0;
     for (int above = count; above - index > 1;) {
         const int middle = (index + above) / 2;
-        (record_of(pieces.rows, middle) <= record ? index : above) = middle;
+        (record_of(rows, middle) <= record ? index : above) = middle;
     }
-    const int first = (record - record_of(pieces.rows, index)) * CHUNK;
-    return {pieces.rows[index] + first, min(pieces.lengths[index] - first, CHUNK)};
+    const int first = (record - record_of(rows, index)) * CHUNK;
+    return {index, first, min(lengths[index] - first, CHUNK)};
 }
 
 // Rows in parts to shared memory; zeros behind the last.

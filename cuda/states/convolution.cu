@@ -6,8 +6,9 @@
 // x elements (T, stride), the columns that count in front; weight float (C, TAPS), the oldest token's tap first; states float (slots,
 // TAPS - 1, C): the inputs before a piece, the oldest first (of SHORT, b x). C and stride are multiples of 8.
 //
-//   convolve_prompts  rows of pieces that follow each other. A thread has 8 channels of 16 rows and keeps the last inputs in registers:
-//                     each row is read 1.2 times. Finds a row's piece by bisection. States are read only.
+//   convolve_prompts  rows of pieces that follow each other, channels from `first_channel` on. A thread has 8 channels of 16 rows and
+//                     keeps the last inputs in registers: each row is read 1.2 times. Finds a row's piece by bisection. States are
+//                     read only.
 //   keep_inputs       afterwards: the last inputs of those pieces to their slots. A kernel of its own, since the blocks that read a
 //                     slot's old inputs are not the one that has the last rows.
 //   convolve_drawn    a piece's rows one after the other, and its slot's inputs; a thread has 8 channels.
@@ -111,10 +112,10 @@ struct Window {
 };
 
 extern "C" __global__ void __launch_bounds__(128)
-    convolve_prompts(const Element* x, int stride, int channels, const float* weight, const float* bias, const float* states,
-                     PIECES, int count, int total, Out* out) {
+    convolve_prompts(const Element* x, int stride, int channels, int first_channel, const float* weight, const float* bias,
+                     const float* states, PIECES, int count, int total, Out* out) {
     launch_next();
-    const int channel = static_cast<int>(blockIdx.x * 128 + threadIdx.x) * 8;
+    const int channel = first_channel + static_cast<int>(blockIdx.x * 128 + threadIdx.x) * 8;
     const bool mine = channel < channels;
     Window window;
     if (mine) window.load_taps(weight, channel);

@@ -5,21 +5,22 @@
 //   A_ts = beta_t exp(D_t - D_s) k_t k_s below the diagonal;  (I + A) U = beta (V - exp(D) K S)
 //   out = exp(D) Q S + P U, where P_ts = exp(D_t - D_s) q_t k_s up to the diagonal;  S <- exp(D_63) S + (exp(D_63 - D) K)^T U
 //
-// convolved, controls and states as there; out takes the place of v in `convolved`, float: `gated_norm.cu` comes after.
+// x, controls and states as there, and the convolution's inputs and weight as in `convolution.cu`; `convolved` has rows of as many
+// channels, in which that left v, and out takes its place, float: `gated_norm.cu` comes after.
 //
 // What each token writes, U, is found by blocks of 16 tokens: those of the diagonal are inverted in float, all else is products. A
 // token's bits hang on those before it alone: rows behind it are zeros or come in as factors of zero, and columns know nothing of
 // each other.
 //
-//   delta_prepare  what hangs on no state, all chunks at once: a block a (chunk, key head) divides keys and queries by their lengths
-//                  and leaves them in `convolved` in two parts (`chunk.cuh`; a row's high parts, then its low ones), and for each of
-//                  its value heads a `Record`: A, its diagonal inverted, P, and what tokens keep
+//   delta_prepare  what hangs on no state, all chunks at once: a block a (chunk, key head) convolves keys and queries, divides them by
+//                  their lengths and leaves them in `convolved` in two parts (`chunk.cuh`; a row's high parts, then its low ones), and
+//                  for each of its value heads a `Record`: A, its diagonal inverted, P, and what tokens keep
 //   delta_scan_*   the rest, chunk by chunk: a block a (piece, value head), or 32 columns of the head (`narrow`), so that few prompts
 //                  fill the card. A warp has 16 columns of the state in registers. While a chunk is computed the next one is copied,
 //                  where shared memory suffices for two (`stages`)
 //
 // FLOPs of a chunk and head of 128 x 128: 27 million of tensor cores (three products of each), at 0.2 MB that move.
-#include "states/chunk.cuh"
+#include "states/delta.cuh"
 
 static constexpr float LEAST_LENGTH = 1e-6f;  // added to squares of lengths
 
@@ -28,31 +29,66 @@ using Operand = Rows64<KEY_DIM>;
 // Blocks of 16 x 16 on the diagonal of A, before they are inverted.
 using Diagonal = float[4][16][17];
 
-// Of a chunk and value head.
-struct alignas(16) Record {
-    unsigned char before[Triangle::BYTES], reading[Triangle::BYTES];
-    Times times;
+static constexpr int KEPT = TAPS - 1;
+
+// Columns of a chunk's rows before they are convolved, and what convolves them.
+struct Inputs {
+    const Element* x;  // rows of the step
+    int stride;
+    const float *states, *weight;  // as in `convolution.cu`
+    int channels;
+
+    // Two channels of the row that many behind the piece's first; what precedes it is in the state.
+    __device__ __forceinline__ float2 operator()(const Piece& piece, int at, int channel) const {
+        if (at >= 0)
+            return to_floats(*reinterpret_cast<const Element2*>(x + static_cast<int64_t>(piece.row + at) * stride + channel));
+        if (piece.start == 0) return make_float2(0.0f, 0.0f);
+        const float* const before = states + (static_cast<int64_t>(piece.slot) * KEPT + KEPT + at) * channels;
+        return *reinterpret_cast<const float2*>(before + channel);
+    }
 };
 
-// Rows of q or k, divided by their lengths, to shared memory and, in parts, back to where they were.
+// Rows of q or k from a channel on: convolved, SiLU, divided by their lengths; to shared memory, and in parts to `out`, rows of as
+// many channels. A warp has rows that follow each other.
 template <int WARPS>
-static __device__ __forceinline__ void divide_rows(const Operand& target, float* rows, int stride, int length, float scale) {
-    constexpr int PAIRS = KEY_DIM / 2, EACH = (PAIRS + 31) / 32;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll 4
-    for (int row = warp; row < CHUNK; row += WARPS) {
-        float2* const source = reinterpret_cast<float2*>(rows + static_cast<int64_t>(row) * stride);
+static __device__ __forceinline__ void make_rows(const Operand& target, const Inputs& inputs, const Piece& piece, int first, int length,
+                                                 int first_channel, float scale, float* out) {
+    constexpr int PAIRS = KEY_DIM / 2, EACH = (PAIRS + 31) / 32, ROWS = CHUNK / WARPS;
+    const int lane = threadIdx.x % 32, first_row = static_cast<int>(threadIdx.x) / 32 * ROWS;  // of the chunk
+    float2 given[KEPT + ROWS][EACH], taps[TAPS][EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const int channel = first_channel + 2 * (i * 32 + lane);
+        const bool mine = i * 32 + lane < PAIRS;
+#pragma unroll
+        for (int j = 0; j < KEPT + ROWS; ++j) {
+            const int row = first_row - KEPT + j;
+            given[j][i] = mine && row < length ? inputs(piece, first + row, channel) : make_float2(0.0f, 0.0f);
+        }
+#pragma unroll
+        for (int tap = 0; tap < TAPS; ++tap) {
+            const float* const weight = inputs.weight + static_cast<int64_t>(channel) * TAPS + tap;
+            taps[tap][i] = mine ? make_float2(weight[0], weight[TAPS]) : make_float2(0.0f, 0.0f);
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < ROWS; ++j) {
+        const int row = first_row + j;
         float2 values[EACH];
         float squares = 0.0f;
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
-            const int pair = i * 32 + lane;
-            values[i] = make_float2(0.0f, 0.0f);
-            if (pair < PAIRS && row < length) values[i] = source[pair];
+            float2 sum = make_float2(__fmul_rn(given[j][i].x, taps[0][i].x), __fmul_rn(given[j][i].y, taps[0][i].y));
+#pragma unroll
+            for (int tap = 1; tap < TAPS; ++tap) {
+                sum.x = __fmaf_rn(given[j + tap][i].x, taps[tap][i].x, sum.x);
+                sum.y = __fmaf_rn(given[j + tap][i].y, taps[tap][i].y, sum.y);
+            }
+            values[i] = row < length ? make_float2(silu(sum.x), silu(sum.y)) : make_float2(0.0f, 0.0f);
             squares = __fmaf_rn(values[i].x, values[i].x, squares);
             squares = __fmaf_rn(values[i].y, values[i].y, squares);
         }
-        const float factor = scale / sqrtf(warp_sum(squares) + LEAST_LENGTH);  // all lanes have read the row
+        const float factor = scale / sqrtf(warp_sum(squares) + LEAST_LENGTH);
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
             const int pair = i * 32 + lane;
@@ -61,8 +97,9 @@ static __device__ __forceinline__ void divide_rows(const Operand& target, float*
             split(values[i].x * factor, values[i].y * factor, high, low);
             target.store_parts(row, pair, high, low);
             if (row >= length) continue;
-            reinterpret_cast<uint32_t*>(source)[pair] = high;
-            reinterpret_cast<uint32_t*>(source)[PAIRS + pair] = low;
+            uint32_t* const place = reinterpret_cast<uint32_t*>(out + static_cast<int64_t>(row) * inputs.channels + first_channel);
+            place[pair] = high;
+            place[PAIRS + pair] = low;
         }
     }
 }
@@ -105,26 +142,30 @@ static __device__ __forceinline__ void invert(const Diagonal& diagonal, const Tr
 
 static constexpr int PREPARING = 8;  // warps
 
-extern "C" __global__ void __launch_bounds__(PREPARING * 32)
-    delta_prepare(float* convolved, const Element* elements, int stride, const float* floats, int float_stride,
-                  const float* time_step_bias, const float* decays, Record* records, PIECES, int count, int heads,
+extern "C" __global__ void __launch_bounds__(PREPARING * 32, 2)
+    delta_prepare(const Element* x, int stride, const float* inputs, const float* weight, float* convolved, const float* floats,
+                  int float_stride, const float* time_step_bias, const float* decays, Record* records, PIECES, int count, int heads,
                   int key_heads) {
     extern __shared__ __align__(16) unsigned char shared[];
     launch_next();
-    wait_for_previous(convolved, elements, floats, records, rows, lengths, slots, starts);
-    const auto [row, length] = chunk_of({rows, lengths, slots, starts}, count, blockIdx.x);
+    wait_for_previous(x, inputs, convolved, floats, records, rows, lengths, slots, starts);
+    const auto [index, first, length] = chunk_of(rows, lengths, count, blockIdx.x);
     if (length <= 0) return;
+    const Piece piece = Pieces{rows, lengths, slots, starts}[index];
+    const int row = piece.row + first;
 
     const Operand keys{shared}, queries{shared + Operand::BYTES};
     Record& record = *reinterpret_cast<Record*>(shared + 2 * Operand::BYTES);
     Diagonal& diagonal = *reinterpret_cast<Diagonal*>(shared + 2 * Operand::BYTES + sizeof(Record));
     const Triangle before{record.before}, reading{record.reading};
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, key_head = blockIdx.y;
-    const int all_keys = key_heads * KEY_DIM, channels = 2 * all_keys + heads * VALUE_DIM;
-    const Controls controls{floats, float_stride, elements, stride};
-    float* const qk = convolved + static_cast<int64_t>(row) * channels + key_head * KEY_DIM;
-    divide_rows<PREPARING>(queries, qk, channels, length, 1.0f / sqrtf(static_cast<float>(KEY_DIM)));
-    divide_rows<PREPARING>(keys, qk + all_keys, channels, length, 1.0f);
+    const int all_keys = key_heads * KEY_DIM, all_values = heads * VALUE_DIM, channels = 2 * all_keys + all_values;
+    const Controls controls{floats, float_stride, x + channels + all_values, stride};
+    const Inputs from{x, stride, inputs, weight, channels};
+    float* const out = convolved + static_cast<int64_t>(row) * channels;
+    const float scale = 1.0f / sqrtf(static_cast<float>(KEY_DIM));
+    make_rows<PREPARING>(queries, from, piece, first, length, key_head * KEY_DIM, scale, out);
+    make_rows<PREPARING>(keys, from, piece, first, length, all_keys + key_head * KEY_DIM, 1.0f, out);
     __syncthreads();
     constexpr int JOBS = (20 + PREPARING - 1) / PREPARING;  // of a warp: blocks of keys keys^T, then of queries keys^T
     float products[JOBS][2][4];
@@ -189,7 +230,7 @@ static __device__ __forceinline__ void scan(unsigned char* shared, float* convol
                                             const Piece& piece, int heads, int key_heads, int stages) {
     constexpr int PER_HEAD = VALUE_DIM / (16 * COLUMN_WARPS);  // blocks
     Stage* const chunks = reinterpret_cast<Stage*>(shared);
-    const int warp = threadIdx.x / 32, t = threadIdx.x % 4;
+    const int warp = threadIdx.x / 32;
     const int head = blockIdx.x / PER_HEAD, key_head = head % key_heads;
     const int column = (blockIdx.x % PER_HEAD * COLUMN_WARPS + warp) * 16;  // of this warp
     const int all_keys = key_heads * KEY_DIM, channels = 2 * all_keys + heads * VALUE_DIM;
@@ -222,8 +263,6 @@ static __device__ __forceinline__ void scan(unsigned char* shared, float* convol
         if (has_columns) {
             Stage& stage = chunks[first / CHUNK % stages];
             const Operand keys{stage.keys}, queries{stage.queries};
-            const Triangle before{stage.record.before}, reading{stage.record.reading};
-            const Times& times = stage.record.times;
             mixed.clear();
             known.clear();
 #pragma unroll
@@ -235,34 +274,12 @@ static __device__ __forceinline__ void scan(unsigned char* shared, float* convol
                     multiply(mixed.tiles[2 * block], mixed.tiles[2 * block + 1], left, queries.right(16 * block, at));
                 }
             }
-#pragma unroll
-            for (int tile = 0; tile < 8; ++tile)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int token = 8 * tile + 2 * t + i % 2;
-                    const float kept = times.kept[token];
-                    own.tiles[tile][i] = times.weight[token] * (own.tiles[tile][i] - kept * known.tiles[tile][i]);
-                    mixed.tiles[tile][i] *= kept;
-                }
             Parts written[4];
-#pragma unroll
-            for (int block = 0; block < 4; ++block) {
-                float(&low)[4] = own.tiles[2 * block];
-                float(&high)[4] = own.tiles[2 * block + 1];
-#pragma unroll
-                for (int earlier = 0; earlier < block; ++earlier)
-                    multiply(low, high, written[earlier], before.right(block, earlier));
-                const Parts left = left_of(low, high);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) low[i] = high[i] = 0.0f;
-                multiply(low, high, left, before.right(block, block));
-                written[block] = left_of(low, high);
-            }
-            mixed.read(written, reading);
+            solve(own, known, stage.record, written);
+            read(mixed, stage.record, written);
             mixed.store(values, channels, length);
-#pragma unroll
-            for (int block = 0; block < 4; ++block) written[block] = own.left(block, times.last);
-            held.scale(times.kept[CHUNK - 1]);
+            weigh(own, stage.record.times, written);
+            held.scale(stage.record.times.kept[CHUNK - 1]);
             held.add(written, keys);
         }
         __syncthreads();  // nobody reads the chunk any more

@@ -57,8 +57,9 @@ extern "C" __global__ void __launch_bounds__(PREPARING * 32)
     extern __shared__ __align__(16) unsigned char shared[];
     launch_next();
     wait_for_previous(convolved, elements, floats, products, times, rows, lengths, slots, starts);
-    const auto [row, length] = chunk_of({rows, lengths, slots, starts}, count, blockIdx.x);
+    const auto [index, first, length] = chunk_of(rows, lengths, count, blockIdx.x);
     if (length <= 0) return;
+    const int row = rows[index] + first;
     const Operand writing{shared}, from{shared + Operand::BYTES};
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = blockIdx.y, of_group = heads / groups;
     const int inner = heads * HEAD_DIM, channels = inner + 2 * groups * STATE_SIZE;

@@ -28,20 +28,22 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, WARPS == 16 ? 1 : 16 / 
     auto state_of = [&](const Piece& piece, int head) {
         return states + (static_cast<int64_t>(piece.slot) * heads + head) * (STATE_SIZE * HEAD_DIM);
     };
-    Piece next;
-    auto ask = [&](int task) {
-        if (task >= count * heads) return;
-        next = pieces[task / heads];
-        if (next.length > 0) matrix.ask(room, state_of(next, task % heads), next.start > 0);
+    const int tasks = count * heads, step_over = gridDim.x;
+    auto piece_of = [&](int task) { return task < tasks ? pieces[task / heads] : Piece{0, 0, 0, 0}; };
+    auto ask = [&](const Piece& piece, int task) {
+        if (piece.length > 0) matrix.ask(room, state_of(piece, task % heads), piece.start > 0);
     };
-    ask(blockIdx.x);
+    Piece next = piece_of(blockIdx.x);
+    ask(next, blockIdx.x);
     int turn = 0;  // of two: others may still read what is of the token before
-    for (int task = blockIdx.x; task < count * heads; task += gridDim.x) {
+    for (int task = blockIdx.x; task < tasks; task += step_over) {
         const Piece piece = next;
         const int head = task % heads, group = head / (heads / groups);
-        if (piece.length > 0) matrix.take(room);
-        ask(task + gridDim.x);
-        if (piece.length == 0) continue;
+        next = piece_of(task + step_over);
+        if (piece.length == 0) {
+            ask(next, task + step_over);
+            continue;
+        }
         const float bias = time_step_bias[head], decay = decays[head], skip = skips[head];
         for (int token = 0; token < piece.length; ++token, turn ^= 1) {
             const int row = piece.row + token;
@@ -55,6 +57,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, WARPS == 16 ? 1 : 16 / 
             const float step = softplus(controls(row, head) + bias), kept = expf(step * decay);
             float4 input = x;
             scale_by(input, step);
+            if (token == 0) {  // only now: what is small was asked for before the block waits for the matrix
+                matrix.take(room);
+                ask(next, task + step_over);
+            }
             __syncthreads();
             float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll

@@ -70,22 +70,22 @@ KINDS: dict[str, AnyMixer] = {
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     """All files at once: a test would compile its own, one after the other."""
+    with Device(0) as device:
+        architecture, hopper = device.architecture, device.hopper
     sources = [
         for_element(source, element)
         for mixers, element in ((MIXERS, Element.F16), (KINDS, Element.BF16))
         for mixer in mixers.values()
-        for source in sources_of(mixer)
+        for source in sources_of(mixer, hopper=hopper)
     ]
-    with Device(0) as device:
-        architecture = device.architecture
     compile_all(list(dict.fromkeys(sources)), architecture)
 
 
-def sources_of(mixer: AnyMixer) -> list[Source]:
+def sources_of(mixer: AnyMixer, *, hopper: bool) -> list[Source]:
     """Kernel files of a mixer."""
     if isinstance(mixer, ShortConv):
         return ShortConvolution.sources(mixer)
-    return Mamba.sources(mixer) if isinstance(mixer, Mamba2) else DeltaNet.sources(mixer)
+    return Mamba.sources(mixer) if isinstance(mixer, Mamba2) else DeltaNet.sources(mixer, hopper=hopper)
 
 
 @pytest.mark.parametrize("name", MIXERS)

@@ -325,6 +325,24 @@ def test_drawn_tokens_that_are_computed_again_together_give_the_bits_of_one_by_o
             np.testing.assert_array_equal(found[:2], np.concatenate(alone))
 
 
+def test_a_prompt_and_drawn_tokens_behind_it_may_come_in_one_step(file: GgufFile) -> None:
+    """As of a text that goes on from saved tokens: its prompt goes through states, then what was drawn."""
+    text = np.random.default_rng(3).integers(0, 256, 120).tolist()
+    pages = Pages(8, CONTEXT // BLOCK)
+    cuda = Cuda(
+        file, read_spec(file), slots=8, kv_pages=8 * (CONTEXT // BLOCK), max_tokens=1024, max_draws=256,
+        context=CONTEXT, tune=False,
+    )  # fmt: skip
+    with closing(cuda.runner):
+        for length in (5, 64, 100):
+            logits_of(cuda, pages, [Chunk(0, text, 0, length)], admit=True)
+            for place in range(length, length + 5):
+                last = logits_of(cuda, pages, [Chunk(0, text, place, 1, drawn=True)], admit=False)
+            again = [Chunk(1, text, length + n, 1, int(n == 4), drawn=True) for n in range(5)]
+            found = logits_of(cuda, pages, [*again, Chunk(1, text, 0, length, 0)], admit=True)
+            np.testing.assert_array_equal(found, last)
+
+
 def test_a_snapshot_is_the_state_of_its_prompt(file: GgufFile) -> None:
     """A slot that begins as it goes on as the slot that it was taken of."""
     spec = read_spec(file)

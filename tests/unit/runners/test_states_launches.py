@@ -1,6 +1,7 @@
 """The launches of models whose layers hold states, on a driver that computes nothing."""
 
 import json
+import runpy
 import sys
 from contextlib import closing
 from dataclasses import replace
@@ -8,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import budget, engine
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import GatedDeltaNet, Mamba2, ShortConv
@@ -21,7 +21,7 @@ from tests.support.hybrid_cases import GPU_HYBRID_FILES
 from tests.support.hybrid_shapes import HYBRID_SHAPES
 from tests.support.quantised_models import write
 from tests.tiny import FILES, unpacked
-from tests.unit.runners.recorded_cuda import RecordedDriver
+from tests.unit.runners.recorded_cuda import HOPPER, RecordedDriver
 
 pytestmark = pytest.mark.heavy  # kernels are compiled where nvcc is
 
@@ -42,11 +42,14 @@ def test_every_family_is_launched_as_it_was_compiled(
         [Chunk(1, tokens, 10, 1, 1, True), Chunk(0, tokens, 94, 1, 1, True)],
     ]
     options = {"slots": 2, "context": CONTEXT, "kv_pages": 16, "max_tokens": 128}
-    with closing(cuda_runner(file, read_spec(file), **options)) as runner:  # type: ignore[arg-type]
+    spec = read_spec(file)
+    with closing(cuda_runner(file, spec, **options)) as runner:  # type: ignore[arg-type]
         for step in steps:
             runner.launch(pages.batch(step, admit=step is steps[0]))
             assert runner.collect() is not None
     assert driver.launches.keys() - {"library"} <= driver.checked
+    plain = all(one.residual_scale == 1 and one.mixer and one.feed_forward.width for one in spec.layers)
+    assert ("few_input_1" in driver.launches) == (plain and driver.capability == HOPPER)
 
 
 @pytest.mark.parametrize("weights", [WeightsFormat.FILE, WeightsFormat.FP8])
@@ -86,7 +89,7 @@ def test_benchmarks_count_states(
     report = tmp_path / "report.json"
     asked = ["--context", "64", "--batch", "4", "--prefill", "2048", "--json", str(report)]
     monkeypatch.setattr(sys, "argv", ["budget", path, *asked])
-    budget.main()
+    runpy.run_module("benchmarks.budget", run_name="__main__")
     lines = json.loads(report.read_text())
     states = 2 * shape.file()[2].state_bytes
     for step, sequences in (("decode 4", 4), ("prefill", 2)):
@@ -98,7 +101,7 @@ def test_benchmarks_count_states(
         assert counted >= {one for one in found if one not in ("step", "gather_tokens", "scale_logits")}
     capsys.readouterr()
     monkeypatch.setattr(sys, "argv", ["engine", path, "single", "prefill128", "--quick", "--repeat", "1"])
-    engine.main()
+    runpy.run_module("benchmarks.engine", run_name="__main__")
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [one["workload"] for one in printed] == ["single", "prefill128"]
     assert all(one["of_limit"] > 0 and one["slots"] in (1, 128) for one in printed)

@@ -56,5 +56,23 @@ def test_bits_depend_on_what_came_before_alone(
     on_gpu.cut(trial, 70, (64,))
     on_gpu.again(trial, 3)
     on_gpu.beside(trial, [Piece(66, 64)], 3)
+    device.multiprocessors = 1  # several drawn pieces are convolved in the recurrence, one is not
+    on_gpu.beside(trial, [], 3)
+    if kind == "delta":
+        assert launched >= {"delta_recurrent", "delta_recurrent_fused"}
     widths = {name.rpartition("_")[2] for name in launched} & {"wide", "narrow"}
     assert widths == (set() if kind == "short" else {"wide", "narrow"})
+
+
+def test_delta_nets_on_hopper(monkeypatch: pytest.MonkeyPatch, launched: set[str]) -> None:
+    """Products with the state by wgmma, of tiles with the 128-byte swizzle."""
+    device: Any = HostDevice(Element.F16)
+    device.hopper, device.compute_capability, device.multiprocessors = True, (9, 0), 3
+    monkeypatch.setattr(chunks, "_MOST_PIECES", 3)
+    trial = Trial(device, delta_net(1, 1))
+    trial.check([Piece(130), Piece(3, 64)])
+    on_gpu.follow(trial, 67, (65,))
+    on_gpu.cut(trial, 70, (64,))
+    on_gpu.beside(trial, [Piece(66, 64)], 3)
+    assert launched >= {"delta_prepare", "delta_hopper_wide", "delta_hopper_narrow"}
+    Trial(device, delta_net(1, 2, 64, 64)).check([Piece(70, 64)])

@@ -22,6 +22,7 @@ from nightmill.worker.runners.gpu.weights.choice import choose_weights
 from nightmill.worker.runners.kv_format import KvFormat
 from nightmill.worker.runners.reference import ReferenceRunner
 from tests.support.ggufs import write_model
+from tests.support.hybrid_shapes import HYBRID_SHAPES
 from tests.support.quantised_models import kinds_of
 from tests.unit.worker.test_recommended_models import qwen
 
@@ -113,3 +114,17 @@ def test_a_worker_s_log_says_what_the_choice_gives(
         r"a KV cache in FP8 has room for 2 sequences of 512 tokens at once; about [\d,]+ output tokens/s",
         caplog.text,
     )
+
+
+def test_states_are_counted_and_choose_how_many_sequences_run() -> None:
+    """Those of a 9B take 53 MB each: on 80 GB 256 of 4,096 tokens have room, but not 2,048 of 1,024."""
+    spec = HYBRID_SHAPES["qwen3.5-9b"].file()[2]
+    found = forecast(spec, CARDS[-1], Settings(max_sequences=256))
+    assert found.sequences[4096] == 256
+    assert found.states == pytest.approx((256 + 64) * spec.state_bytes, rel=0.001)
+    assert f"{found.states / GIB:.2f} of states" in str(found)
+    most = forecast(spec, CARDS[-1], Settings())
+    running = most.sequences[1024]
+    assert 400 < running < 700
+    assert most.states == pytest.approx(1.25 * running * spec.state_bytes, rel=0.02)
+    assert most.cache_tokens >= 1024 * running

@@ -82,7 +82,8 @@ def layer_kinds(layer: LayerSpec) -> LayerKinds:
 def kinds_of(spec: ModelSpec) -> frozenset[Kind]:
     """Return all kinds of products that a model has."""
     found = {kind for layer in spec.layers for kind in layer_kinds(layer) if kind is not None}
-    return frozenset((Kind.PLAIN, Kind.FLOAT)) | found
+    controls = any(mixer_sizes(layer.mixer).controls for layer in spec.layers)
+    return frozenset((Kind.PLAIN, Kind.FLOAT, *([Kind.ADDEND] if controls else []))) | found
 
 
 def _added(layer: LayerSpec, after: Norm | None, *, bias: bool) -> Kind:

@@ -8,7 +8,7 @@ stream, as it is or normed, scaled, with a bias.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from nightmill.worker.model.spec import Attention, FeedForward, LayerSpec, ModelSpec
+from nightmill.worker.model.spec import FeedForward, LayerSpec, ModelSpec
 from nightmill.worker.runners.gpu.activations import Activations
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import Buffer, Format, Matrix
@@ -160,8 +160,9 @@ def bind_layers(
             inner = at.of(layer).gate_up
             gate_up = GateUp(products, launchers.activate, inner, ffn, kinds.gate_up, own.gate_up)
             down = products.of(kinds.down, width, ffn.width, own.ffn_down.format)
-        if fuses and isinstance(mixer, Attention):
-            few = FewRows(device, layer, width, launchers.mixers.rotation_of(mixer).table)
+        if fuses:
+            rotates = FewRows.suits(layer, width, own.formats, hopper=device.hopper)
+            few = FewRows(device, layer, width, launchers.mixers.angles_of(mixer) if rotates else None)
         mixes = None if mixer is None else launchers.mixers.of(mixer, own)
         return LayerKernels(mixes, output, gate_up, down, few)
 
@@ -189,7 +190,7 @@ def bind_layers(
         )  # fmt: skip
 
     fuses = all(
-        FewRows.suits(layer, width, own.formats, hopper=device.hopper)
+        FewRows.suits_products(layer, width, own.formats, hopper=device.hopper)
         for layer, own in zip(spec.layers, weights.layers, strict=True)
     )
     known: dict[tuple[LayerSpec, tuple[Format, ...]], LayerKernels] = {}

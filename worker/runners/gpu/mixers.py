@@ -16,6 +16,7 @@ from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer
 from nightmill.worker.runners.gpu.kinds import mixer_sizes
 from nightmill.worker.runners.gpu.kv_cache import LayerCache
 from nightmill.worker.runners.gpu.products.chooser import Product, Products
+from nightmill.worker.runners.gpu.products.elements.few_rows import FewRows
 from nightmill.worker.runners.gpu.products.qkv import Qkv
 from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.rows.rotation import Rotation
@@ -68,6 +69,15 @@ class AttentionMixer:
         if self.gates is not None:
             self.gates(x, layer.weights.attn_gate, layer.at.gates, rows)
 
+    def enter_few(self, few: FewRows, x: Buffer, layer: MixedLayer, inputs: StepInputs, rows: int) -> None:
+        """The same for a few drawn tokens, from the norm of the residual stream x on."""
+        own, at = layer.weights, layer.at
+        if few.rotates:
+            few.qkv(x, own, inputs, at.qkv, layer.cache, rows)
+            return
+        few.input(x, own.attn_norm, own.qkv, at.qkv, own.attn_gate, at.gates, rows)
+        self.qkv.finish(own, inputs, at.qkv, layer.cache, rows)
+
     def mix(self, layer: MixedLayer, inputs: StepInputs, shape: StepShape) -> None:
         """Queue attention of the drawn tokens, and of the chunks of prompts."""
         if shape.drawn:
@@ -108,6 +118,11 @@ class StateMixer:
         if self.controls is not None:
             self.controls(x, layer.weights.mixer_controls, layer.at.controls, rows)
 
+    def enter_few(self, few: FewRows, x: Buffer, layer: MixedLayer, inputs: StepInputs, rows: int) -> None:
+        """The same for a few drawn tokens, from the norm of the residual stream x on."""
+        own, at = layer.weights, layer.at
+        few.input(x, own.attn_norm, own.mixer_input, at.qkv, own.mixer_controls, at.controls, rows)
+
     def mix(self, layer: MixedLayer, inputs: StepInputs, shape: StepShape) -> None:
         """Queue the step's pieces to go through the states of their slots."""
         at, small = layer.at, layer.weights.mixer
@@ -144,9 +159,9 @@ class Mixers:
             for attention in spec.attentions
         }
 
-    def rotation_of(self, attention: Attention) -> Rotation:
-        """The rotation of a kind of attention."""
-        return self._rotations[attention]
+    def angles_of(self, mixer: Mixer | None) -> Buffer | None:
+        """The rotation table of a kind of attention; None of other mixers."""
+        return self._rotations[mixer].table if isinstance(mixer, Attention) else None
 
     def of(self, mixer: Mixer, weights: LayerWeights) -> LayerMixer:
         """Make the mixer of a layer, and of those that are like it, in the formats of weights too."""
@@ -154,7 +169,7 @@ class Mixers:
         if not isinstance(mixer, Attention):
             controls = None
             if sizes.controls:
-                controls = products.of(Kind.FLOAT, sizes.controls, width, weights.mixer_controls.format)
+                controls = products.of(Kind.ADDEND, sizes.controls, width, weights.mixer_controls.format)
             return StateMixer(
                 mixer.title,
                 products.of(Kind.PLAIN, sizes.inputs, width, weights.mixer_input.format),

@@ -199,13 +199,13 @@ class Model:
                 layer.fed(own.activated, x, at.normed if layer is last else entering, rows)
 
     def _few_rows(self, inputs: StepInputs, shape: StepShape) -> None:
-        """Queue all layers for a few drawn tokens, each layer from its norm on in five launches."""
+        """Queue all layers for a few drawn tokens, each layer from its norm on in few launches."""
         x, rows = self._at.x, shape.tokens
         for layer in self.layers:
             kernels, weights, own = layer.kernels, layer.weights, layer.at
             few, mixer, down = kernels.few, kernels.mixer, kernels.down
             assert few is not None and mixer is not None and down is not None
-            few.qkv(x, weights, inputs, own.qkv, layer.cache, rows)
+            mixer.enter_few(few, x, layer, inputs, rows)
             mixer.mix(layer, inputs, shape)
             few.residual(own.mixed, weights.attn_output, x, rows)
             few.swiglu(x, weights, own.activated, rows)

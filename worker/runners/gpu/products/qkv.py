@@ -75,6 +75,12 @@ class Qkv:
             kernel = self._kernels.get(padded) or self._choose(padded)
             kernel(x, layer, inputs.positions, inputs.cache_rows, qkv, cache, rows)
 
+    def finish(
+        self, layer: LayerWeights, inputs: StepInputs, qkv: Buffer, cache: LayerCache, rows: int
+    ) -> None:
+        """Queue what is done to the product of `rows` tokens, which is in qkv."""
+        self._rotation(qkv, layer, inputs.positions, inputs.cache_rows, cache, rows)
+
     def tune(
         self, x: Buffer, layers: Sequence[LayerWeights], qkv: Buffer, cache: LayerCache, no_rows: Buffer,
         rows: int, beside: Callable[[], None],

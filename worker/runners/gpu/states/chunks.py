@@ -3,13 +3,14 @@
 from dataclasses import dataclass
 
 from nightmill.jobs.errors import RunnerError
+from nightmill.worker.model.spec import GatedDeltaNet
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import KernelPairs
 from nightmill.worker.runners.gpu.device.operands import Buffer
-from nightmill.worker.runners.gpu.device.sources import Source
-from nightmill.worker.runners.gpu.states.operands import Pieces
+from nightmill.worker.runners.gpu.device.sources import Source, source_of
+from nightmill.worker.runners.gpu.states.operands import LayerStates, MixerWeights, Pieces
 
-__all__ = ["DeltaChunks", "MambaChunks", "controls_of"]
+__all__ = ["DeltaChunks", "MambaChunks", "controls_of", "delta_sizes"]
 
 _TOKENS = 64  # of a chunk (`STATE_CHUNK`)
 _TIMES = 4 * 4 * _TOKENS  # bytes of what a chunk's tokens keep, ...
@@ -17,6 +18,8 @@ _TRIANGLE = 2 * 2 * 10 * 16 * 16  # ... of a triangle of 64 x 64 in two parts, .
 _PRODUCTS = 4 * 10 * 16 * 16  # ... of one of floats, ...
 _DIAGONAL = 4 * 4 * 16 * 17  # ... and of blocks that are inverted: see chunk.cuh and the kernels
 _RECORD = 2 * _TRIANGLE + _TIMES
+_TILE = 1024  # bytes that tiles of wgmma are aligned to
+_VALUES = 4 * _TOKENS * 20 // 16  # bytes of a column's values in a chunk: see delta_hopper.cu
 _NARROW = 32  # columns
 _PREPARING = (256, 1, 1)  # threads
 _MOST_PIECES = 64  # whose chunks are prepared at the same time
@@ -85,22 +88,36 @@ def _widths(name: str, columns: int, stage: int, beside: int = 0) -> list[_Width
 
 
 class DeltaChunks:
-    """Launches `delta_chunked.cu`.
+    """Launches `delta_chunked.cu`, and what there is of `delta_hopper.cu`.
 
     records  the address of `bytes`
     """
 
-    def __init__(
-        self, device: Device, source: Source, *, keys: int, values: int, key_heads: int, heads: int,
-        records: int,
-    ) -> None:  # fmt: skip
+    def __init__(self, device: Device, mixer: GatedDeltaNet, records: int) -> None:
+        keys, values, self._mixer = mixer.key_dim, mixer.value_dim, mixer
+        *on_hopper, source = self.sources(mixer, hopper=device.hopper)
         kernels = KernelPairs(device, source)
         self._shared = _operands(keys) + _RECORD + _DIAGONAL
-        self._prepare = kernels.function("delta_prepare", "PPiPiPPPPPPPiii", shared=self._shared).few
+        self._prepare = kernels.function("delta_prepare", "PiPPPPiPPPPPPPiii", shared=self._shared).few
         widths = _widths("delta_scan", values, _operands(keys) + _RECORD)
+        if on_hopper:
+            stage = -(-(_parts_of(keys) + _RECORD) // _TILE) * _TILE
+            widths = [
+                _Width(name, columns, 2 * columns, stage, columns * _VALUES)
+                for name, columns in (("delta_hopper_wide", 128), ("delta_hopper_narrow", 64))
+                if columns <= values
+            ]
+            kernels = KernelPairs(device, *on_hopper)
         self._scan = _Scan(device, kernels, "PPPPPPPiii", widths)
-        self._heads, self._key_heads, self._columns = heads, key_heads, heads * values
         self._records = records
+
+    @staticmethod
+    def sources(mixer: GatedDeltaNet, *, hopper: bool) -> list[Source]:
+        """List the kernel files for a mixer: what Hopper has of its own, then what all have."""
+        sizes = delta_sizes(mixer)
+        own = hopper and {mixer.key_dim, mixer.value_dim} <= {64, 128}
+        on_hopper = [source_of("delta_hopper", *sizes)] if own else []
+        return [*on_hopper, source_of("delta_chunked", *sizes, f"-DTAPS={mixer.kernel}")]
 
     @staticmethod
     def bytes(rows: int, heads: int) -> int:
@@ -108,22 +125,25 @@ class DeltaChunks:
         return _most_chunks(rows) * heads * _RECORD
 
     def __call__(
-        self, work: int, steering: tuple[int, ...], weights: tuple[int, int], matrix: int, prompts: Pieces
-    ) -> None:
-        """Queue it for what the convolution left in `work`, where results take the place of values.
+        self, x: Buffer, controls: tuple[int, int], weights: MixerWeights, states: LayerStates, work: int,
+        prompts: Pieces,
+    ) -> None:  # fmt: skip
+        """Queue it for rows x, and values that were convolved, in `work`, where results take their place.
 
-        steering  addresses of elements and floats of controls, with their strides
-        weights   addresses of biases of time steps, and of decays
+        controls  address and stride of floats beside x
         """
-        heads, key_heads = self._heads, self._key_heads
+        heads, key_heads = self._mixer.value_heads, self._mixer.key_heads
         for some in _parts(prompts):
             self._prepare(
-                (some.rows // _TOKENS + some.count, key_heads), _PREPARING, work, *steering, *weights,
-                self._records, *some.addresses, some.count, heads, key_heads, shared=self._shared,
+                (some.rows // _TOKENS + some.count, key_heads), _PREPARING, x.address, x.shape[1],
+                states.inputs, weights.convolution.address, work, *controls, weights.time_step_bias.address,
+                weights.decay.address, self._records, *some.addresses, some.count, heads, key_heads,
+                shared=self._shared,
             )  # fmt: skip
             self._scan(
-                self._columns, some.count, work, self._records, matrix, *some.addresses, heads, key_heads
-            )
+                self._mixer.values, some.count, work, self._records, states.matrix, *some.addresses, heads,
+                key_heads,
+            )  # fmt: skip
 
 
 class MambaChunks:
@@ -190,8 +210,18 @@ def _most_chunks(rows: int) -> int:
 
 
 def _operands(keys: int) -> int:
+    """Bytes of keys and queries of a chunk, in padded rows."""
+    return _parts_of(keys + 8)
+
+
+def _parts_of(keys: int) -> int:
     """Bytes of keys and queries of a chunk, each in two parts of two bytes."""
-    return 2 * 2 * 2 * _TOKENS * (keys + 8)
+    return 2 * 2 * 2 * _TOKENS * keys
+
+
+def delta_sizes(mixer: GatedDeltaNet) -> tuple[str, str]:
+    """Options of files that are compiled for a mixer's heads."""
+    return f"-DKEY_DIM={mixer.key_dim}", f"-DVALUE_DIM={mixer.value_dim}"
 
 
 def controls_of(controls: Buffer) -> tuple[int, int]:

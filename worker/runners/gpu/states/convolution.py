@@ -7,13 +7,14 @@ from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import KernelPairs
 from nightmill.worker.runners.gpu.device.operands import Buffer
 from nightmill.worker.runners.gpu.device.sources import Source, source_of
-from nightmill.worker.runners.gpu.states.operands import LayerStates, MixerWeights, StepPieces
+from nightmill.worker.runners.gpu.states.operands import LayerStates, MixerWeights, Pieces, StepPieces
 
 __all__ = ["Convolution", "ShortConvolution", "convolution_refusal"]
 
 _THREADS = 128
 _WIDE = 8  # channels of a thread
 _TILE = 16  # rows of a thread
+_BLOCK = (_THREADS, 1, 1)
 _KERNELS = (2, 3, 4)
 
 
@@ -29,7 +30,7 @@ class Convolution:
 
     def __init__(self, device: Device, kernel: int, *, short: bool = False) -> None:
         kernels = KernelPairs(device, self.source(kernel, short=short))
-        self._prompts = kernels.function("convolve_prompts", "PiiPPPPPPPiiP")
+        self._prompts = kernels.function("convolve_prompts", "PiiiPPPPPPPiiP")
         self._keep = kernels.function("keep_inputs", "PiiPPPPP")
         self._drawn = kernels.function("convolve_drawn", "PiiPPPPPPPP")
 
@@ -38,30 +39,48 @@ class Convolution:
         """The kernel file and its options."""
         return source_of("convolution", f"-DTAPS={kernel}", f"-DSHORT={int(short)}")
 
-    def __call__(
-        self, x: Buffer, channels: int, weights: MixerWeights, states: LayerStates, pieces: StepPieces,
+    def prompts(
+        self, x: Buffer, channels: int, weights: MixerWeights, states: LayerStates, pieces: Pieces,
+        out: Buffer, *, first: int = 0,
+    ) -> None:  # fmt: skip
+        """Queue it for pieces of prompts and the first columns of x; `keep` has to follow.
+
+        x      elements (rows, stride): `channels` of each row, or, short, b, c and x of so many each
+        out    float (rows, channels): SiLU of the convolution; or, short, elements: c times the convolution
+        first  channels before that one are left out
+        """
+        if pieces.count:
+            grid = _across(channels - first), -(-pieces.rows // _TILE)
+            self._prompts.of(pieces.rows)(
+                grid, _BLOCK, x.address, x.shape[1], channels, first, weights.convolution.address,
+                weights.convolution_bias.address, states.inputs, *pieces.addresses, pieces.count,
+                pieces.rows, out.address,
+            )  # fmt: skip
+
+    def keep(self, x: Buffer, channels: int, states: LayerStates, pieces: Pieces) -> None:
+        """Queue that the last inputs of prompts become those of their slots."""
+        if pieces.count:
+            self._keep.of(pieces.rows)(
+                (_across(channels), pieces.count), _BLOCK, x.address, x.shape[1], channels, states.inputs,
+                *pieces.addresses,
+            )  # fmt: skip
+
+    def drawn(
+        self, x: Buffer, channels: int, weights: MixerWeights, states: LayerStates, pieces: Pieces,
         out: Buffer,
     ) -> None:  # fmt: skip
-        """Queue it for the first columns of x; what rows of out hold behind `channels` stays.
+        """Queue it for drawn pieces, and that their last inputs become those of their slots."""
+        if pieces.count:
+            self._drawn.of(pieces.count)(
+                (_across(channels), pieces.count), _BLOCK, x.address, x.shape[1], channels,
+                weights.convolution.address, weights.convolution_bias.address, states.inputs,
+                *pieces.addresses, out.address,
+            )  # fmt: skip
 
-        x    elements (rows, stride): `channels` of each row, or, short, b, c and x of so many each
-        out  float (rows, channels): SiLU of the convolution; or, short, elements: c times the convolution
-        """
-        across = -(-channels // (_WIDE * _THREADS))
-        read = x.address, x.shape[1], channels
-        of = weights.convolution.address, weights.convolution_bias.address, states.inputs
-        block = (_THREADS, 1, 1)
-        if pieces.prompts.count:
-            many, rows = pieces.prompts, pieces.prompts.rows
-            self._prompts.of(rows)(
-                (across, -(-rows // _TILE)), block, *read, *of, *many.addresses, many.count, rows, out.address
-            )
-            self._keep.of(rows)((across, many.count), block, *read, states.inputs, *many.addresses)
-        if pieces.drawn.count:
-            drawn = pieces.drawn
-            self._drawn.of(drawn.count)(
-                (across, drawn.count), block, *read, *of, *drawn.addresses, out.address
-            )
+
+def _across(channels: int) -> int:
+    """Blocks of so many channels."""
+    return -(-channels // (_WIDE * _THREADS))
 
 
 class ShortConvolution:
@@ -72,7 +91,7 @@ class ShortConvolution:
         self._convolution = Convolution(device, mixer.kernel, short=True)
 
     @staticmethod
-    def sources(mixer: ShortConv) -> list[Source]:
+    def sources(mixer: ShortConv, *, hopper: bool = False) -> list[Source]:
         """List the kernel files for a mixer."""
         return [Convolution.source(mixer.kernel, short=True)]
 
@@ -85,8 +104,11 @@ class ShortConvolution:
         self, x: Buffer, controls: Buffer, weights: MixerWeights, states: LayerStates, pieces: StepPieces,
         out: Buffer,
     ) -> None:  # fmt: skip
-        """Queue it as `Mixer` says; there are no controls."""
-        self._convolution(x, self._width, weights, states, pieces, out)
+        """Queue it as `Mixer` says, prompts first; there are no controls."""
+        convolution, width = self._convolution, self._width
+        convolution.prompts(x, width, weights, states, pieces.prompts, out)
+        convolution.keep(x, width, states, pieces.prompts)
+        convolution.drawn(x, width, weights, states, pieces.drawn, out)
 
 
 def columns_from(x: Buffer, column: int) -> Buffer:

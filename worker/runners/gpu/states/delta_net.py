@@ -5,7 +5,7 @@ from nightmill.worker.runners.gpu.device.device import Device, aligned
 from nightmill.worker.runners.gpu.device.functions import KernelPairs
 from nightmill.worker.runners.gpu.device.operands import FLOAT, Buffer
 from nightmill.worker.runners.gpu.device.sources import Source, source_of
-from nightmill.worker.runners.gpu.states.chunks import DeltaChunks, controls_of
+from nightmill.worker.runners.gpu.states.chunks import DeltaChunks, controls_of, delta_sizes
 from nightmill.worker.runners.gpu.states.convolution import Convolution, columns_from, convolution_refusal
 from nightmill.worker.runners.gpu.states.operands import LayerStates, MixerWeights, StepPieces
 from nightmill.worker.runners.gpu.states.recurrent import Recurrent
@@ -26,21 +26,29 @@ class DeltaNet:
         self._mixer = mixer
         self._work = Buffer(work, (rows, mixer.convolved), FLOAT)
         self._convolution = Convolution(device, mixer.kernel)
+        recurrent = self._recurrent_source(mixer)
+        sizes = {"rows": mixer.key_dim, "columns": mixer.value_dim}
+        arguments = "PPiPPPiPPPfPPPPPiiiP"
         self._recurrent = Recurrent(
-            device, source_of("delta_recurrent", *_sizes(mixer)), "delta_recurrent", "PPiPiPPPfPPPPPiiiP",
-            rows=mixer.key_dim, columns=mixer.value_dim, heads=mixer.value_heads,
+            device, recurrent, "delta_recurrent", arguments, **sizes, heads=mixer.value_heads
+        )
+        self._fused = Recurrent(
+            device, recurrent, "delta_recurrent_fused", arguments, **sizes, heads=mixer.key_heads,
+            turns=mixer.value_heads // mixer.key_heads,
         )  # fmt: skip
-        self._chunks = DeltaChunks(
-            device, source_of("delta_chunked", *_sizes(mixer)), keys=mixer.key_dim, values=mixer.value_dim,
-            key_heads=mixer.key_heads, heads=mixer.value_heads, records=work + _rows_bytes(mixer, rows),
-        )  # fmt: skip
+        self._chunks = DeltaChunks(device, mixer, work + _rows_bytes(mixer, rows))
         self._norm = KernelPairs(device, source_of("gated_norm")).function("norm_then_gate", "PiPiPfPPPPiiiP")
 
     @staticmethod
-    def sources(mixer: GatedDeltaNet) -> list[Source]:
+    def sources(mixer: GatedDeltaNet, *, hopper: bool = False) -> list[Source]:
         """List the kernel files for a mixer; those that take longest to compile first."""
-        sized = [source_of(name, *_sizes(mixer)) for name in ("delta_chunked", "delta_recurrent")]
-        return [*sized, Convolution.source(mixer.kernel), source_of("gated_norm")]
+        of_chunks = DeltaChunks.sources(mixer, hopper=hopper)
+        return [
+            *of_chunks,
+            DeltaNet._recurrent_source(mixer),
+            Convolution.source(mixer.kernel),
+            source_of("gated_norm"),
+        ]
 
     @staticmethod
     def refusal(mixer: GatedDeltaNet) -> str | None:
@@ -61,40 +69,51 @@ class DeltaNet:
         self, x: Buffer, controls: Buffer, weights: MixerWeights, states: LayerStates, pieces: StepPieces,
         out: Buffer,
     ) -> None:  # fmt: skip
-        """Queue it as `Mixer` says."""
-        self._convolution(x, self._mixer.convolved, weights, states, pieces, self._work)
-        self.recur(x, controls, weights, states, pieces, out)
+        """Queue it as `Mixer` says: prompts first, since drawn tokens of a step may come after one's end."""
+        channels, keys, convolution = self._mixer.convolved, self._mixer.keys, self._convolution
+        convolution.prompts(x, channels, weights, states, pieces.prompts, self._work, first=2 * keys)
+        self.recur(x, controls, weights, states, StepPieces(prompts=pieces.prompts), out)
+        convolution.keep(x, channels, states, pieces.prompts)
+        if not self._fuses(pieces.drawn.count):
+            convolution.drawn(x, channels, weights, states, pieces.drawn, self._work)
+        self.recur(x, controls, weights, states, StepPieces(drawn=pieces.drawn), out)
 
     def recur(
         self, x: Buffer, controls: Buffer, weights: MixerWeights, states: LayerStates, pieces: StepPieces,
         out: Buffer,
     ) -> None:  # fmt: skip
-        """Queue what follows on the convolution: prompts first, after which drawn tokens may come."""
+        """Queue what follows on the convolution, or has it inside."""
         mixer, work, heads = self._mixer, self._work.address, self._mixer.value_heads
         steering = controls_of(controls)
         drawn, prompts = pieces.drawn, pieces.prompts
-        if prompts.count:
-            own = columns_from(x, mixer.convolved + mixer.values)
-            self._chunks(
-                work, (own.address, x.shape[1], *steering),
-                (weights.time_step_bias.address, weights.decay.address), states.matrix, prompts,
+        if drawn.count:
+            recurrent = self._fused if self._fuses(drawn.count) else self._recurrent
+            recurrent(
+                drawn.count, work, x.address, x.shape[1], states.inputs, weights.convolution.address,
+                *steering, weights.time_step_bias.address, weights.decay.address, weights.norm.address,
+                mixer.norm.eps, states.matrix, *drawn.addresses, drawn.count, heads, mixer.key_heads,
+                out.address,
             )  # fmt: skip
+        if prompts.count:
+            self._chunks(x, steering, weights, states, work, prompts)
             self._norm.of(prompts.rows)(
                 (-(-heads // _NORM_WARPS), prompts.rows), (32 * _NORM_WARPS, 1, 1),
                 columns_from(self._work, 2 * mixer.keys).address, mixer.convolved,
                 columns_from(x, mixer.convolved).address, x.shape[1], weights.norm.address, mixer.norm.eps,
                 *prompts.addresses, 1, heads, mixer.value_dim, out.address,
             )  # fmt: skip
-        if drawn.count:
-            self._recurrent(
-                drawn.count, work, x.address, x.shape[1], *steering, weights.time_step_bias.address,
-                weights.decay.address, weights.norm.address, mixer.norm.eps, states.matrix, *drawn.addresses,
-                drawn.count, heads, mixer.key_heads, out.address,
-            )  # fmt: skip
 
+    def _fuses(self, drawn: int) -> bool:
+        """Return whether so many pieces are convolved in the recurrence.
 
-def _sizes(mixer: GatedDeltaNet) -> tuple[str, str]:
-    return f"-DKEY_DIM={mixer.key_dim}", f"-DVALUE_DIM={mixer.value_dim}"
+        Its blocks have all value heads of a key head, whose number may divide less well among them: 5% more
+        is what the launch and the bytes of a convolution cost at least.
+        """
+        return 20 * self._fused.rounds(drawn) <= 21 * self._recurrent.rounds(drawn)
+
+    @staticmethod
+    def _recurrent_source(mixer: GatedDeltaNet) -> Source:
+        return source_of("delta_recurrent", *delta_sizes(mixer), f"-DTAPS={mixer.kernel}")
 
 
 def _rows_bytes(mixer: GatedDeltaNet, rows: int) -> int:

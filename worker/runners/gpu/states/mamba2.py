@@ -38,7 +38,7 @@ class Mamba:
         self._norm = KernelPairs(device, source_of("gated_norm")).function("gate_then_norm", "PiPiPfPPPPiiiP")
 
     @staticmethod
-    def sources(mixer: Mamba2) -> list[Source]:
+    def sources(mixer: Mamba2, *, hopper: bool = False) -> list[Source]:
         """List the kernel files for a mixer; those that take longest to compile first."""
         sized = [source_of(name, *_sizes(mixer)) for name in ("mamba_chunked", "mamba_recurrent")]
         return [*sized, Convolution.source(mixer.kernel), source_of("gated_norm")]
@@ -63,9 +63,12 @@ class Mamba:
         self, x: Buffer, controls: Buffer, weights: MixerWeights, states: LayerStates, pieces: StepPieces,
         out: Buffer,
     ) -> None:  # fmt: skip
-        """Queue it as `Mixer` says."""
-        mixer = self._mixer
-        self._convolution(columns_from(x, mixer.inner), mixer.convolved, weights, states, pieces, self._work)
+        """Queue it as `Mixer` says: prompts first, since drawn tokens of a step may come after one's end."""
+        inner, channels = columns_from(x, self._mixer.inner), self._mixer.convolved
+        convolution = self._convolution
+        convolution.prompts(inner, channels, weights, states, pieces.prompts, self._work)
+        convolution.keep(inner, channels, states, pieces.prompts)
+        convolution.drawn(inner, channels, weights, states, pieces.drawn, self._work)
         self.recur(x, controls, weights, states, pieces, out)
 
     def recur(

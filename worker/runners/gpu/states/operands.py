@@ -85,6 +85,8 @@ class Mixer(Protocol):
     ) -> None:  # fmt: skip
         """Queue it for the step's pieces: their rows of out are written and their slots updated, no others.
 
+        Prompts go first: a slot may have a piece of its prompt, and one of drawn tokens behind that.
+
         x         elements (rows, stride): the product of MIXER_INPUT, each row's columns in the order of its
                   tensors, perhaps without the last, which are in `controls`, and with any number of columns
                   of padding behind; the stride is a multiple of 8
