@@ -95,7 +95,7 @@ def context_length(settings: Settings, spec: ModelSpec, defaults: DeviceDefaults
 
 
 def runner_sizes(settings: Settings, spec: ModelSpec) -> RunnerSizes:
-    """What a runner on a GPU is asked for, also where there is none; raises as `context_length` does."""
+    """Sizes that a GPU's runner is asked for, also where there is no GPU; raises as `context_length` does."""
     slots = settings.max_sequences or GPU.sequences
     return RunnerSizes(
         slots,

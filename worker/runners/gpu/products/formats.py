@@ -63,7 +63,7 @@ class RoundedFormat(Protocol):
         ...
 
     def speedup(self, width: int) -> float:
-        """How much faster products of many rows are than those of elements, by the model's width."""
+        """Rate of products of many rows over that of elements, by the model's width."""
         ...
 
     def sources(self, spec: ModelSpec, *, hopper: bool) -> list[Source]:

@@ -47,7 +47,7 @@ class Fp8Format:
         )
 
     def speedup(self, width: int) -> float:
-        """Prompts of a 0.5B and of a 7B on an H200: 1.23 and 1.73 times as fast as F16."""
+        """1.23 and 1.73 times as fast as F16: prompts of a 0.5B and of a 7B on an H200."""
         return 2 * width / (width + _WIDTH_WITHOUT_GAIN)
 
     def launcher(self, device: Device, kinds: Collection[Kind], quantised: Buffer) -> ProductLauncher:
