@@ -17,6 +17,7 @@ from nightmill.worker.assembly.model import demo_model, open_model
 from nightmill.worker.assembly.sizes import GPU
 from nightmill.worker.model.hub import cached
 from nightmill.worker.model.hub.cached import CachedModel
+from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
 from nightmill.worker.runners.gpu.runner import CudaRunner
 from tests.support.family_cases import file_of
@@ -41,6 +42,25 @@ def numbers(text: str) -> list[int]:
     """The numbers of sequences in a sentence, their lengths, and the rate."""
     said = text[re.search(r"(?<=for )[\d,]+ sequences of", text).start() :]  # type: ignore[union-attr]
     return [int(one.replace(",", "")) for one in re.findall(r"\d[\d,]*\d|\d", said)]
+
+
+def allocations(patch: pytest.MonkeyPatch) -> dict[int, int]:
+    """Bytes that devices hold from now on, by their addresses."""
+    held: dict[int, int] = {}
+    allocate, free = Device.allocate, Device.free
+
+    def noted(device: Device, size: int, purpose: str = "a buffer") -> int:
+        address = allocate(device, size, purpose)
+        held[address] = size
+        return address
+
+    def freed(device: Device, address: int) -> None:
+        del held[address]
+        free(device, address)
+
+    patch.setattr(Device, "allocate", noted)
+    patch.setattr(Device, "free", freed)
+    return held
 
 
 @pytest.mark.parametrize(("states", "free"), [(False, 500), (True, 200)], ids=["attention", "states"])
@@ -69,12 +89,13 @@ def test_all_commands_and_the_log_say_what_a_runner_takes(
     (planned,) = invoked("plan", str(rows), "--model", str(path), "--no-measure")
     (listed,) = invoked("models")
     settings = Settings(model=path, gpu=0, weights="16bit")
+    held = allocations(monkeypatch)
     with caplog.at_level("INFO"):
         engine = build_engine(settings, open_model(settings))
     with closing(engine):
         runner = engine._runner
         assert isinstance(runner, CudaRunner)
-        memory, slots, stats = runner.memory, runner.slots, engine.stats
+        memory, slots, stats, taken = runner.memory, runner.slots, engine.stats, sum(held.values())
 
     said = planned["memory"]
     assert {name: checked[name] for name in said} == said
@@ -86,6 +107,8 @@ def test_all_commands_and_the_log_say_what_a_runner_takes(
     assert states or memory.kv_pages * PAGE < slots * stats.context
     assert abs(memory.workspace - said["workspace"]) < PIECES
     page = page_bytes(open_model(settings).spec)
+    cache = said["cache_tokens"] // PAGE * page
+    assert abs(said["weights"] + said["workspace"] + said["states"] + cache - taken) < PIECES
     assert abs(said["cache_tokens"] // PAGE - memory.kv_pages) <= -(-PIECES // page)
     (logged,) = (text for one in caplog.records if "has room for" in (text := one.getMessage()))
     assert numbers(logged) == pytest.approx(numbers(checked["found"]), rel=0.03)
