@@ -16,6 +16,14 @@ from typing import Any
 
 from nightmill.jobs.base.contract import JobState, JsonObject
 from nightmill.jobs.batches.comparing import Difference, compare
+from nightmill.jobs.batches.requeueing import (
+    QueuedAgain,
+    Where,
+    announced,
+    check_changes,
+    check_max_tokens,
+    conditions_of,
+)
 from nightmill.jobs.batches.result_files import source_of, vet, write_in_order
 from nightmill.jobs.batches.submission import OnRows
 from nightmill.jobs.batches.unserved import served_models, stalled, takes, unserved_models
@@ -33,6 +41,7 @@ from nightmill.jobs.reply.job import Job
 from nightmill.jobs.request.fields import deadline_moment
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.deletion import Deletion
+from nightmill.jobs.sql.requeueing import Requeueing
 from nightmill.jobs.tables.arrow_files import table_of
 from nightmill.jobs.tables.layout import TableLayout, layout_of
 from nightmill.jobs.tables.shape import Shape
@@ -207,6 +216,41 @@ class Batch:
             queued += sum(map(len, groups.values()))
             self._announcer.announce(groups)
         return queued
+
+    def extend(self, max_tokens: int, *, deadline: datetime | timedelta | None = None) -> QueuedAgain:
+        """Queue the rows again that stopped by `length`, with this larger limit.
+
+        Their tokens were kept, so that continuing costs a prefill. The longer text begins with the shorter
+        one, and is what the row would have had with that limit at once, if a worker with the same arithmetic
+        continues it. Until then, and if it ends early, the row keeps the shorter text. `Job.history` tells
+        what the row was. Raises InvalidParameterError, and BatchConflictError if the batch is being deleted.
+        """
+        limit = check_max_tokens(max_tokens)
+        ends_at = deadline_moment(deadline, self.store.database.now())
+        return announced(Requeueing(self.store).extend(self.name, limit, ends_at), self._announcer)
+
+    def retry(
+        self,
+        *,
+        where: Where | None = None,
+        new_seeds: bool = False,
+        deadline: datetime | timedelta | None = None,
+        **changes: Any,
+    ) -> QueuedAgain:
+        """Queue rows again that failed, expired or were cancelled, with other parameters.
+
+        where      only rows with these values of `state` and `stop_reason`, such as {"state": "failed"}
+        new_seeds  give each row a new random seed
+        changes    parameters that may change: max_tokens, min_tokens, temperature, top_k, top_p, min_p,
+                   repetition_penalty, presence_penalty, frequency_penalty
+
+        What a row was stays in `Job.history`. Rows that succeeded, and bad rows of the file, are not changed.
+        Raises InvalidParameterError, and BatchConflictError if the batch is being deleted.
+        """
+        changed, conditions = check_changes(changes), conditions_of(where or {})
+        ends_at = deadline_moment(deadline, self.store.database.now())
+        groups = Requeueing(self.store).retry(self.name, conditions, changed, ends_at, new_seeds=new_seeds)
+        return announced(groups, self._announcer)
 
     def delete(self, on_rows: OnRows | None = None) -> int:
         """Delete the batch and all its rows; returns the number of rows.

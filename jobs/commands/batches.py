@@ -16,6 +16,7 @@ from nightmill.jobs.commands.options import CommandGroup, json_option
 from nightmill.jobs.commands.over_http import describe_http, http_batch, http_values
 from nightmill.jobs.commands.printing import counted, describe_status, say_if_nobody_serves
 from nightmill.jobs.commands.progress import EXIT_FAILED, BatchProgress, logged_errors
+from nightmill.jobs.commands.requeueing import extend, retry
 from nightmill.jobs.commands.table_options import opened_with, table_options, taken
 from nightmill.jobs.commands.terminal import LiveLine, ProgressLine, confirm, echo, echo_err, echo_json, table
 from nightmill.jobs.errors import BatchNotFoundError
@@ -50,6 +51,7 @@ def batch() -> None:
       nightmill batch results tonight -o results.jsonl
       nightmill batch errors tonight -o errors.jsonl
       nightmill batch retry-failed tonight
+      nightmill batch extend tonight --max-tokens 4096
       nightmill batch diff tonight yesterday
 
     A batch is submitting, scheduled, queued or running; in the end it is completed (every row succeeded),
@@ -300,6 +302,10 @@ def retry_failed(name: str, deadline: str | None, as_json: bool) -> None:
     echo_json({"queued": rows}) if as_json else echo(
         f"{printable(name)}: {counted(rows, 'row')} queued again"
     )
+
+
+batch.add_command(extend)
+batch.add_command(retry)
 
 
 @batch.command()

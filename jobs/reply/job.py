@@ -71,6 +71,7 @@ class Job:
     prompt_digest: str | None = None  # of the prompt's token ids; older rows have none
     error: str | None = None
     errors: list[JsonObject] = field(default_factory=list)  # one entry per attempt that failed or was charged
+    history: list[JsonObject] = field(default_factory=list)  # what it was before each change of parameters
     attempt: int = 0  # times claimed; the fencing token
     failures: int = 0  # attempts whose worker died while it ran this job alone
     max_attempts: int = 3  # failures after which the job is failed

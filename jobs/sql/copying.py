@@ -60,6 +60,7 @@ def _copy(row: RowMapping, now: datetime) -> dict[str, Any]:
         "model": row["computed_by"],
         "attempt": 0,
         "errors": None,
+        "history": None,
         "row": None,
         "custom_id": None,
         "owner": None,

@@ -62,6 +62,7 @@ def job_from_row(
         markup=Markup.read(row["markup"]),
         request=_of_kind(row["request"], dict),
         errors=[entry for entry in _of_kind(row["errors"], list) or [] if isinstance(entry, dict)],
+        history=[entry for entry in _of_kind(row["history"], list) or [] if isinstance(entry, dict)],
         metadata=_of_kind(row["metadata"], dict) or {},
     )
 
@@ -98,6 +99,7 @@ _SHOWN_AS_THEY_ARE = {field.name for field in fields(Job)} - {
         "markup",
         "request",
         "errors",
+        "history",
         "metadata",
     )
 }

@@ -23,7 +23,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from nightmill.jobs.base.contract import MAX_ERROR_LENGTH, JobState, JsonObject
 from nightmill.jobs.sql.types import StorableString, StorableText, UtcDateTime
 
-SCHEMA_REVISION = "0026"
+SCHEMA_REVISION = "0027"
 """The migration that these declarations match."""
 
 
@@ -132,6 +132,8 @@ class JobRow(Base):
     markup: Mapped[JsonObject | None] = mapped_column(JSON(none_as_null=True))
     error: Mapped[str | None] = mapped_column(StorableText(MAX_ERROR_LENGTH))
     errors: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))
+    # What it was before it was queued again with other parameters.
+    history: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))
 
     owner: Mapped[str | None] = mapped_column(String(64))  # the name of the key it came with over HTTP
     request_id: Mapped[str | None] = mapped_column(String(32))  # id of a request with several prompts
@@ -196,7 +198,7 @@ BATCH_CREATED_AT = (
 
 
 class PartialRow(Base):
-    """The saved tokens of an unfinished job."""
+    """The saved tokens of an unfinished job, or of one whose answer was cut."""
 
     __tablename__ = "partials"
 

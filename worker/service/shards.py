@@ -244,7 +244,9 @@ class Service:
         if outcome is not None:
             key = (outcome.job_id, outcome.attempt)
             markup, digest = self.in_flight.markup(key), self.in_flight.prompt_digest(key)
-            self._writer.put(replace(outcome, markup=markup, prompt_digest=digest))
+            mark = self.in_flight.fingerprint(key)
+            saved = SavedTokens(*key, mark, outcome.drawn) if outcome.drawn and mark else None
+            self._writer.put(replace(outcome, markup=markup, prompt_digest=digest, saved=saved))
         else:
             self._publisher.answered(completion.job_id, completion.text, completion.logprobs)
 
