@@ -241,8 +241,7 @@ class Batch:
 
         where      only rows with these values of `state` and `stop_reason`, such as {"state": "failed"}
         new_seeds  give each row a new random seed
-        changes    parameters that may change: max_tokens, min_tokens, temperature, top_k, top_p, min_p,
-                   repetition_penalty, presence_penalty, frequency_penalty
+        changes    limits and numbers of sampling, such as temperature (`batches.requeueing.CHANGEABLE`)
 
         What a row was stays in `Job.history`. Rows that succeeded, and bad rows of the file, are not changed.
         Raises InvalidParameterError, and BatchConflictError if the batch is being deleted.

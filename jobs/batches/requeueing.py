@@ -7,16 +7,18 @@ from typing import Any
 from nightmill.jobs.base.contract import JobState, StopReason
 from nightmill.jobs.errors import InvalidParameterError
 from nightmill.jobs.messages.announcing import Announcer
-from nightmill.jobs.request.fields import unknown_field
+from nightmill.jobs.request.fields import FIELDS, FieldKind, unknown_field
 from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.jobs.sql.requeueing import Requeued
 from nightmill.jobs.sql.tables import JobRow
 
-CHANGEABLE = (
-    "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
-    "presence_penalty", "frequency_penalty",
-)  # fmt: skip
-"""Parameters that rows may get when they are queued again: those that no column of results depends on."""
+_SHAPE_THE_RESULT = ("n", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
+CHANGEABLE = tuple(
+    name
+    for name in GenerationParams.model_fields
+    if FIELDS[name].kind in (FieldKind.INTEGER, FieldKind.NUMBER) and name not in _SHAPE_THE_RESULT
+)
+"""Parameters that rows may get when they are queued again: limits, and the numbers of sampling."""
 _REASONS = (StopReason.ERROR, StopReason.DEADLINE, StopReason.CANCELLED)
 _ALLOWED = {
     "state": (JobState.FAILED, JobState.CANCELLED),
