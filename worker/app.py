@@ -44,7 +44,8 @@ from nightmill.worker.service.interactive import InteractiveConsumer
 from nightmill.worker.service.message_filter import FilteringAMQP
 from nightmill.worker.service.metrics import WorkerMetrics, serve_metrics
 from nightmill.worker.service.nvml import GpuProbe
-from nightmill.worker.service.shards import Service, ServiceOptions
+from nightmill.worker.service.service_options import ServiceOptions
+from nightmill.worker.service.shards import Service
 
 log = logging.getLogger("nightmill.worker")
 

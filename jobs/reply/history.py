@@ -32,6 +32,8 @@ def former(
     }
     if row["seed"] != seed:
         entry["seed"] = row["seed"]
+    if row["reused_from"] is not None:
+        entry["reused_from"] = row["reused_from"]
     if row["text"]:
         entry |= {"characters": len(row["text"]), "text_sha256": _digest(row["text"])}
     return entry

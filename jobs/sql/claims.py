@@ -279,6 +279,8 @@ def _claiming(*conditions: Any) -> Any:
             JobRow.rendering,
             JobRow.params,
             JobRow.constrained,
+            JobRow.reuse,
+            JobRow.content_key,
             JobRow.seed,
             JobRow.priority,
             JobRow.deadline_at,

@@ -61,6 +61,9 @@ def _copy(row: RowMapping, now: datetime) -> dict[str, Any]:
         "attempt": 0,
         "errors": None,
         "history": None,
+        # A copy that took the original's answer would prove nothing.
+        "reuse": None,
+        "content_key": None,
         "row": None,
         "custom_id": None,
         "owner": None,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import bindparam, update
+from sqlalchemy import bindparam, func, update
 
 from nightmill.jobs.base.contract import JobState, Markup, StopReason
 from nightmill.jobs.reply.job import Answer
@@ -33,6 +33,8 @@ class Outcome:
     token_ids: bytes | None = None  # of prompt and answers (`jobs.reply.token_ids`), if requested
     cached_tokens: int = 0  # tokens of the prompt taken from the cache
     reasoning_tokens: int = 0  # reasoning tokens of all answers
+    reused_from: str | None = None  # the job that the text was computed for, if another's
+    seed: int | None = None  # the seed of such a text
     drawn: tuple[int, ...] = ()  # its tokens (see SavedTokens), if an answer was cut
     saved: SavedTokens | None = None  # the same with what they depend on, to be kept
 
@@ -61,6 +63,8 @@ def finish_values(outcome: Outcome, worker_id: str, now: datetime) -> dict[str, 
         "new_reasoning_tokens": outcome.reasoning_tokens,
         "new_arithmetic": outcome.arithmetic,
         "new_prompt_digest": outcome.prompt_digest,
+        "new_reused_from": outcome.reused_from,
+        "text_seed": outcome.seed,
         "new_markup": None if outcome.markup is None else outcome.markup.values(),
         "new_error": error,
         "new_finished_at": now,
@@ -86,6 +90,8 @@ FINISH = (
         arithmetic=bindparam("new_arithmetic"),
         prompt_digest=bindparam("new_prompt_digest"),
         markup=bindparam("new_markup"),
+        reused_from=bindparam("new_reused_from"),
+        seed=func.coalesce(bindparam("text_seed", type_=JobRow.seed.type), JobRow.seed),
         error=bindparam("new_error"),
         finished_at=bindparam("new_finished_at"),
     )
@@ -93,6 +99,6 @@ FINISH = (
 """Ends a running job that this worker still owns."""
 OF_THE_TEXT = (
     *("text", "prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_tokens"),
-    *("arithmetic", "prompt_digest", "markup"),
+    *("arithmetic", "prompt_digest", "markup", "reused_from"),
 )
 """Columns that belong to a text."""

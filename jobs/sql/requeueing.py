@@ -16,6 +16,7 @@ from nightmill.jobs.base.contract import JobState
 from nightmill.jobs.errors import InvalidParameterError
 from nightmill.jobs.reply.history import EXTEND, RETRY, former
 from nightmill.jobs.request.parameters import MAX_SEED, GenerationParams
+from nightmill.jobs.request.reuse import content_key
 from nightmill.jobs.sql import answers, logprobs, partials
 from nightmill.jobs.sql.batches import UNSUCCESSFUL, BatchStore
 from nightmill.jobs.sql.jobs import CHUNK, JOBS, RETRYABLE, by_queue, chunked, retried_values
@@ -147,6 +148,8 @@ class Requeueing:
 
 
 _READ = (
+    *(JobRow.prompt, JobRow.prompt_ids, JobRow.messages, JobRow.rendering, JobRow.constrained, JobRow.reuse),
+    JobRow.reused_from,
     *(JobRow.id, JobRow.row, JobRow.model, JobRow.priority, JobRow.params, JobRow.seed, JobRow.history),
     *(JobRow.attempt, JobRow.state, JobRow.stop_reason, JobRow.text, JobRow.completion_tokens),
     JobRow.arithmetic,
@@ -159,6 +162,7 @@ _GUARDED = update(JOBS).where(
 _NEW = {
     "params": bindparam("new_params", type_=JOBS.c.params.type),
     "seed": bindparam("new_seed"),
+    "content_key": bindparam("new_content_key"),
     "history": bindparam("new_history", type_=JOBS.c.history.type),
 }
 
@@ -171,5 +175,6 @@ def _update_of(row: Any, params: dict[str, Any], seed: int, kind: str, now: date
         "of_state": row.state,
         "new_params": params,
         "new_seed": seed,
+        "new_content_key": content_key(row.reuse, {**row._mapping, "params": params}, seed),
         "new_history": [*(row.history if isinstance(row.history, list) else []), entry],
     }

@@ -23,7 +23,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from nightmill.jobs.base.contract import MAX_ERROR_LENGTH, JobState, JsonObject
 from nightmill.jobs.sql.types import StorableString, StorableText, UtcDateTime
 
-SCHEMA_REVISION = "0027"
+SCHEMA_REVISION = "0028"
 """The migration that these declarations match."""
 
 
@@ -115,6 +115,8 @@ class JobRow(Base):
     failures: Mapped[int]
     max_attempts: Mapped[int]
     priority: Mapped[int]
+    reuse: Mapped[str | None] = mapped_column(String(8))  # which earlier answers may stand for its own
+    content_key: Mapped[str | None] = mapped_column(String(32))  # what its answer depends on
     worker: Mapped[str | None] = mapped_column(String(32))
     suspects: Mapped[str | None] = mapped_column(String(32))  # group of suspects since a worker's death
     sent_at: Mapped[datetime | None]
@@ -128,6 +130,7 @@ class JobRow(Base):
     reasoning_tokens: Mapped[int | None]  # reasoning tokens of all answers
     arithmetic: Mapped[str | None] = mapped_column(StorableText())  # name of what computed the text
     prompt_digest: Mapped[str | None] = mapped_column(String(16))  # digest of the token ids
+    reused_from: Mapped[str | None] = mapped_column(String(32))  # the job that the text was computed for
     # Markup of reasoning and calls.
     markup: Mapped[JsonObject | None] = mapped_column(JSON(none_as_null=True))
     error: Mapped[str | None] = mapped_column(StorableText(MAX_ERROR_LENGTH))
@@ -178,6 +181,10 @@ class JobRow(Base):
         ),
         _partial("ix_jobs_suspects", "suspects", "id", where="state = 'queued' AND suspects IS NOT NULL"),
         _partial("ix_jobs_expiring", "deadline_at", where="state = 'queued' AND deadline_at IS NOT NULL"),
+        # Computed answers, by what they depend on.
+        _partial(
+            "ix_jobs_content_key", "content_key", where="content_key IS NOT NULL AND reused_from IS NULL"
+        ),
         _partial("ix_jobs_owner", "owner", "id", where="owner IS NOT NULL"),
         _partial("ix_jobs_request_id", "request_id", "id", where="request_id IS NOT NULL"),
         _partial("ix_jobs_queued_of_owner", "owner", where="state = 'queued' AND owner IS NOT NULL"),
