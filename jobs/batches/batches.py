@@ -96,8 +96,12 @@ class Batches:
         check_model: Callable[[str], None],
         outputs: Sequence[Destination] = (),
         on_entered: Callable[[str], object] = lambda name: None,
+        asker: str | None = None,
     ) -> Generator[int, None, Batch]:
-        """Submit a batch in small steps; yields the number of read rows that are committed."""
+        """Submit a batch in small steps; yields the number of read rows that are committed.
+
+        asker  the name of the key that it came with over HTTP
+        """
         table: Table | None = None
         if (options := TableOptions.of(settings)) is not None:
             made = table_source(source, options)
@@ -107,7 +111,7 @@ class Batches:
             source = InputFile(source)
         elif not isinstance(source, InputFile | TableItems):
             source = items_of(source, ROW_KEYS)
-        defaults = JobSpec.defaults(settings, OF_A_BATCH).updated({"batch": name})
+        defaults = JobSpec.defaults(settings, OF_A_BATCH).updated({"batch": name}, {"asker": asker})
         if defaults.model is not None:
             check_model(defaults.model)
         fingerprint: str | None = None

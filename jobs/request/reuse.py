@@ -24,11 +24,12 @@ class Reuse(StrEnum):
     ANY = "any"
 
 
-def content_key(reuse: str | None, content: Mapping[str, Any], seed: int | None) -> str | None:
+def content_key(reuse: str | None, content: Mapping[str, Any], seed: int | None, realm: str) -> str | None:
     """Return the key of a row's content (32 hexadecimal digits); None if no other answer may stand for it.
 
     content  the columns `prompt`, `prompt_ids`, `messages`, `rendering`, `params`, `constrained`
     seed     the seed that the answer depends on; None if it will be a random one
+    realm    whose answers may stand for it; see `realm_of`
     """
     if reuse is None:
         return None
@@ -40,8 +41,26 @@ def content_key(reuse: str | None, content: Mapping[str, Any], seed: int | None)
         if seed is None:
             return None
         values["seed"] = seed
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:_DIGITS]
+    return realm + _digest(json.dumps(values, sort_keys=True), _DIGITS - _REALM_DIGITS)
+
+
+def realm_of(owner: str | None) -> str:
+    """Return what the keys of jobs of this owner, a name of a key of HTTP, begin with.
+
+    Answers of one owner stand for no other's: who sent what, nobody else is told.
+    """
+    return _digest(owner or "", _REALM_DIGITS)
+
+
+def realm_in(key: str) -> str:
+    """Return what a key of content begins with."""
+    return key[:_REALM_DIGITS]
+
+
+def _digest(text: str, digits: int) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:digits]
 
 
 _CONTENT = ("prompt", "prompt_ids", "messages", "rendering", "constrained")
 _DIGITS = 32
+_REALM_DIGITS = 8

@@ -16,7 +16,7 @@ from nightmill.jobs.base.contract import JobState
 from nightmill.jobs.errors import InvalidParameterError
 from nightmill.jobs.reply.history import EXTEND, RETRY, former
 from nightmill.jobs.request.parameters import MAX_SEED, GenerationParams
-from nightmill.jobs.request.reuse import content_key
+from nightmill.jobs.request.reuse import content_key, realm_in, realm_of
 from nightmill.jobs.sql import answers, logprobs, partials
 from nightmill.jobs.sql.batches import UNSUCCESSFUL, BatchStore
 from nightmill.jobs.sql.jobs import CHUNK, JOBS, RETRYABLE, by_queue, chunked, retried_values
@@ -149,7 +149,7 @@ class Requeueing:
 
 _READ = (
     *(JobRow.prompt, JobRow.prompt_ids, JobRow.messages, JobRow.rendering, JobRow.constrained, JobRow.reuse),
-    JobRow.reused_from,
+    *(JobRow.reused_from, JobRow.content_key, JobRow.owner),
     *(JobRow.id, JobRow.row, JobRow.model, JobRow.priority, JobRow.params, JobRow.seed, JobRow.history),
     *(JobRow.attempt, JobRow.state, JobRow.stop_reason, JobRow.text, JobRow.completion_tokens),
     JobRow.arithmetic,
@@ -168,6 +168,7 @@ _NEW = {
 
 
 def _update_of(row: Any, params: dict[str, Any], seed: int, kind: str, now: datetime) -> dict[str, Any]:
+    realm = realm_in(row.content_key) if row.content_key else realm_of(row.owner)
     entry = former(row._mapping, params, seed, kind, now)
     return {
         "of_job": row.id,
@@ -175,6 +176,6 @@ def _update_of(row: Any, params: dict[str, Any], seed: int, kind: str, now: date
         "of_state": row.state,
         "new_params": params,
         "new_seed": seed,
-        "new_content_key": content_key(row.reuse, {**row._mapping, "params": params}, seed),
+        "new_content_key": content_key(row.reuse, {**row._mapping, "params": params}, seed, realm),
         "new_history": [*(row.history if isinstance(row.history, list) else []), entry],
     }
