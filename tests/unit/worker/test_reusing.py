@@ -169,7 +169,7 @@ def test_where_the_first_ends_without_an_answer_the_next_is_computed(build: Call
     bench.client.cancel(leader.claim.job_id)
     bench.client.cancel(leader.followers[-1][0].job_id)
     cancelled = {leader.claim.job_id, leader.followers[-1][0].job_id}
-    wait_until(lambda: bench.engine.stats is not None)
+    wait_until(lambda: bench.engine.has_work)  # before that it knows of no job to cancel
     bench.service.poll_cancellations()
     gate.gate.set()
     thread.join(30)
