@@ -166,9 +166,9 @@ def search(build: Callable[..., Bench], examples: int, steps: int) -> None:
 
 
 def test_every_text_is_that_of_its_row_whoever_it_was_computed_for(build: Callable[..., Bench]) -> None:
-    search(build, examples=5, steps=20)
+    search(build, examples=20, steps=25)
 
 
 @pytest.mark.slow  # the same, longer
 def test_longer_histories(build: Callable[..., Bench]) -> None:
-    search(build, examples=30, steps=30)
+    search(build, examples=80, steps=40)
