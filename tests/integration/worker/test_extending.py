@@ -1,7 +1,8 @@
-"""Cut rows of a real table, continued by a real worker: those of one go, and verified."""
+"""Cut rows of a real table, continued by a real worker, and reused: those of one go, and verified."""
 
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ def quick(quick: Settings) -> Settings:
 
 
 @on_sqlite
-def test_extended_rows_equal_those_of_one_go_and_verify(
+def test_extended_and_reused_rows_equal_those_of_one_go_and_verify(
     quick: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in worker_env(quick).items():
@@ -42,9 +43,9 @@ def test_extended_rows_equal_those_of_one_go_and_verify(
         assert done.exit_code == 0, done.output
         return done.output
 
-    def submit(name: str, max_tokens: int) -> None:
+    def submit(name: str, max_tokens: int, *more: str) -> None:
         asked = ("--template", TEMPLATE, "--seed", "7", "--max-tokens", str(max_tokens))
-        run("batch", "submit", str(part), "--name", name, *asked)
+        run("batch", "submit", str(part), "--name", name, *asked, *more)
         run("batch", "watch", name)
 
     with Client(quick) as client, running_worker(client, tmp_path / "worker.log"):
@@ -68,3 +69,25 @@ def test_extended_rows_equal_those_of_one_go_and_verify(
         )
         refused = CliRunner().invoke(main, ["batch", "retry", "steps", "--where", "failed"])
         assert (refused.exit_code, "'failed' is not NAME=VALUE" in refused.output) == (2, True)
+        _reused_rows_verify(client, run, submit)
+
+
+def _reused_rows_verify(client: Client, run: Callable[..., str], submit: Callable[..., None]) -> None:
+    for name in ("first", "second"):
+        submit(name, 24, "--reuse", "exact")
+    first, second = (
+        {job.row: job for job in client.get_batch(name).results()} for name in ("first", "second")
+    )
+    assert {job.reused_from for job in first.values()} == {None}
+    assert all(job.reused_from == first[row].id for row, job in second.items())
+    assert json.loads(run("batch", "diff", "second", "once", "--json"))["differing"] == 0
+    # The copies are computed: they take no answer of the rows that they are to prove.
+    verified = json.loads(run("verify", "second", "--sample", "10", "--keep", "--json"))
+    assert [row["verdict"] for row in verified["rows"]] == ["equal"] * 10
+    copies = list(client.get_batch(verified["copies"]).results())
+    assert len(copies) == 10
+    assert {(job.reuse, job.reused_from) for job in copies} == {(None, None)}
+    run("batch", "delete", "first", "--yes")
+    shown = run("show", second[1].id)
+    assert f"reused_from          {first[1].id}" in shown
+    assert "reused_from_gone     true" in shown
