@@ -18,6 +18,7 @@ from nightmill.jobs.formats.copying import PIECE, copy
 from nightmill.jobs.formats.inputs import InputFile
 from nightmill.jobs.formats.remote import RemoteFile, is_remote
 from nightmill.jobs.formats.rows import FileFormat
+from nightmill.jobs.formats.together import open_input
 
 STANDARD = "-"
 STDIN, STDOUT = "standard input", "standard output"
@@ -114,7 +115,7 @@ def _twice(name: str, other: str, what: str) -> BatchFileError:
 
 @contextmanager
 def taken_from(
-    name: str, format: FileFormat | None = None, *, most: int, opened: Opened = InputFile
+    name: str, format: FileFormat | None = None, *, most: int, opened: Opened = open_input
 ) -> Iterator[InputFile]:
     """Provide the input of this name, in `format` or in its detected format.
 
@@ -129,6 +130,9 @@ def taken_from(
     with spool() as folder:
         if is_remote(name):
             remote = RemoteFile(name)
+            if remote.is_several:
+                yield opened(remote.fetch_all(folder, most), format, label=remote.label)
+                return
             remote.fetch(folder / remote.name, most)
             yield opened(folder / remote.name, format, label=remote.label)
             return
