@@ -43,6 +43,7 @@ from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.deletion import Deletion
 from nightmill.jobs.sql.requeueing import Requeueing
 from nightmill.jobs.tables.arrow_files import table_of
+from nightmill.jobs.tables.into import UsersTable
 from nightmill.jobs.tables.layout import TableLayout, layout_of
 from nightmill.jobs.tables.shape import Shape
 
@@ -192,6 +193,19 @@ class Batch:
             vet(file, self.store, self.name, self.record.fingerprint)
             jobs = self.errors() if errors else self.results()
             return write_in_order(file, jobs, on_rows=on_rows)
+
+    def write_into(self, target: str, *, errors: bool = False, on_rows: OnRows | None = None) -> int:
+        """Write the rows that have succeeded so far into a table of a database; returns how many.
+
+        target  `URL#TABLE`, PostgreSQL or SQLite; the table is made if it is not there
+        errors  write the rows that have ended without a complete result instead
+
+        A row of a job that is there already is replaced. Rows are written in groups, a transaction each:
+        after an interruption the same call goes on. Raises BatchFileError.
+        """
+        layout = layout_of(self.shape, FileFormat.PARQUET, Path("rows.parquet"), errors=errors)
+        jobs = self.errors() if errors else self.results()
+        return UsersTable(target).write(jobs, layout or Layout(FileFormat.PARQUET, errors), on_rows=on_rows)
 
     def diff(self, other: "Batch") -> Difference:
         """Compare the answers with another batch's, row by row: of other prompts, models or parameters."""
