@@ -34,7 +34,8 @@ from nightmill.jobs.errors import (
 from nightmill.jobs.formats import Destination, FileFormat
 from nightmill.jobs.formats.frames import arrow_table, pandas_frame
 from nightmill.jobs.formats.layout import Layout
-from nightmill.jobs.formats.places import OnThisDisk, OutputTarget
+from nightmill.jobs.formats.places import OnThisDisk, OutputTarget, spool
+from nightmill.jobs.formats.shards import IntoFolder, is_folder
 from nightmill.jobs.messages.announcing import Announcer
 from nightmill.jobs.reply.batch_status import BatchRecord, BatchStatus, RowCount, make_status
 from nightmill.jobs.reply.job import Job
@@ -165,18 +166,28 @@ class Batch:
     ) -> int:
         """Write the rows that have succeeded so far to a file, in the format of its ending; returns how many.
 
-        Results of OpenAI's rows are JSON lines; a name with another ending has the batch's format.
+        Results of OpenAI's rows are JSON lines; a name with another ending has the batch's format. A name
+        that ends in a slash is a folder, which gets Parquet files of 100,000 rows each.
 
         The file appears once it is complete. An existing file is replaced if it contains only results of this
         batch; another one only with `overwrite`, and the batch's input never. Raises BatchFileError.
         """
-        return self.write_to(OnThisDisk(path), errors=False, overwrite=overwrite, on_rows=on_rows)
+        return self._write(path, errors=False, overwrite=overwrite, on_rows=on_rows)
 
     def write_errors(
         self, path: str | Path, *, overwrite: bool = False, on_rows: OnRows | None = None
     ) -> int:
         """Write the rows that have ended without a complete result, like `write_results`."""
-        return self.write_to(OnThisDisk(path), errors=True, overwrite=overwrite, on_rows=on_rows)
+        return self._write(path, errors=True, overwrite=overwrite, on_rows=on_rows)
+
+    def _write(self, path: str | Path, *, errors: bool, overwrite: bool, on_rows: OnRows | None) -> int:
+        if not is_folder(str(path)):
+            return self.write_to(OnThisDisk(path), errors=errors, overwrite=overwrite, on_rows=on_rows)
+        with spool() as folder:
+            place = IntoFolder(str(path), folder)
+            written = self.write_to(place, errors=errors, overwrite=overwrite, on_rows=on_rows)
+            place.deliver()
+            return written
 
     def write_to(self, place: OutputTarget, *, errors: bool, overwrite: bool, on_rows: OnRows | None) -> int:
         """Write results or errors to the local path of a target, without uploading it."""

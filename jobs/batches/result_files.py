@@ -33,7 +33,7 @@ def destinations(
     shape = source.table.shape if isinstance(source, TableFile) else None
     apart = paths_of(source)
     for target in (results, errors):
-        if isinstance(source, FilesTogether) and source.takes(target.path):
+        if isinstance(source, FilesTogether) and source.takes(_first_file(target.label)):
             raise BatchFileError(
                 f"{target.label}: would be one of the files of {source.label} the next time: "
                 "name another folder"
@@ -92,6 +92,11 @@ def write_in_order(
             if on_rows is not None and written % ROWS_PER_CALL == 0:
                 on_rows(written)
     return written
+
+
+def _first_file(label: str) -> Path:
+    """Return the path of the first file that is written."""
+    return Path(label) / "part-00000.parquet" if label.endswith("/") else Path(label)
 
 
 def source_of(path: str | None) -> Mapping[str, Path]:
