@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -70,6 +72,22 @@ def test_extended_and_reused_rows_equal_those_of_one_go_and_verify(
         refused = CliRunner().invoke(main, ["batch", "retry", "steps", "--where", "failed"])
         assert (refused.exit_code, "'failed' is not NAME=VALUE" in refused.output) == (2, True)
         _reused_rows_verify(client, run, submit)
+        _a_query_runs_into_a_table(run, tmp_path / "theirs.db")
+
+
+def _a_query_runs_into_a_table(run: Callable[..., str], path: Path) -> None:
+    """In one command, and again: then nothing is computed, and nothing is there twice."""
+    with closing(sqlite3.connect(path)) as theirs:
+        theirs.execute("CREATE TABLE days (id INTEGER, weather TEXT)")
+        theirs.executemany("INSERT INTO days VALUES (?, ?)", [(number, "rain") for number in range(5)])
+        theirs.commit()
+        url = f"sqlite:///{path}"
+        query = ("--query", "SELECT id, weather FROM days ORDER BY id", "--from", url)
+        asked = (*query, "--template", "{{ weather }} {{ id }}", "--max-tokens", "4", "--column", "label")
+        for _ in range(2):
+            assert f"Results: {url}#labels; errors: " in run(*("run", *asked, "--into", f"{url}#labels"))
+            found = theirs.execute("SELECT id, completion_tokens > 0 FROM labels ORDER BY id").fetchall()
+            assert found == [(number, 1) for number in range(5)]
 
 
 def _reused_rows_verify(client: Client, run: Callable[..., str], submit: Callable[..., None]) -> None:
