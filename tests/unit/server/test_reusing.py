@@ -6,6 +6,7 @@ import openai
 import pytest
 
 from tests.unit.server.conftest import ALICE, BOB, Server
+from tests.unit.server.test_batches import PLAIN, ended, file_of, row
 
 CHAT: dict[str, Any] = {
     "model": "model",
@@ -40,3 +41,23 @@ def test_a_pipeline_that_runs_again_finds_its_finished_calls(server: Server) -> 
             assert sent.status_code == 202
     with pytest.raises(openai.BadRequestError, match="X-Nightmill-Reuse: must be exact or any"):
         server.openai().chat.completions.create(**CHAT, extra_headers={"X-Nightmill-Reuse": "always"})
+
+
+def test_batches_find_the_answers_of_their_keys_batches(server: Server) -> None:
+    origins: dict[str, list[str | None]] = {}
+    for name, key in (("first", ALICE), ("again", ALICE), ("others", BOB)):
+        client = server.openai(key)
+        file = client.files.create(file=file_of(row("a", seed=1), row("b", seed=2)), purpose="batch")
+        batch = client.batches.create(
+            input_file_id=file.id,
+            endpoint=PLAIN,
+            completion_window="24h",
+            extra_headers={"X-Nightmill-Reuse": "exact"},
+        )
+        done = ended(client, batch)
+        assert done.request_counts.completed == 2
+        jobs = server.client.list_jobs(batch=f"{done.id}")[::-1]
+        origins[name] = [job.reused_from for job in jobs]
+        if name == "first":
+            ids = [job.id for job in jobs]
+    assert origins == {"first": [None, None], "again": ids, "others": [None, None]}
