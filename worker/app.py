@@ -56,7 +56,8 @@ from nightmill.worker.service.message_filter import FilteringAMQP
 from nightmill.worker.service.metrics import WorkerMetrics, serve_metrics
 from nightmill.worker.service.nvml import GpuProbe
 from nightmill.worker.service.resting import Resting, RestRule
-from nightmill.worker.service.shards import Service, ServiceOptions
+from nightmill.worker.service.service_options import ServiceOptions
+from nightmill.worker.service.shards import Service
 from nightmill.worker.service.sleeping import become, sleep_command, with_id
 
 log = logging.getLogger("nightmill.worker")

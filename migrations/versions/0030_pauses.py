@@ -1,13 +1,13 @@
 """Workers that somebody has paused: they finish what they have, free their GPU and wait to be resumed.
 
-Revision: 0030, after 0026.
+Revision: 0030, after 0028.
 """
 
 import sqlalchemy as sa
 from alembic import op
 
 revision = "0030"
-down_revision = "0026"
+down_revision = "0028"
 branch_labels = None
 depends_on = None
 
