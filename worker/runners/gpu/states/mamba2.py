@@ -91,7 +91,7 @@ class Mamba:
         for some, rows, whole in ((drawn, drawn.count, 0), (prompts, prompts.rows, 1)):
             if some.count:
                 self._norm.of(rows)(
-                    (groups, rows), (256, 1, 1), work.address, mixer.convolved, x.address, x.shape[1],
+                    (rows, groups), (256, 1, 1), work.address, mixer.convolved, x.address, x.shape[1],
                     weights.norm.address, mixer.norm.eps, *some.addresses, whole, groups,
                     mixer.inner // groups, out.address,
                 )  # fmt: skip
