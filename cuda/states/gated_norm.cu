@@ -3,7 +3,7 @@
 //   norm_then_gate  a delta net's prompts: out = norm(y) silu(gate), normed by head of `width` numbers
 //   gate_then_norm  Mamba-2: out = norm(y silu(gate)), normed by group of `width` numbers
 //
-// y float: columns from `first` on of rows of `y_stride`; gate elements: columns of rows of `stride`, from the address on; norm float
+// y float, rows of `y_stride`, and gate elements, rows of `stride`, both from their first column on; norm float
 // (width,), of gate_then_norm (groups, width); out (T, groups width) elements. width is a multiple of 4.
 //
 // 8 bytes a number. Rows are those of pieces: where `whole` is set, those that follow each other from the first piece's on, a block

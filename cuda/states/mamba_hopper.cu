@@ -32,8 +32,8 @@ static __device__ __forceinline__ void scan(unsigned char* shared, float* convol
     Stage<HEADS>* const chunks = reinterpret_cast<Stage<HEADS>*>(shared);
     unsigned char* const triangles = shared + stages * sizeof(Stage<HEADS>);
     Values& next = reinterpret_cast<Values*>(triangles + HEADS * Triangle::BYTES)[threadIdx.x / 32];
-    const int of_block = threadIdx.x / 32 * 16;            // this warp's first column among the block's
-    const int turn = HEADS == 1 ? 0 : of_block / HEAD_DIM;            // its head among the block's
+    const int of_block = threadIdx.x / 32 * 16;             // this warp's first column among the block's
+    const int turn = HEADS == 1 ? 0 : of_block / HEAD_DIM;  // its head among the block's
     const int first_head = blockIdx.x / PER_HEAD * HEADS, head = first_head + turn, group = head / (heads / groups);
     const int column = blockIdx.x % PER_HEAD * 64 * GROUPS + of_block - turn * HEAD_DIM;
     const int inner = heads * HEAD_DIM, channels = inner + 2 * groups * STATE_SIZE;
