@@ -17,18 +17,18 @@ struct Tiles {
     static constexpr int COUNT = KEYS / 64, PART = COUNT * TILE, BYTES = 2 * PART;
 };
 
-// Rows in parts to tiles; zeros behind the last.
+// Rows in parts to tiles; zeros behind the last. A thread has the same 16 bytes of every so manieth row.
 template <int KEYS, int THREADS>
 static __device__ __forceinline__ void copy_tiles(unsigned char* target, const float* source, int stride, int length) {
-    constexpr int OF_PART = KEYS / 8, EACH = 2 * OF_PART;  // pieces of 16 bytes
-    const uint32_t place = shared_address(target);
-#pragma unroll 4
-    for (int i = threadIdx.x; i < CHUNK * EACH; i += THREADS) {
-        const int row = i / EACH, part = i % EACH / OF_PART, tile = i % OF_PART / 8, column = i % 8;
-        const bool wanted = row < length;
-        copy_async(place + part * Tiles<KEYS>::PART + tile * TILE + row * 128 + (column ^ (row & 7)) * 16,
-                   source + static_cast<int64_t>(wanted ? row : 0) * stride + i % EACH * 4, wanted);
-    }
+    constexpr int OF_PART = KEYS / 8, EACH = 2 * OF_PART, STEP = THREADS / EACH;  // pieces of 16 bytes; rows
+    const int row = threadIdx.x / EACH, piece = threadIdx.x % EACH;
+    const int part = piece / OF_PART, tile = piece % OF_PART / 8, column = piece % 8;
+    const uint32_t place = shared_address(target) + part * Tiles<KEYS>::PART + tile * TILE + row * 128;
+    const uint32_t even = place + (column ^ (row & 7)) * 16, odd = place + (column ^ ((row + STEP) & 7)) * 16;
+    const float* from = source + static_cast<int64_t>(row) * stride + piece * 4;
+#pragma unroll
+    for (int i = 0; i < CHUNK / STEP; ++i, from += STEP * stride)
+        copy_async((i % 2 ? odd : even) + i * STEP * 128, from, row + i * STEP < length);
 }
 
 // result (64 columns of the state by 64 tokens) += 64 rows of the state times a tile of keys or queries.
