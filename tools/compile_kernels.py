@@ -21,12 +21,14 @@ from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.rope import RopeStyle
 from nightmill.worker.model.spec import Activation, GatedDeltaNet, Mamba2, ModelSpec, Norm, ShortConv
+from nightmill.worker.runners.base import DRAW
 from nightmill.worker.runners.gpu.catalogue import sources_for
 from nightmill.worker.runners.gpu.device.compiler import COMMON_OPTIONS, cubin_name, kernel_directory
 from nightmill.worker.runners.gpu.device.element import Element
-from nightmill.worker.runners.gpu.device.sources import for_element, source_of
+from nightmill.worker.runners.gpu.device.sources import for_element, members, source_of
 from nightmill.worker.runners.gpu.device.waits import BOUNDED_WAITS
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
+from nightmill.worker.runners.gpu.sampling.sampler import SLOT
 from nightmill.worker.runners.gpu.states.convolution import ShortConvolution
 from nightmill.worker.runners.gpu.states.delta_net import DeltaNet
 from nightmill.worker.runners.gpu.states.mamba2 import Mamba
@@ -95,6 +97,7 @@ def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
             sources = sources_for(spec, precision, hopper=architecture == HOPPER)
             yield from ((path, options, architecture) for path, options in sources)
     yield from state_sources()
+    yield from reference_sources()
     for path, options in sources_for(bundled, f16, hopper=True):
         if path.stem in BOUNDED:
             yield path, (*options, BOUNDED_WAITS), HOPPER
@@ -117,6 +120,18 @@ def state_sources() -> Iterator[tuple[Path, tuple[str, ...], str]]:
         ([*other_delta, *other_mamba], Element.BF16, HOPPER),
     ):
         yield from ((*for_element(source, element), architecture) for source in sources)
+
+
+def reference_sources() -> Iterator[tuple[Path, tuple[str, ...], str]]:
+    """The readable kernels, which tests alone launch."""
+    records = (members("SLOT_MEMBERS", SLOT), members("DRAW_MEMBERS", DRAW))
+    yield (*source_of("sample_reference", *records), HOPPER)
+    of_elements = [source_of(f"{name}_reference") for name in ("product", "fp8", "rms_norm")]
+    packed = [source_of("packed_reference", f"-DFORMAT={name}") for name in ("Q4_K", "Q8_0")]
+    rope = [source_of("rope_reference", "-DHEAD_DIM=128", f"-DINTERLEAVED={pairs}") for pairs in (0, 1)]
+    for source in (*of_elements, *packed, *rope):
+        for element, architecture in ((Element.F16, HOPPER), (Element.BF16, "sm_80")):
+            yield (*for_element(source, element), architecture)
 
 
 def with_heads(spec: ModelSpec, size: int, style: RopeStyle) -> ModelSpec:

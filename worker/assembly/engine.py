@@ -8,8 +8,6 @@ from threadpoolctl import threadpool_limits
 from nightmill.jobs.base.settings import Settings
 from nightmill.worker.assembly.model import LoadedModel, OpenModel, element_of
 from nightmill.worker.assembly.sizes import (
-    GPU,
-    GPU_DEPTH,
     PAGE_SIZE,
     REFERENCE,
     context_length,
@@ -17,8 +15,8 @@ from nightmill.worker.assembly.sizes import (
     interactive_slots,
     max_sequences,
     precision_of,
+    runner_sizes,
 )
-from nightmill.worker.assembly.speed import GpuSpeed, WeightsAndCache, room_of
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.probing import probe
@@ -52,33 +50,27 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
         token_budget = REFERENCE.tokens_of_a_step(sequences + STATE_CHUNK)
         runner = _reference_runner(settings, model, sequences=sequences, context=context)
     else:
-        from nightmill.worker.runners.gpu.memory import RunnerSizes
+        from nightmill.worker.assembly.forecast import forecast_of
+        from nightmill.worker.assembly.speed import GpuSpeed
         from nightmill.worker.runners.gpu.runner import CudaRunner
 
         runner = cuda = CudaRunner(
             model.file,
             spec,
-            RunnerSizes(
-                sequences,
-                context,
-                depth=GPU_DEPTH,
-                max_tokens=GPU.tokens_of_a_step(sequences),
-                gpu_memory=settings.gpu_memory,
-            ),
+            runner_sizes(settings, spec),
             gpu=gpu,
             precision=replace(precision_of(settings, model.file, spec), plain_products=model.plain_products),
             progress=model.progress,
         )
         token_budget, sequences = cuda.max_tokens, cuda.slots
-        room = room_of(
+        found = forecast_of(
             spec,
             GpuSpeed(cuda.device.peaks(), cuda.device.multiprocessors),
-            WeightsAndCache(cuda.memory.weights, cuda.memory.cache // cuda.kv_pages, cuda.precision.weights),
-            pages=cuda.kv_pages,
-            slots=sequences,
+            cuda.precision,
+            cuda.memory,
             context=context,
         )
-        log.info("a KV cache in %s has room for %s", cuda.precision.kv_name.upper(), room)
+        log.info("a KV cache in %s has room for %s", cuda.precision.kv_name.upper(), found.room)
 
     def engine() -> Engine:
         return Engine(
@@ -120,7 +112,7 @@ def _reference_runner(
         kv_pages=choose_kv_pages(model.spec, max_sequences=sequences, context=context, page_size=PAGE_SIZE),
         page_size=PAGE_SIZE,
         slots=sequences,
-        rounding=Rounding(KvFormat(settings.kv), WeightsFormat(settings.weights) is WeightsFormat.FP8),
+        rounding=Rounding(KvFormat(settings.kv), WeightsFormat(settings.weights).rounded is not None),
     )
 
 
@@ -132,7 +124,7 @@ def describe(settings: Settings, model: LoadedModel, stats: EngineStats) -> str:
     if gpu is None:
         weights = WeightsFormat(settings.weights)
         kept = Precision(
-            weights=weights if weights is WeightsFormat.FP8 else WeightsFormat.ELEMENT,
+            weights=WeightsFormat.ELEMENT if weights.rounded is None else weights,
             kv=KvFormat(settings.kv),
         ).words
         runner = f"reference runner (NumPy){kept and f', {kept}'}"

@@ -186,6 +186,8 @@ def test_fp8_weights_are_refused_where_nothing_multiplies_them(
         cuda_runner(file, read_spec(file), slots=1, precision=FP8_WEIGHTS)
     with pytest.raises(RunnerError, match=r"FP8 weights do not take an FFN width of 200 .*another --weights"):
         check_spec(dense_spec(ffn_width=200), FP8_WEIGHTS)
+    with pytest.raises(RunnerError, match=r"an FFN width of 65552 \(multiples of 16, up to 65,536\)"):
+        check_spec(dense_spec(ffn_width=65_552), FP8_WEIGHTS)
 
 
 def test_nothing_is_captured_in_the_middle_of_a_night(

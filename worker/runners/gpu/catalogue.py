@@ -10,6 +10,7 @@ from nightmill.worker.runners.gpu.attention.general import GeneralDecode
 from nightmill.worker.runners.gpu.attention.prefill import HopperPrefill, PortablePrefill
 from nightmill.worker.runners.gpu.attention.widening import Widening
 from nightmill.worker.runners.gpu.computed import refusal
+from nightmill.worker.runners.gpu.device.device import NamedGpu
 from nightmill.worker.runners.gpu.device.sources import Source, for_element
 from nightmill.worker.runners.gpu.precision import HALF, Precision
 from nightmill.worker.runners.gpu.products.formats import ModelFormats
@@ -87,8 +88,11 @@ def workspace_bytes(
     return sum(needed)
 
 
-def check_spec(spec: ModelSpec, precision: Precision = HALF) -> None:
-    """Raise RunnerError, which names the part or the size, if kernels do not take a model."""
+def check_spec(spec: ModelSpec, precision: Precision = HALF, gpu: NamedGpu | None = None) -> None:
+    """Raise RunnerError, which names the part or the size, if kernels do not take a model.
+
+    gpu  that may lack what the precision needs
+    """
     problems = [refusal(spec)]
     if problems == [None]:  # launchers know nothing of what is refused
         problems += [launcher.refusal(spec) for launcher in _LAST]
@@ -97,6 +101,7 @@ def check_spec(spec: ModelSpec, precision: Precision = HALF) -> None:
         problems.append("layers with different heads")
     for problem in filter(None, problems):
         raise RunnerError(f"the CUDA kernels do not take {problem}; `--reference` generates without a GPU")
-    rounded = ModelFormats(spec, precision).rounded
-    if rounded is not None and (reason := rounded.refusal(spec)) is not None:
-        raise RunnerError(reason)
+    if (rounded := ModelFormats(spec, precision).rounded) is not None:
+        reason = rounded.refusal(spec) or (None if gpu is None else rounded.refusal_on(gpu))
+        if reason is not None:
+            raise RunnerError(reason)

@@ -1,6 +1,6 @@
 """A runner's sizes by what a GPU has free: steps, sequences with their states, and pages.
 
-So is the forecast of what a GPU can serve (`worker.assembly.sizes`), which asks no device.
+So is the forecast of what a GPU can serve (`worker.assembly.forecast`), which asks no device.
 """
 
 from collections.abc import Callable

@@ -154,10 +154,8 @@ class CudaRunner:
         precision, why = choose_weights(spec, precision, allowed(device.free_memory(), gpu_memory))
         self._report(f"weights {why}")
         self.precision = precision  # as they were chosen
-        check_spec(spec, precision)
+        check_spec(spec, precision, device)
         formats = ModelFormats(spec, precision)
-        if formats.rounded is not None and (reason := formats.rounded.refusal_on(device)) is not None:
-            raise RunnerError(reason)
         sources = sources_for(spec, precision, hopper=device.hopper)
         self._progress(StartStep.COMPILING, "")
         compile_all(sources, device.architecture, report=self._compiled)  # each is then in the cache

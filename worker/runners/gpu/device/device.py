@@ -16,7 +16,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -329,6 +329,15 @@ class Arena:
 def aligned(size: int) -> int:
     """`size` rounded up to what an arena gives out."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+class NamedGpu(Protocol):
+    """A GPU by its name, and whether kernels for Hopper run on it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def hopper(self) -> bool: ...
 
 
 def device_count() -> int:

@@ -53,7 +53,7 @@ class Qkv:
             self._every += [_Choice(partial(fused.run, tile)) for tile in fused.tiles]
         suits = PackedQkv.suits(attention, weight.formats, device.kv, hopper=device.hopper)
         self.takes_packed = suits and products.takes_packed
-        """Whether a kernel multiplies and rotates with packed weights."""
+        """True if a kernel multiplies and rotates with packed weights."""
         if self.takes_packed:
             packed = PackedQkv(device, attention, weight.formats, rotation.table)
             tiles = (tile for tile in packed.tiles if tile.takes(weight.columns))

@@ -83,7 +83,7 @@ class FewRows:
 
     @property
     def rotates(self) -> bool:
-        """Whether `qkv` does all that comes before attention."""
+        """True if `qkv` does all that comes before attention."""
         return self._angles is not None
 
     @classmethod

@@ -11,7 +11,7 @@ from nightmill.worker.runners.gpu.device.operands import FP8, Buffer, Format, Ma
 from nightmill.worker.runners.gpu.device.sources import Source, instances, source_of
 from nightmill.worker.runners.gpu.device.tensor_maps import NO_MAP, PIECE_BYTES, PIECE_ROWS, TensorMaps
 from nightmill.worker.runners.gpu.kinds import kinds_of, mixer_sizes
-from nightmill.worker.runners.gpu.products.fp8.quantise import Quantise
+from nightmill.worker.runners.gpu.products.fp8.quantise import MOST_INPUTS, Quantise
 from nightmill.worker.runners.gpu.shapes import SUMMED, Candidate, Kernel, Kind, Shape
 
 __all__ = ["FP8_TILES", "Fp8Tile", "HopperFp8", "fp8_tiles"]
@@ -165,8 +165,8 @@ class HopperFp8:
                 (mixer, mixer_sizes(layer.mixer).outputs),
                 ("an FFN width", layer.feed_forward.width),
             ):
-                if inputs % _ALIGNMENT:
-                    return f"{what} of {inputs} (multiples of {_ALIGNMENT})"
+                if inputs % _ALIGNMENT or inputs > MOST_INPUTS:
+                    return f"{what} of {inputs} (multiples of {_ALIGNMENT}, up to {MOST_INPUTS:,})"
         return None
 
     def candidates(self, shape: Shape) -> list[Candidate]:
