@@ -38,6 +38,9 @@ def follow(client: Client, ids: list[str], *, show: bool, total_label: str = "jo
 def say_if_nobody_serves(client: Client, model: str | None) -> None:
     """Warn on stderr if no live worker serves `model`."""
     if not client.serving(model):
+        if asleep := client.sleeping(model):
+            echo(f"The worker sleeps, {printable(asleep[0].detail or '')}", err=True)
+            return
         which = "" if model is None else f" that serves {printable(model)!r}"
         echo(f"No worker is running{which}: start one, nightmill worker --model FILE", err=True)
 

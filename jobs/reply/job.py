@@ -185,6 +185,10 @@ def scores_of(job: Job) -> Scores:
     return scores
 
 
+IDLE = "idle, until there are jobs"
+"""Why a worker sleeps that wakes for the next job; anything else does not end by a job."""
+
+
 @dataclass(frozen=True, slots=True)
 class Worker:
     """A snapshot of a worker's row: a generating process and its last heartbeat."""
@@ -199,6 +203,12 @@ class Worker:
     heartbeat_at: datetime
     detail: str | None  # current activity, for example while it loads
     stats: JsonObject | None = None  # statistics of its engine, as of the heartbeat
+    paused: bool = False  # by hand: it sleeps, or is about to, until it is resumed
+
+    @property
+    def wakes_for_jobs(self) -> bool:
+        """True if it sleeps only for want of jobs."""
+        return self.state is WorkerState.SLEEPING and self.detail == IDLE
 
     @property
     def note(self) -> str | None:

@@ -59,6 +59,12 @@ class Claims(RegisteredWorker):
         claims = sorted(starmap(read_claim, rows), key=lambda claim: order[claim.job_id])
         return claims, left
 
+    def jobs_wait(self, models: Sequence[str | None]) -> bool:
+        """Return True if a job is queued, and due, for a worker that serves `models`."""
+        query = select(JobRow.id).where(suspects.of_models(models), *suspects.claimable(self.database.now()))
+        with self.database.read() as connection:
+            return connection.execute(query.limit(1)).one_or_none() is not None
+
     def suspects_wait(self, models: Sequence[str | None]) -> bool:
         """Return True if a group of suspects is queued for a worker that serves `models`."""
         now = self.database.now()

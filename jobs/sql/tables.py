@@ -14,6 +14,7 @@ from sqlalchemy import (
     String,
     Text,
     UniqueConstraint,
+    false,
     literal,
     select,
     text,
@@ -23,7 +24,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from nightmill.jobs.base.contract import MAX_ERROR_LENGTH, JobState, JsonObject
 from nightmill.jobs.sql.types import StorableString, StorableText, UtcDateTime
 
-SCHEMA_REVISION = "0028"
+SCHEMA_REVISION = "0030"
 """The migration that these declarations match."""
 
 
@@ -79,6 +80,7 @@ class WorkerRow(Base):
     # Current activity, for example while it loads.
     detail: Mapped[str | None] = mapped_column(StorableString(200))
     stats: Mapped[JsonObject | None] = mapped_column(JSON(none_as_null=True))  # as of the heartbeat
+    paused: Mapped[bool] = mapped_column(server_default=false())  # by hand: it is to sleep until resumed
 
 
 def _partial(name: str, *columns: str, where: str, unique: bool = False) -> Index:
