@@ -182,9 +182,9 @@ def search(build: Callable[..., Bench], examples: int, steps: int) -> None:
 
 
 def test_every_text_is_that_of_its_row_whoever_it_was_computed_for(build: Callable[..., Bench]) -> None:
-    search(build, examples=12, steps=25)
+    search(build, examples=8, steps=25)
 
 
 @pytest.mark.slow  # the same, longer
 def test_longer_histories(build: Callable[..., Bench]) -> None:
-    search(build, examples=35, steps=40)
+    search(build, examples=25, steps=40)
