@@ -14,6 +14,8 @@ def refusal(spec: ModelSpec) -> str | None:
     layers = [
         *dict.fromkeys(f"layers with {title}" for title in map(_other_mixer, spec.layers) if title),
         *(["layers without a feed-forward network"] if not all(map(_feeds_forward, spec.layers)) else []),
+        *(["layers with mixtures of experts"] if spec.experts else []),
+        *(["attention with sinks"] if any(attention.sinks for attention in spec.attentions) else []),
     ]
     if layers:
         return ", ".join(layers)
@@ -59,7 +61,7 @@ def _computed_layer(layer: LayerSpec) -> LayerSpec:
         attention_post_norm=layer.attention_post_norm,
         feed_forward_norm=layer.feed_forward_norm,
         feed_forward_norm_name=layer.feed_forward_norm_name,
-        feed_forward=_computed_feed_forward(layer.feed_forward),
+        feed_forward=_computed_feed_forward(layer.dense),
         feed_forward_post_norm=layer.feed_forward_post_norm,
         residual_scale=layer.residual_scale,
         parallel=layer.parallel,

@@ -148,7 +148,7 @@ def bind_layers(
     }
 
     def kernels_of(layer: LayerSpec, own: LayerWeights) -> LayerKernels:
-        attention, width, ffn = layer.attention, spec.width, layer.feed_forward
+        attention, width, ffn = layer.attention, spec.width, layer.dense
         rotation, kinds = rotations[attention], layer_kinds(layer)
         decode, prefill = launchers.attentions.of(attention)
         few = FewRows.suits(layer, width, own.formats, hopper=device.hopper)
