@@ -22,9 +22,9 @@ from tests.support.hybrid_cases import ALONE, DELTA, EPS, GATED, LAYER, MAMBA, N
 
 KEYS: dict[str, Any] = {
     "context_length": 512, "embedding_length": 64, "feed_forward_length": 96, "attention.head_count": 4,
-    "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": EPS, "expert_count": 6,
-    "expert_used_count": 2,
+    "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": EPS,
 }  # fmt: skip
+COUNTS = {"expert_count": 6, "expert_used_count": 2}
 PAIRS = replace(ROPE, style=RopeStyle.PAIRS)
 EXPERTS = Experts(count=6, used=2, width=48, normalise=True)
 SIGMOID = replace(EXPERTS, scores=RouterScores.SIGMOID, selection_bias=True)
@@ -64,17 +64,22 @@ FEEDING = LayerSpec(
     feed_forward=SQUARED,
 )  # fmt: skip
 LATENT = LatentAttention(
-    heads=4, key_dim=12, value_dim=20, latent=24, query_latent=36, norm=NORM, scale=20**-0.5,
+    heads=4, key_dim=12, value_dim=20, latent=24, query_latent=36, norm=NORM, scale=1 / math.sqrt(20),
     rope=Rope(style=RopeStyle.PAIRS, dim=8, base=10_000.0, scaling=RopeScaling(original_context=512)),
 )  # fmt: skip
-OLDER = RopeScaling(kind="yarn", factor=40.0, original_context=64, own_magnitude=1.0)
+OLDER_SCALING = RopeScaling(kind="yarn", factor=40.0, original_context=64, own_magnitude=1.0)
+OLDER = replace(
+    LATENT, query_latent=None, fused=True, rope=replace(LATENT.rope, scaling=OLDER_SCALING),
+    scale=(1 + 0.0625 * math.log(40)) ** 2 / math.sqrt(20),
+)  # fmt: skip
+OLDER_NETWORKS = (LAYER.feed_forward, replace(EXPERTS, normalise=False, shared=SHARED))
 MLA = {
     "attention.head_count_kv": 1, "attention.kv_lora_rank": 24, "attention.q_lora_rank": 36,
     "attention.key_length": 32, "attention.value_length": 24, "attention.key_length_mla": 20,
     "attention.value_length_mla": 20, "rope.dimension_count": 8, "leading_dense_block_count": 1,
 }  # fmt: skip
 
-EXPERT_FILES: dict[str, tuple[dict[str, Any], ModelSpec]] = {
+_FILES: dict[str, tuple[dict[str, Any], ModelSpec]] = {
     "qwen3moe": ({"expert_feed_forward_length": 48}, model("qwen3moe", NORMED, NORMED, tied_head=False)),
     "qwen35moe": (
         QWEN35 | {"full_attention_interval": 2, "expert_shared_feed_forward_length": 40},
@@ -157,10 +162,10 @@ EXPERT_FILES: dict[str, tuple[dict[str, Any], ModelSpec]] = {
         model("qwen3next", NEXT, replace(GATED, feed_forward=SHARED_GATED)),
     ),
     "deepseek2": (
-        MLA | {"expert_gating_func": 2, "expert_weights_norm": True, "expert_weights_scale": 1.8},
+        MLA | {"expert_gating_func": 2, "expert_weights_norm": True, "expert_weights_scale": 1.75},
         model(
             "deepseek2", replace(LAYER, mixer=LATENT),
-            replace(LAYER, mixer=LATENT, feed_forward=replace(SIGMOID, scale=1.8, shared=SHARED)),
+            replace(LAYER, mixer=LATENT, feed_forward=replace(SIGMOID, scale=1.75, shared=SHARED)),
         ),
     ),
     "deepseek2, older": (
@@ -172,18 +177,10 @@ EXPERT_FILES: dict[str, tuple[dict[str, Any], ModelSpec]] = {
             "rope.scaling.original_context_length": 64, "rope.scaling.yarn_log_multiplier": 0.0625,
             "attention.head_count_kv": 4,
         },
-        model(
-            "deepseek2",
-            replace(
-                LAYER,
-                mixer=replace(
-                    LATENT, query_latent=None, fused=True, rope=replace(LATENT.rope, scaling=OLDER),
-                    scale=(1 + 0.0625 * math.log(40)) ** 2 / math.sqrt(20),
-                ),
-            ),
-        ),
+        model("deepseek2", *(replace(LAYER, mixer=OLDER, feed_forward=one) for one in OLDER_NETWORKS)),
     ),
 }  # fmt: skip
+EXPERT_FILES = {name: (COUNTS | keys, spec) for name, (keys, spec) in _FILES.items()}
 
 
 def file_of(
