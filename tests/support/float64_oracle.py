@@ -249,7 +249,8 @@ def _experts(file: GgufFile, experts: Experts, block: str, x: Wide) -> Wide:
     added = np.zeros_like(read)
     for token, row in enumerate(logits):
         shares = {
-            RouterScores.SOFTMAX: np.exp(row) / np.exp(row).sum(), RouterScores.SIGMOID: 1 / (1 + np.exp(-row)),
+            RouterScores.SOFTMAX: np.exp(row) / np.exp(row).sum(),
+            RouterScores.SIGMOID: 1 / (1 + np.exp(-row)),
             RouterScores.SOFTMAX_OF_CHOSEN: row,
         }[experts.scores]  # fmt: skip
         by = (shares + bias).reshape(experts.groups, -1)

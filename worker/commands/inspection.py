@@ -130,7 +130,8 @@ class Inspection:
         return {
             "model": f"{self.family}, {_rounded(self.parameters, 'million', 'billion')} parameters"
             f"{self._active()}, {self.layers} layers of width {self.width:,}, FFN {self.feed_forward:,}, "
-            f"{self.heads} heads on {self.kv_heads} KV heads of {self.head_dim}, vocabulary {self.vocabulary:,}{self._states()}",
+            f"{self.heads} heads on {self.kv_heads} KV heads of {self.head_dim}, "
+            f"vocabulary {self.vocabulary:,}{self._states()}",
             "file": f"{_rounded(self.size, 'MB', 'GB')} in {count}: {', '.join(shares(self.quantisation))}",
             "text": f"context {self.context:,}; tokenizer {self.tokenizer}, {self.tokens:,} tokens, of which "
             f"these end a text: {', '.join(ends) or 'none'}",
