@@ -95,6 +95,10 @@ _FILES: dict[str, tuple[dict[str, Any], ModelSpec]] = {
         model("gpt-oss", LOCAL, SINKS, LOCAL, tied_head=False),
     ),
     "llama": ({}, model("llama", LLAMA, LLAMA)),
+    "llama, dense": (
+        {"expert_count": None, "expert_used_count": None},
+        model("llama", replace(LLAMA, feed_forward=LAYER.feed_forward)),
+    ),
     "granitemoe": (
         {"attention.scale": 0.125, "residual_scale": 0.25},
         model(
