@@ -19,8 +19,15 @@ _AS_THEY_ARE = {Role.ROUTER}
 def load_layer(
     file: GgufFile, layer: LayerSpec, weights: Mapping[Role, Weight], *, fp8: bool = False
 ) -> dict[Role, FloatArray]:
-    """Read a layer's weights as `load` does; matrices that make keys and values of a latent are two."""
+    """Read a layer's weights as `load` does; matrices that make keys and values of a latent are two.
+
+    In FP8, the last rows of MIXER_INPUT that control a state are a matrix of their own, which is not rounded.
+    """
     loaded = load(file, weights, fp8=fp8)
+    if fp8 and (controls := layer.controls):
+        stacked = np.concatenate([file.array(name) for name in weights[Role.MIXER_INPUT].names])
+        loaded[Role.MIXER_INPUT] = np.ascontiguousarray(loaded[Role.MIXER_INPUT][:, :-controls])
+        loaded[Role.MIXER_CONTROLS] = np.ascontiguousarray(stacked[-controls:].T)
     mixer = layer.mixer
     if isinstance(mixer, LatentAttention) and mixer.fused:
         both = loaded.pop(Role.KV_UP).reshape(mixer.heads, -1, mixer.latent)

@@ -124,6 +124,9 @@ class ReferenceModel:
         if isinstance(mixer, LatentAttention):
             return self._attend_latent(index, mixer, weights, x, places, rotations)
         inputs = self._linear(x, weights[Role.MIXER_INPUT])
+        if Role.MIXER_CONTROLS in weights:
+            controls = self._product(x, weights[Role.MIXER_CONTROLS])
+            inputs = np.concatenate([inputs, controls], axis=1)
         mixed = mix(mixer, weights, inputs, self._states.layers[index], flow)
         return self._linear(mixed, weights[Role.MIXER_OUTPUT])
 
