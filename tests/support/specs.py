@@ -162,7 +162,10 @@ _LATENT = LatentAttention(
 )  # fmt: skip
 MIXTURES = {
     "experts and a shared one": mixture(
-        Experts(count=7, used=3, width=40, normalise=True, shared=FeedForward(width=24), shared_gated=True)
+        Experts(
+            count=7, used=3, width=40, normalise=True, expert_scales=("gate", "up", "down"),
+            shared=FeedForward(width=24), shared_gated=True,
+        )
     ),
     "experts of gpt-oss, with sinks": mixture(
         Experts(
