@@ -262,6 +262,7 @@ class CallFormat(_Word):
     LLAMA = "llama"  # {"name": ..., "parameters": {...}} as the whole text, perhaps behind <|python_tag|>
     MISTRAL = "mistral"  # [TOOL_CALLS][{"name": ..., "arguments": {...}}]
     MISTRAL_NAMED = "mistral-named"  # [TOOL_CALLS]name[ARGS]{...}
+    HARMONY = "harmony"  # <|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>
     JSON = "json"  # {"name": ..., "arguments": {...}} as the whole text, or a list of such
 
 
@@ -272,11 +273,13 @@ class Markup:
     calls     syntax of its tool calls
     thinking  the marks around the model's reasoning
     opened    the prompt ends with the opening mark
+    closed    the prompt ends with the closing mark: the model is not to reason; not stored
     """
 
     calls: CallFormat | None = None
     thinking: tuple[str, str] | None = None
     opened: bool = False
+    closed: bool = field(default=False, compare=False)
 
     def values(self) -> JsonObject:
         """Return the JSON object that a row stores."""

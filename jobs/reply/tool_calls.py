@@ -245,6 +245,11 @@ def _of(value: Any) -> list[Found]:
     return found
 
 
+def arguments_of(text: str) -> str:
+    """Return a JSON object as it is stored in a call; raises ValueError for other text."""
+    return _arguments(_json(text))
+
+
 def _arguments(value: Any) -> str:
     """Return arguments as JSON; a model trained on APIs may write them as a JSON string."""
     if isinstance(value, str) and not isinstance(value, _Number):

@@ -7,8 +7,8 @@ length, context. Deadline and cancellation are looked at between steps.
 from collections.abc import Callable
 from typing import Protocol
 
-from nightmill.jobs.base.contract import StopReason
-from nightmill.jobs.reply.reasoning import Thoughts
+from nightmill.jobs.base.contract import Markup, StopReason
+from nightmill.jobs.reply.structure import structure_of
 from nightmill.jobs.request.parameters import GenerationParams
 
 
@@ -53,7 +53,9 @@ class TextWatch:
         self._included = included
         self._stop = stop
         self._after = after
-        self._thoughts = None if thinking is None else Thoughts(*thinking)
+        self._thoughts = None
+        if thinking is not None:
+            self._thoughts = structure_of(Markup(None, thinking[:2], thinking[2]))
         marks = () if thinking is None else thinking[:2]
         self._anywhere = tuple(one for one in stop if any(mark in one for mark in marks))
         self._begin: int | None = 0 if thinking is None else None  # the answer's first character

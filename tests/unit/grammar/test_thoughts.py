@@ -12,18 +12,20 @@ from llguidance import LLMatcher
 
 from nightmill.jobs.base.contract import CallFormat, Markup, StopReason, Tools
 from nightmill.jobs.reply.parsing import read_reply
+from nightmill.jobs.reply.reasoning import CHANNELS, GEMMA
 from nightmill.jobs.reply.tool_calls import KNOWN
 from nightmill.jobs.request.structured import constrained_by
 from nightmill.worker.grammar.calls import calls_asked
 from nightmill.worker.grammar.checker import Checker, CheckerLimits
 from nightmill.worker.grammar.source import complete
-from nightmill.worker.grammar.thoughts import behind_thoughts
+from nightmill.worker.grammar.thoughts import FINAL, START, behind_thoughts
 from tests.support.constrained import Constrained
 from tests.support.ggufs import CHATML, byte_vocabulary, write_model
 from tests.support.walking import BYTES, walk
 
 END = "</think>"
-MARKUP = Markup(thinking=("<think>", END), opened=True)
+MARKS = ("<think>", END)
+MARKUP = Markup(thinking=MARKS, opened=True)
 ASKED: list[dict[str, Any]] = [
     {"json_schema": {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
                      "additionalProperties": False}},
@@ -61,7 +63,7 @@ def test_every_finished_answer_is_what_is_asked(tmp_path: Path, as_token: bool) 
             )
             assert one.constrained is not None
             drawn = () if as_token or number < 5 else (*b"hm {", *end)
-            behind = behind_thoughts(one.constrained, END)
+            behind = behind_thoughts(one.constrained, MARKS, opened=True)
             requests.append(replace(one, constrained=behind, markup=MARKUP, generated_ids=drawn))
         done = model.run(requests)
     finished = 0
@@ -89,7 +91,7 @@ def test_a_mark_may_be_spelt_and_end_in_the_middle_of_a_token(
 ) -> None:
     inner = constrained_by(asked)
     assert inner is not None
-    lark = checker.check(behind_thoughts(inner, END))
+    lark = checker.check(behind_thoughts(inner, MARKS, opened=True))
     matcher = LLMatcher(BYTES, complete(lark), log_level=0)
     thoughts = f'I think }} {{ "a" <{END}\n\n'.encode()
     assert matcher.try_consume_tokens(list(thoughts[:-12])) == len(thoughts) - 12
@@ -101,9 +103,49 @@ def test_a_mark_may_be_spelt_and_end_in_the_middle_of_a_token(
         assert is_one(asked, read_reply((thoughts + text).decode(), MARKUP, None, "j").content)
 
 
+@pytest.mark.parametrize(
+    ("thinking", "before"),
+    [
+        (MARKS, ("", "<think>\nI think } <think>\n</think>\n\n")),
+        (GEMMA, ("", "<|channel>thought\nhm <channel> \n<channel|>")),
+        (
+            CHANNELS,
+            (
+                FINAL,
+                f"{CHANNELS[0]}hm <|channel|>{CHANNELS[1]}",
+                f"{CHANNELS[0]}hm<|end|>{START}{CHANNELS[0]}{FINAL}{CHANNELS[1]}",
+            ),
+        ),
+    ],
+    ids=["think", "gemma", "harmony"],
+)
+@pytest.mark.parametrize("asked", ASKED, ids=[next(iter(asked)) for asked in ASKED])
+def test_a_model_that_thinks_by_itself_may_do_so_or_not(
+    checker: Checker, asked: dict[str, Any], thinking: tuple[str, str], before: tuple[str, ...]
+) -> None:
+    inner = constrained_by(asked)
+    assert inner is not None
+    markup = Markup(thinking=thinking)
+    grammar = complete(checker.check(behind_thoughts(inner, thinking, opened=False)))
+    for thoughts in before:
+        matcher = LLMatcher(BYTES, grammar, log_level=0)
+        assert matcher.try_consume_tokens(list(thoughts.encode())) == len(thoughts.encode())
+        assert not matcher.is_accepting()
+        for seed in range(10):
+            text = walk(matcher, random.Random(seed), 100)
+            if text is None:  # it has begun to think, and not ended
+                assert not thoughts
+                continue
+            reply = read_reply(thoughts + text.decode(errors="replace"), markup, None, "j")
+            assert is_one(asked, reply.content), (thoughts, text)
+            assert (reply.reasoning is not None) == (
+                "hm" in thoughts or "I think" in thoughts
+            ) or not thoughts
+
+
 @pytest.mark.parametrize("written", sorted(KNOWN, key=str))
 def test_calls_follow_thoughts(checker: Checker, written: CallFormat) -> None:
-    lark = checker.check(behind_thoughts(calls_asked(LOOK_UP, written), END))
+    lark = checker.check(behind_thoughts(calls_asked(LOOK_UP, written), MARKS, opened=True))
     matcher = LLMatcher(BYTES, complete(lark), log_level=0)
     assert np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8).any()
     assert matcher.try_consume_tokens(list(f"hm{END}\n".encode())) == 3 + len(END)
@@ -122,4 +164,4 @@ def test_a_fault_names_what_the_row_says(checker: Checker) -> None:
     inner = constrained_by({"grammar": "start: nothing\n"})
     assert inner is not None
     with pytest.raises(Exception, match=r"^grammar: .*nothing"):
-        checker.check(behind_thoughts(inner, END))
+        checker.check(behind_thoughts(inner, MARKS, opened=True))

@@ -230,7 +230,9 @@ def test_a_prompt_may_open_the_thinking(tokenizer: Tokenizer, ending: str, opene
     template = ChatTemplate(source, tokenizer, "model.gguf")
     try:
         ids = template.encode([{"role": "user", "content": "<think>"}])
-        assert template.markup(None, ids) == Markup(None, ("<think>", "</think>"), opened)
+        markup = template.markup(None, ids)
+        assert markup == Markup(None, ("<think>", "</think>"), opened)
+        assert markup is not None and markup.closed is ending.endswith("</think>\n")
     finally:
         template.close()
 
@@ -246,6 +248,7 @@ def test_real_templates_say_how_their_models_think(tokenizer: Tokenizer) -> None
         "ByteDance-Seed-OSS": "</seed:think>",
         "CohereForAI-c4ai-command-r7b-12-2024-tool_use": "<|END_THINKING|>",
         "openai-gpt-oss-120b": CHANNELS[1],
+        "google-gemma-4-31B-it": "<channel|>",
         "Qwen-Qwen2.5-7B-Instruct": None,
         "meta-llama-Llama-3.1-8B-Instruct": None,
     }
@@ -263,6 +266,18 @@ def test_marks_of_a_template_are_shown_in_texts(tmp_path: Path) -> None:
         tokenizer = Tokenizer.from_gguf(file)
     ids = [tokenizer.markers[text] for text in ("[TOOL_CALLS]", "[ARGS]", "<|im_end|>")]
     assert tokenizer.decode(ids) == "[TOOL_CALLS]"  # the others mean nothing to this template's model
+
+
+def test_the_end_of_a_step_is_shown_and_ends_no_text(tmp_path: Path) -> None:
+    texts = ["<|start|>", "<|end|>", "<|return|>", "<|call|>", "<|channel|>", "<|message|>", "<|constrain|>"]
+    vocabulary = byte_vocabulary(extra=[(text, 3) for text in texts])
+    source = f"{{{{ '{''.join(texts)}' }}}}" + CHATML
+    path = write_model(tmp_path / "m.gguf", layers=1, vocabulary=vocabulary, chat_template=source)
+    with GgufFile.open(path) as file:
+        tokenizer = Tokenizer.from_gguf(file)
+    ids = [tokenizer.markers[text] for text in texts]
+    assert tokenizer.decode(ids) == "<|start|><|end|><|channel|><|message|><|constrain|>"
+    assert ids[1] not in tokenizer.eos_ids and {ids[2], ids[3]} <= tokenizer.eos_ids
 
 
 STRANGE: list[Any] = [

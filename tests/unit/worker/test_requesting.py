@@ -57,23 +57,25 @@ def asked(markup: Markup | None, **claim: Any) -> tuple[Request, Markup | None]:
 
 
 @pytest.mark.parametrize("opened", [True, False])
-def test_an_answer_that_must_be_something_follows_thoughts_that_the_prompt_opens(opened: bool) -> None:
+def test_an_answer_that_must_be_something_follows_thoughts(opened: bool) -> None:
     markup = Markup(thinking=MARKS, opened=opened)
     request, read_by = asked(markup, constrained=CHOICE)
     assert request.constrained is not None
-    assert of_answer(request.constrained) == (CHOICE, "</think>" if opened else "")
-    assert request.markup == read_by == (markup if opened else replace(markup, thinking=None))
+    assert of_answer(request.constrained) == (CHOICE, "</think>")
+    assert request.markup == read_by == markup
+    request, read_by = asked(replace(markup, opened=False, closed=True), constrained=CHOICE)
+    assert request.constrained == CHOICE and request.markup == read_by == Markup()
 
 
 @pytest.mark.parametrize("required", [True, False])
 @pytest.mark.parametrize("opened", [True, False])
-def test_calls_follow_thoughts_that_the_prompt_opens(opened: bool, required: bool) -> None:
+def test_calls_follow_thoughts(opened: bool, required: bool) -> None:
     markup = Markup(CallFormat.HERMES, MARKS, opened)
     request, read_by = asked(markup, rendering=Rendering(tools=Tools(LOOK_UP, required)))
     assert request.constrained is not None
     calls, end = of_answer(request.constrained)
-    assert (calls.kind, end) == (ConstraintKind.CALLS, "</think>" if opened else "")
-    assert read_by is not None and (read_by.thinking is None) == (required and not opened)
+    assert (calls.kind, end) == (ConstraintKind.CALLS, "</think>" if opened or required else "")
+    assert read_by == markup
 
 
 def test_the_engine_knows_the_marks_of_a_free_answer() -> None:

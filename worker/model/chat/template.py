@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from nightmill.jobs.base.contract import AS_USUAL, CallFormat, Markup, Rendering
 from nightmill.jobs.errors import ChatTemplateError, NightmillError
-from nightmill.jobs.reply.reasoning import CHANNELS
+from nightmill.jobs.reply.reasoning import CHANNELS, GEMMA
 from nightmill.worker.model.chat.chat import Chat, Rendered
 from nightmill.worker.model.chat.content import ContentUse, content_use
 from nightmill.worker.model.chat.marking import Marking
@@ -39,6 +39,7 @@ _THINKING = {
     "</seed:think>": ("<seed:think>", "</seed:think>"),
     "<|END_THINKING|>": ("<|START_THINKING|>", "<|END_THINKING|>"),
     "<|start|>assistant<|channel|>final<|message|>": CHANNELS,
+    "<channel|>": GEMMA,
 }
 """The marks that models put around their reasoning, by the text that their templates have of them."""
 _END_TOKENS = 16  # of a prompt, in which such a mark may stand; it may be spelt out
@@ -257,10 +258,9 @@ class ChatTemplate:
         thinking = thinking_marks(template._source)
         if calls is None and thinking is None:
             return None
-        opened = thinking is not None and self._tokenizer.decode(
-            prompt_ids[-_END_TOKENS:], special=True
-        ).rstrip().endswith(thinking[0])
-        return Markup(calls, thinking, opened)
+        tail = self._tokenizer.decode(prompt_ids[-_END_TOKENS:], special=True).rstrip()
+        opened = thinking is not None and tail.endswith(thinking[0])
+        return Markup(calls, thinking, opened, thinking is not None and tail.endswith(thinking[1]))
 
     def _render_all(self, chats: Sequence[Chat]) -> list[Rendered]:
         faults = [self._fault(chat) for chat in chats]
