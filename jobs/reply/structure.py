@@ -86,11 +86,16 @@ def structure_of(markup: Markup | None, tools: Tools | None = None) -> Structure
     return _Marked(markup.thinking, markup.opened, calls)
 
 
-def closing_of(thinking: tuple[str, str]) -> Closing:
-    """Return what closes reasoning between these marks: the marks as the model was trained to write them."""
+def closing_of(thinking: tuple[str, str], *, calls: bool = False) -> Closing:
+    """Return what closes reasoning between these marks: the marks as the model was trained to write them.
+
+    Marks with nothing between them stand for no reasoning. Of gpt-oss the message ends, and the header of the
+    final one follows; where there must be `calls`, the model writes the header.
+    """
     begin, end = thinking
     if thinking == CHANNELS:
-        return Closing(end, end.removeprefix("<|end|><|start|>assistant"))
+        step = "<|end|><|start|>assistant"
+        return Closing(step, "") if calls else Closing(end, end.removeprefix(step))
     if thinking == GEMMA:
         return Closing(end, f"{begin}\n{end}")
     return Closing(f"\n{end}\n\n", f"{begin}\n\n{end}\n\n")

@@ -19,6 +19,11 @@ class TokenDecoder(Protocol):
         """Return the text that this token completes, possibly none."""
         ...
 
+    @property
+    def whole(self) -> bool:
+        """True unless the last character lacks bytes."""
+        ...
+
     def flush(self) -> str:
         """Return what is left at the end."""
         ...
@@ -81,6 +86,12 @@ class TextWatch:
             return False
         self._thoughts.end()  # a text that may have begun with a mark, and has not
         return self._began() is not None and self._find(self.text, 0)
+
+    @property
+    def closable(self) -> bool:
+        """True in thoughts, where marks may end them: not in a header, nor in the middle of a character."""
+        inside = self._thoughts is not None and self.answer_from is None and self._thoughts.closable
+        return inside and self._stream.whole
 
     @property
     def text(self) -> str:

@@ -101,6 +101,10 @@ class Requesting:
                 free or (markup.calls is CallFormat.HARMONY and constrained.kind is ConstraintKind.CALLS)
             ):
                 constrained = behind_thoughts(constrained, markup.thinking, opened=markup.opened)
+        closing = None
+        limited = claim.params.max_reasoning_tokens is not None
+        if limited and markup is not None and markup.thinking is not None and not markup.closed:
+            closing = self._prompting.closing(markup, calls=tools is not None and tools.required)
         self._in_flight.mark((claim.job_id, claim.attempt), mark, markup, prompt_digest(prompt_ids))
         deadline = None
         if claim.deadline_at is not None:  # the engine counts on this host's clock, the row on the database's
@@ -118,5 +122,6 @@ class Requesting:
             generated_ids=tokens_to_resume(claim.saved, mark),
             constrained=constrained,
             markup=markup,
+            closing=closing,
             banned=self._prompting.tokenize_banned(claim.params.bad_words) if claim.params.bad_words else (),
         )

@@ -58,6 +58,8 @@ GOOD: dict[str, st.SearchStrategy[Any]] = {
     "prompt_logprobs": st.integers(0, 20),
     "return_token_ids": st.booleans(),
     "truncate_prompt_tokens": st.integers(1, 2**31 - 1),
+    "max_reasoning_tokens": st.just(0),
+    "reasoning_effort": st.sampled_from(["low", "medium", "high"]),
     "score": st.lists(TEXTS, min_size=1, max_size=5),
     "chat_template_kwargs": st.dictionaries(
         st.sampled_from(["enable_thinking", "reasoning_effort", "X1"]),

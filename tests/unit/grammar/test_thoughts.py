@@ -13,8 +13,10 @@ from llguidance import LLMatcher
 from nightmill.jobs.base.contract import CallFormat, Markup, StopReason, Tools
 from nightmill.jobs.reply.parsing import read_reply
 from nightmill.jobs.reply.reasoning import CHANNELS, GEMMA
+from nightmill.jobs.reply.structure import closing_of
 from nightmill.jobs.reply.tool_calls import KNOWN
 from nightmill.jobs.request.structured import constrained_by
+from nightmill.worker.engine.request import ClosingTokens
 from nightmill.worker.grammar.calls import calls_asked
 from nightmill.worker.grammar.checker import Checker, CheckerLimits
 from nightmill.worker.grammar.source import complete
@@ -165,3 +167,27 @@ def test_a_fault_names_what_the_row_says(checker: Checker) -> None:
     assert inner is not None
     with pytest.raises(Exception, match=r"^grammar: .*nothing"):
         checker.check(behind_thoughts(inner, MARKS, opened=True))
+
+
+def test_a_budget_closes_thoughts_before_a_structured_answer(tmp_path: Path) -> None:
+    """The closing tokens are such as the constraint takes: in thoughts, or in place of them."""
+    path = write_model(tmp_path / "m.gguf", chat_template="{{ '</think>' }}" + CHATML)
+    for thinking, opened, budget in (
+        (MARKS, True, 6), (MARKS, True, 0), (MARKS, False, 0), (CHANNELS, False, 0), (GEMMA, False, 0),
+    ):  # fmt: skip
+        closing = ClosingTokens(*(tuple(text.encode()) for text in closing_of(thinking)))
+        markup = Markup(thinking=thinking, opened=opened)
+        with Constrained(path) as model:
+            requests = []
+            for number in range(3):
+                one = model.request(str(number), number, ASKED[1], max_tokens=80, max_reasoning_tokens=budget)
+                assert one.constrained is not None
+                behind = behind_thoughts(one.constrained, thinking, opened=opened)
+                requests.append(replace(one, constrained=behind, markup=markup, closing=closing))
+            done = model.run(requests)
+        for one in done.values():
+            assert (one.stop_reason, one.error) == (StopReason.EOS, None), one
+            tokens = closing[not opened]
+            starts = range(budget, budget + 4)  # not in the middle of a character
+            assert any(one.token_ids[start : start + len(tokens)] == tokens for start in starts)
+            assert is_one(ASKED[1], read_reply(one.text, markup, None, "j").content)
