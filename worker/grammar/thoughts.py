@@ -59,17 +59,17 @@ def lark_behind(asked: Constrained, answer: str) -> str:
     begin, end = said.get("begin"), said["end"]
     if end == CHANNELS[1]:
         start = f"(thoughts {json.dumps(START)})* {json.dumps(FINAL)} answer"
-        thoughts, end = f"/{_pattern(CHANNELS[0])}{_ANYTHING}/", "<|end|>"
+        thoughts, end = f"/{pattern_of(CHANNELS[0])}{_ANYTHING}/", "<|end|>"
     elif begin is None:
         start, thoughts = "thoughts blank answer", f"/{_ANYTHING}/"
     else:
-        start, thoughts = "(thoughts blank)? answer", f"/{_pattern(begin)}{_ANYTHING}/"
+        start, thoughts = "(thoughts blank)? answer", f"/{pattern_of(begin)}{_ANYTHING}/"
     return _BEHIND.format(
         start=start.removesuffix(" blank") if end != "<|end|>" else start.replace(" answer", " answer"),
         end=json.dumps(end), thoughts=thoughts, answer=answer,
     )  # fmt: skip
 
 
-def _pattern(text: str) -> str:
+def pattern_of(text: str) -> str:
     """A text as a regular expression of Lark."""
     return "".join(f"\\{character}" if character in _SPECIAL else character for character in text)

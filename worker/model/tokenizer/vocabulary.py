@@ -35,6 +35,9 @@ _MARKS: Final = frozenset(
         "<|START_THINKING|>", "<|END_THINKING|>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>",
         "<|constrain|>", "<|channel>", "<channel|>",
         "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>",
+        "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|tool_call>", "<tool_call|>", '<|"|>',
+        "<|tool_call_start|>", "<|tool_call_end|>", "<|tool_call|>", "<|/tool_call|>", "<|python_start|>",
+        "<|python_end|>", "<TOOLCALL>", "</TOOLCALL>", "<tool_calls>", "</tool_calls>",
     }
 )  # fmt: skip
 _SPECIAL = (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED)
