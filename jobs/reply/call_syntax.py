@@ -19,6 +19,7 @@ _FUNCTION = re.compile(r"\s*<function=([^<>\s]{1,256})>(.*?)</function>", re.DOT
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]{1,256})>(.*?)</parameter>", re.DOTALL)
 _GLM_NAME = re.compile(r"\s*([^<>\s]{1,256})\s*")
 _GLM_ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_STRING = re.compile(r"""'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+\"""", re.DOTALL)
 _CONSTANTS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 _GEMMA_NAME = re.compile(r"\s*call:([A-Za-z0-9_.:/-]{1,256}?)\s*(?=\{)")
 _GEMMA_KEY = re.compile(r'\s*(?:<\|"\|>(.*?)<\|"\|>|"((?:[^"\\]|\\.)*)"|([^\s:{}\[\],]+))\s*:', re.DOTALL)
@@ -95,7 +96,9 @@ def python_calls(text: str, types: Types) -> list[Parsed]:
     """Parse `[f(a=1, b='x'), g()]`, as Llama 4 and LFM2 write it, or one such call."""
     del types
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
+        # Models break lines inside of strings, which Python does not take.
+        text = _STRING.sub(lambda found: found[0].replace("\n", "\\n"), text.strip())
+        tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         raise ValueError("not Python's syntax") from error
     calls = tree.elts if isinstance(tree, ast.List) else [tree]

@@ -262,7 +262,7 @@ def test_the_table_of_fields_is_what_calls_and_commands_take() -> None:
         == PARAMETERS
         | CONSTRAINT_FIELDS.keys()
         | {*("priority", "max_attempts", "model", "scheduled_at", "deadline")}
-        | {"chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
+        | {"reasoning_effort", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
         | TOOL_KEYS.keys()
     )
     assert FIELDS.keys() - {"batch", "scheduled_at", "deadline", "idempotency_key"} == ROW_FIELDS

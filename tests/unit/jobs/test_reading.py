@@ -55,6 +55,42 @@ CASES: list[tuple[CallFormat, str, str, list[tuple[str, object]]]] = [
     (NAMED, '[TOOL_CALLS]weather[ARGS]{"place": "Bonn"}[TOOL_CALLS]news{}', "", [BONN, ("news", {})]),
     (NAMED, 'I look.[TOOL_CALLS]weather[CALL_ID]abcdefghi[ARGS]{"place": "Bonn"}', "I look.", [BONN]),
     (NAMED, "[TOOL_CALLS]weather, please", "[TOOL_CALLS]weather, please", []),
+    (CallFormat.QWEN_XML,
+     "I look.\n<tool_call>\n<function=weather>\n<parameter=place>\nBonn\n</parameter>\n</function>\n"
+     "</tool_call>", "I look.", [BONN]),
+    (CallFormat.QWEN_XML,
+     '<tool_call>\n<function=weather>\n<parameter=n>\n[1, {"a": "b"}]\n</parameter>\n<parameter=f>\nFalse\n'
+     "</parameter>\n<parameter=s>\n5\" \npipe\n</parameter>\n</function>\n</tool_call> done",
+     " done", [("weather", {"n": [1, {"a": "b"}], "f": False, "s": '5" \npipe'})]),
+    (CallFormat.QWEN_XML, "<tool_call>\n<function=weather>\n<parameter=place>\nBo",
+     "<tool_call>\n<function=weather>\n<parameter=place>\nBo", []),
+    (CallFormat.QWEN_XML, "<tool_call>\n<function=weather>\nBonn\n</function>\n</tool_call>",
+     "<tool_call>\n<function=weather>\nBonn\n</function>\n</tool_call>", []),
+    (CallFormat.GLM_XML,
+     "<tool_call>weather\n<arg_key>place</arg_key>\n<arg_value>Bonn</arg_value>\n</tool_call>", "", [BONN]),
+    (CallFormat.GLM_XML, "<tool_call>news</tool_call><tool_call>gossip</tool_call>",
+     "<tool_call>gossip</tool_call>", [("news", {})]),
+    (CallFormat.GEMMA, '<|tool_call>call:weather{place:<|"|>Bonn<|"|>}<tool_call|>', "", [BONN]),
+    (CallFormat.GEMMA,
+     '<|tool_call>call:weather{a:[1,None,true,{b:<|"|>}<|"|>}],"c d":-1.5e3,e:{}}<tool_call|>.',
+     ".", [("weather", {"a": [1, None, True, {"b": "}"}], "c d": -1500.0, "e": {}})]),
+    (CallFormat.GEMMA, '<|tool_call>call:weather{place:<|"|>Bonn',
+     '<|tool_call>call:weather{place:<|"|>Bonn', []),
+    (CallFormat.GEMMA, "<|tool_call>call:weather{a:NaN}<tool_call|>",
+     "<|tool_call>call:weather{a:NaN}<tool_call|>", []),
+    (CallFormat.LFM2, "Well.<|tool_call_start|>[weather(place='Bonn'), a.b(n=-1, t=(1, true), d={'x': None})]"
+     "<|tool_call_end|>", "Well.", [BONN, ("a.b", {"n": -1, "t": [1, True], "d": {"x": None}})]),
+    (CallFormat.LFM2, "<|tool_call_start|>[weather(open('/etc'))]<|tool_call_end|>",
+     "<|tool_call_start|>[weather(open('/etc'))]<|tool_call_end|>", []),
+    (CallFormat.LFM2, "<|tool_call_start|>[weather(a=1e999)]<|tool_call_end|>",
+     "<|tool_call_start|>[weather(a=1e999)]<|tool_call_end|>", []),
+    (CallFormat.PYTHONIC, '[weather(place="Bonn"), news()]', "", [BONN, ("news", {})]),
+    (CallFormat.PYTHONIC, "[gossip()]", "[gossip()]", []),
+    (CallFormat.PYTHONIC, "[1, 2]", "[1, 2]", []),
+    (CallFormat.GRANITE, f"<|tool_call|>[{CALL}]", "", [BONN]),
+    (CallFormat.PHI, f"<|tool_call|>[{CALL}, {CALL}]<|/tool_call|>", "", [BONN, BONN]),
+    (CallFormat.NEMOTRON, f"<TOOLCALL>[{CALL}]</TOOLCALL>", "", [BONN]),
+    (CallFormat.TOOL_CALLS, f"<tool_calls>\n{CALL}\n{CALL}\n</tool_calls>", "", [BONN, BONN]),
     (JSON, f"```json\n[{CALL}]\n```", "", [BONN]),
     (JSON, f" {CALL}\n", "", [BONN]),
     (JSON, '{"place": "Bonn"}', '{"place": "Bonn"}', []),
@@ -298,9 +334,13 @@ def test_what_models_may_write_never_raises_and_loses_nothing() -> None:
     pieces = [
         "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>",
         "weather", "{", "}", "[", "]", '"', ":", ",", '{"name": "weather", "arguments": {}}', "\\u12", "1e9",
-        "é", "\n", " ", "```",
+        "é", "\n", " ", "```", "<function=weather>", "<parameter=a>", "</parameter>", "</function>",
+        "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|tool_call>", "call:weather{", '<|"|>',
+        "<tool_call|>", "<|tool_call_start|>[", "weather(a=", ")", "]<|tool_call_end|>", "<|tool_call|>",
+        "<|/tool_call|>", "'", "<TOOLCALL>", "</TOOLCALL>", "<tool_calls>", "</tool_calls>", "<|end|>",
+        "<|python_start|>", "-" * 3_000,
     ]  # fmt: skip
-    for _ in range(1_500):
+    for _ in range(4_000):
         text = "".join(draw.choices(pieces, k=draw.randrange(14)))
         markup = Markup(draw.choice(list(CallFormat)), draw.choice((None, THINK)), draw.random() < 0.3)
         whole = read_reply(text, markup, TOOLS, "j")

@@ -213,6 +213,8 @@ class ChatTemplate:
                     return Chat(messages, rendering, end, fault=error)
                 use = ToolUse(CallFormat.JSON)  # earlier calls alone: the template may do what it likes
             told, tools = use.told(messages, rendering.tools)
+        if thinking_marks(self._source) == CHANNELS:
+            told = [_with_thinking(message) for message in told]
         fault = next(filter(None, map(contents.fault, told)), None)
         return Chat(told, rendering, end, tools, use=contents, fault=fault)
 
@@ -287,6 +289,12 @@ class ChatTemplate:
 
 def _concerns_tools(message: Mapping[str, Any]) -> bool:
     return message.get("role") == "tool" or bool(message.get("tool_calls"))
+
+
+def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose reasoning stands where gpt-oss's template looks, which takes it only without a text."""
+    thoughts = message.get("reasoning_content")
+    return {**message, "thinking": thoughts} if thoughts and not message.get("content") else message
 
 
 def thinking_marks(source: str) -> tuple[str, str] | None:
