@@ -24,16 +24,19 @@ from benchmarks.common.options import add_formats, precision_from
 from benchmarks.common.steps import FILL, Steps
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
-from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.model.spec import Attention, ModelSpec
 from nightmill.worker.runners.base import StepBatch
 from nightmill.worker.runners.gpu.device.graphs import Graph
+from nightmill.worker.runners.gpu.device.operands import Matrix
+from nightmill.worker.runners.gpu.kinds import mixer_sizes
 from nightmill.worker.runners.gpu.kv_cache import PAGE
 from nightmill.worker.runners.gpu.layers import Addition, Layer, LayerKernels
 from nightmill.worker.runners.gpu.memory import RunnerSizes
+from nightmill.worker.runners.gpu.mixers import AttentionMixer, LayerMixer, StateMixer
 from nightmill.worker.runners.gpu.model import Model, Shared
 from nightmill.worker.runners.gpu.runner import CudaRunner, Launching
 from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
-from tests.support.limits import BYTES_PER_S, FLOPS
+from tests.support.limits import BYTES_PER_S, FLOPS, flops_of_state
 
 PROMPT = 1024  # tokens of each sequence in the prefill step
 REPLAYS = 9
@@ -65,7 +68,8 @@ class Recorder:
         self._name = name
 
     def __getattr__(self, method: str) -> Any:
-        return partial(self._noted, method, getattr(self._target, method))
+        found = getattr(self._target, method)
+        return partial(self._noted, method, found) if callable(found) else found
 
     def __call__(self, *arguments: Any) -> None:
         self._noted("", self._target, *arguments)
@@ -79,43 +83,55 @@ class Costs:
     """Bytes and FLOPs of the operations of one step, all layers together; bytes are of the formats kept."""
 
     def __init__(self, spec: ModelSpec, model: Model, tokens: int, draws: int, keys: int, pairs: int) -> None:
-        """keys: cached tokens that attention reads; pairs: visible (query, key) pairs, both of one layer."""
-        attention, ffn = spec.layers[0].attention, spec.layers[0].feed_forward.width
-        heads, kv_heads, head = attention.heads, attention.kv_heads, attention.head_dim
-        width, layers, vocab = spec.width, len(spec.layers), spec.vocab
-        queries, qkv = heads * head, (heads + 2 * kv_heads) * head
+        """keys: cached tokens that attention reads; pairs: visible (query, key) pairs, both of one layer.
 
-        def kept(matrix: str) -> int:
-            return sum(getattr(layer.weights, matrix).bytes for layer in model.layers)
-
-        def product(outputs: int, inputs: int, rows: int, size: int = 2) -> tuple[int, int]:  # but the weight
-            return 2 * rows * inputs + size * rows * outputs, 2 * rows * outputs * inputs
-
-        def layered(cost: tuple[int, int], weights: int = 0) -> tuple[int, int]:
-            return layers * cost[0] + weights, layers * cost[1]
-
-        def but_last(outputs: int, inputs: int, size: int, weights: int) -> tuple[int, int]:
-            """Where the last layer computes only the rows that draw."""
-            every, last = product(outputs, inputs, tokens, size), product(outputs, inputs, draws, size)
-            return (layers - 1) * every[0] + last[0] + weights, (layers - 1) * every[1] + last[1]
-
-        cache = model.layers[0].cache
-        read = keys * (cache.keys.bytes + cache.values.bytes) // (cache.pages * PAGE)
-        attention = layered((read + 4 * tokens * queries, 4 * head * heads * pairs))
-        moved, flops = product(vocab, width, draws, 4)
-        parts = {
-            "qkv": layered(product(qkv, width, tokens), kept("qkv")),
-            "output": but_last(width, queries, 8, kept("attn_output")),
-            "gate_up and swiglu": but_last(2 * ffn, width, 1, kept("gate_up")),  # of two columns, one half
-            "down": but_last(width, ffn, 8, kept("ffn_down")),
-            "head": (moved + model._weights.head.bytes, flops),
+        All sequences draw, so that as many states go there and back.
+        """
+        self.of: dict[str, tuple[int, int]] = {}
+        width, rows, normed = spec.width, tokens, 0
+        last = max(index for index, layer in enumerate(spec.layers) if layer.mixer is not None)
+        for index, (layer, bound) in enumerate(zip(spec.layers, model.layers, strict=True)):
+            mixer, sizes, own, ffn = layer.mixer, mixer_sizes(layer.mixer), bound.weights, layer.feed_forward
+            if isinstance(mixer, Attention):
+                self._add("qkv", own.qkv, sizes.inputs, width, rows)
+                self._add("gates", own.attn_gate, sizes.gates, width, rows)
+                cache = bound.cache
+                read = keys * (cache.keys.bytes + cache.values.bytes) // (cache.pages * PAGE)
+                attention = read + 4 * tokens * sizes.outputs, 4 * sizes.outputs * pairs
+                self._sum("decode_attention", *attention)
+                self._sum("prefill_attention", *attention)
+                self._sum("open_gates", 6 * tokens * sizes.gates, 0)
+            elif mixer is not None:
+                self._add("mixer input", own.mixer_input, sizes.inputs, width, rows)
+                self._add("controls", own.mixer_controls, sizes.controls, width, rows, 4)
+                states = 2 * draws * sum(array.bytes for array in layer.state)
+                handed = tokens * (2 * (sizes.inputs + sizes.outputs) + 4 * sizes.controls)
+                chunked = 0 if tokens == draws else tokens * flops_of_state(mixer)
+                self._sum(mixer.title, states + handed, chunked)
+            normed += rows * (mixer is not None) + rows * (ffn.width > 0)
+            if index == last:
+                rows = draws  # that the others need no more
+            if mixer is not None:
+                self._add("output", own.attn_output, width, sizes.outputs, rows, 8)
+            if ffn.width:
+                inner = 2 * ffn.width if ffn.gated else ffn.width
+                self._add("gate_up and swiglu", own.gate_up, inner, width, rows, 1 if ffn.gated else 2)
+                self._add("down", own.ffn_down, width, ffn.width, rows, 8)
+        self._add("head", model._weights.head, spec.vocab, width, draws, 4)
+        widest = mixer_sizes(spec.layers[last].mixer).outputs
+        self.of |= {
+            "rms_norm": (6 * width * (normed + draws), 0), "embed": (6 * tokens * width, 0),
+            "sample": (4 * draws * spec.vocab, 0), "gather_rows": (4 * draws * (widest + 2 * width), 0),
         }  # fmt: skip
-        self.of: dict[str, tuple[int, int]] = parts | {
-            "decode_attention": attention, "prefill_attention": attention,
-            "rms_norm": (((2 * layers - 1) * tokens + 2 * draws) * 6 * width, 0),
-            "embed": (6 * tokens * width, 0), "sample": (4 * draws * vocab, 0),
-            "gather_rows": (4 * draws * (queries + 2 * width), 0),
-        }  # fmt: skip
+
+    def _add(self, name: str, weight: Matrix, outputs: int, inputs: int, rows: int, size: int = 2) -> None:
+        """Count a product; size: bytes of an output, as they are written, or read and written."""
+        moved = weight.bytes + 2 * rows * inputs + size * rows * outputs
+        self._sum(name, moved * (outputs > 0), 2 * rows * outputs * inputs)
+
+    def _sum(self, name: str, moved: int, flops: int) -> None:
+        before = self.of.get(name, (0, 0))
+        self.of[name] = before[0] + moved, before[1] + flops
 
 
 def measure(runner: CudaRunner, batch: StepBatch, costs: Costs, rates: tuple[float, float]) -> Iterator[Line]:
@@ -155,18 +171,37 @@ def recorded(model: Model, inputs: StepInputs, shape: StepShape) -> list[tuple[s
     calls: list[tuple[str, Callable[[], None]]] = []
 
     def noted(target: Any, name: str = "") -> Any:
-        return Recorder(target, calls, lambda method, *_: name or method)
+        return target and Recorder(target, calls, lambda method, *_: name or method)
 
     def in_few_rows(layer: Layer) -> Any:
+        if layer.kernels.few is None:
+            return None
         products = {layer.weights.attn_output: "output", layer.weights.ffn_down: "down"}
-        names = {"qkv": "qkv", "swiglu": "gate_up and swiglu"}
+        names = {"qkv": "qkv", "input": "mixer input", "swiglu": "gate_up and swiglu"}
 
         def name(method: str, *arguments: Any) -> str:
             return names.get(method) or products[arguments[1]]
 
         return Recorder(layer.kernels.few, calls, name)
 
-    def added(addition: Addition, name: str) -> Addition:
+    def mixer_of(layer: Layer) -> LayerMixer | None:
+        mixer = layer.kernels.mixer
+        if isinstance(mixer, AttentionMixer):
+            return replace(
+                mixer, qkv=noted(mixer.qkv, "qkv"), decode=noted(mixer.decode, "decode_attention"),
+                prefill=noted(mixer.prefill, "prefill_attention"), gates=noted(mixer.gates, "gates"),
+                activate=noted(mixer.activate),
+            )  # fmt: skip
+        if isinstance(mixer, StateMixer):
+            return replace(
+                mixer, input=noted(mixer.input, "mixer input"), controls=noted(mixer.controls, "controls"),
+                launcher=noted(mixer.launcher, mixer.title),
+            )  # fmt: skip
+        return None
+
+    def added(addition: Addition | None, name: str) -> Addition | None:
+        if addition is None:
+            return None
         norms = noted(addition.norms, "rms_norm")
         return replace(addition, product=noted(addition.product, name), norms=norms)
 
@@ -180,8 +215,7 @@ def recorded(model: Model, inputs: StepInputs, shape: StepShape) -> list[tuple[s
         replace(
             layer,
             kernels=LayerKernels(
-                qkv=noted(layer.kernels.qkv, "qkv"), decode=noted(layer.kernels.decode, "decode_attention"),
-                prefill=noted(layer.kernels.prefill, "prefill_attention"),
+                mixer=mixer_of(layer),
                 output=noted(layer.kernels.output, "output"),
                 gate_up=noted(layer.kernels.gate_up, "gate_up and swiglu"),
                 down=noted(layer.kernels.down, "down"), few=in_few_rows(layer),

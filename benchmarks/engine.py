@@ -163,7 +163,8 @@ def figures(workload: Workload, turns: Sequence[Turn], limit: Limit) -> dict[str
     return {
         "prompt_tokens_per_s" if workload.counts_prompts else "output_tokens_per_s": rate,
         "all": [round(turn.rate) for turn in turns],
-        "limit_tokens_per_s": round(sum(prompts if workload.counts_prompts else answers) / least),
+        "limit_tokens_per_s": (bound := round(sum(prompts if workload.counts_prompts else answers) / least)),
+        "of_limit": round(rate / bound, 3),
         "tokens": last.tokens,
         "seconds": round(statistics.median(turn.seconds for turn in turns), 3),
         "prompt_tokens": last.stats.prompt_tokens,
@@ -245,7 +246,8 @@ def measure(
     try:
         for name, workload in workloads.items():
             budget = min(workload.token_budget, runner.max_tokens)
-            same |= {"slots": workload.slots, "token_budget": budget}
+            slots = min(workload.slots, runner.slots)  # fewer have states where memory is short
+            same |= {"slots": slots, "token_budget": budget}
             for which in constrained:
                 play(workload.begun() if options.quick else workload, runner, 0, **same, which=which)
                 turns = [
@@ -260,10 +262,11 @@ def measure(
                     "weights": runner.precision.weights.value,
                     "kv": runner.precision.kv.value,
                     **figures(workload, turns, limit),
-                    "slots": workload.slots,
+                    "slots": slots,
                     "token_budget": budget,
                     "depth": options.depth,
                     "weights_gib": round(runner.memory.weights / 2**30, 2),
+                    "states_gib": round(runner.memory.states.bytes / 2**30, 2),
                     "kv_pages": runner.kv_pages,
                     "ready_s": round(ready, 2),
                 }

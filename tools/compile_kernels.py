@@ -20,12 +20,18 @@ from typing import Any
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.rope import RopeStyle
-from nightmill.worker.model.spec import Activation, ModelSpec
+from nightmill.worker.model.spec import Activation, GatedDeltaNet, Mamba2, ModelSpec, Norm, ShortConv
+from nightmill.worker.runners.base import DRAW
 from nightmill.worker.runners.gpu.catalogue import sources_for
 from nightmill.worker.runners.gpu.device.compiler import COMMON_OPTIONS, cubin_name, kernel_directory
 from nightmill.worker.runners.gpu.device.element import Element
+from nightmill.worker.runners.gpu.device.sources import for_element, members, source_of
 from nightmill.worker.runners.gpu.device.waits import BOUNDED_WAITS
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
+from nightmill.worker.runners.gpu.sampling.sampler import SLOT
+from nightmill.worker.runners.gpu.states.convolution import ShortConvolution
+from nightmill.worker.runners.gpu.states.delta_net import DeltaNet
+from nightmill.worker.runners.gpu.states.mamba2 import Mamba
 from nightmill.worker.runners.kv_format import KvFormat
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -90,9 +96,42 @@ def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
         for architecture in architectures:
             sources = sources_for(spec, precision, hopper=architecture == HOPPER)
             yield from ((path, options, architecture) for path, options in sources)
+    yield from state_sources()
+    yield from reference_sources()
     for path, options in sources_for(bundled, f16, hopper=True):
         if path.stem in BOUNDED:
             yield path, (*options, BOUNDED_WAITS), HOPPER
+
+
+def state_sources() -> Iterator[tuple[Path, tuple[str, ...], str]]:
+    """The same of layers with states, of the sizes that models have and some others."""
+    plain = Norm(1e-6)
+    delta = GatedDeltaNet(key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4, norm=plain)
+    mamba = Mamba2(heads=64, head_dim=64, groups=8, state_size=128, kernel=4, norm=plain)
+    of_short = [*ShortConvolution.sources(ShortConv(width=2048, kernel=3)), source_of("copy_states")]
+    of_delta, of_mamba = DeltaNet.sources(delta), Mamba.sources(mamba)
+    on_hopper = DeltaNet.sources(delta, hopper=True)
+    other_delta = DeltaNet.sources(replace(delta, key_dim=96, value_dim=64, kernel=2))
+    other_mamba = Mamba.sources(replace(mamba, head_dim=80, state_size=256, kernel=3))
+    for sources, element, architecture in (
+        ([*of_short, *on_hopper, *of_mamba], Element.F16, HOPPER),
+        ([*of_short, *of_delta], Element.BF16, "sm_80"),
+        (of_delta, Element.F16, "sm_100"),
+        ([*other_delta, *other_mamba], Element.BF16, HOPPER),
+    ):
+        yield from ((*for_element(source, element), architecture) for source in sources)
+
+
+def reference_sources() -> Iterator[tuple[Path, tuple[str, ...], str]]:
+    """The readable kernels, which tests alone launch."""
+    records = (members("SLOT_MEMBERS", SLOT), members("DRAW_MEMBERS", DRAW))
+    yield (*source_of("sample_reference", *records), HOPPER)
+    of_elements = [source_of(f"{name}_reference") for name in ("product", "fp8", "rms_norm")]
+    packed = [source_of("packed_reference", f"-DFORMAT={name}") for name in ("Q4_K", "Q8_0")]
+    rope = [source_of("rope_reference", "-DHEAD_DIM=128", f"-DINTERLEAVED={pairs}") for pairs in (0, 1)]
+    for source in (*of_elements, *packed, *rope):
+        for element, architecture in ((Element.F16, HOPPER), (Element.BF16, "sm_80")):
+            yield (*for_element(source, element), architecture)
 
 
 def with_heads(spec: ModelSpec, size: int, style: RopeStyle) -> ModelSpec:

@@ -4,20 +4,25 @@
 takes its first message (bootsteps of the consumer would run again at every reconnect).
 """
 
+import atexit
 import gc
 import logging
 import os
 import signal
 import socket
+import sys
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from datetime import UTC, datetime
+from typing import Any, NoReturn
 
 from celery import Celery, bootsteps, signals
 from celery.concurrency.thread import TaskPool
 from celery.worker import state as celery_state
 
+from nightmill.jobs.base.contract import WorkerState
+from nightmill.jobs.base.hours import Hours
 from nightmill.jobs.base.last_resort import END_SECONDS, LastResort
 from nightmill.jobs.base.logs import fit
 from nightmill.jobs.base.settings import Settings
@@ -35,7 +40,13 @@ from nightmill.worker.assembly.engine import describe
 from nightmill.worker.assembly.fetching import with_model_file
 from nightmill.worker.assembly.model import LoadedModel, load_model, served_name
 from nightmill.worker.assembly.options import gpu_name, merge_options, worker_id_option, worker_options
-from nightmill.worker.assembly.sizes import capacity, gpu_index, hang_seconds, interactive_slots
+from nightmill.worker.assembly.sizes import (
+    capacity,
+    gpu_index,
+    hang_seconds,
+    interactive_slots,
+    max_sequences,
+)
 from nightmill.worker.link.link import ENGINE_COMMAND, EngineLink, launch_engine
 from nightmill.worker.service import tasks
 from nightmill.worker.service.heart import LOADING, Heart
@@ -44,7 +55,10 @@ from nightmill.worker.service.interactive import InteractiveConsumer
 from nightmill.worker.service.message_filter import FilteringAMQP
 from nightmill.worker.service.metrics import WorkerMetrics, serve_metrics
 from nightmill.worker.service.nvml import GpuProbe
-from nightmill.worker.service.shards import Service, ServiceOptions
+from nightmill.worker.service.resting import Resting, RestRule
+from nightmill.worker.service.service_options import ServiceOptions
+from nightmill.worker.service.shards import Service
+from nightmill.worker.service.sleeping import become, sleep_command, with_id
 
 log = logging.getLogger("nightmill.worker")
 
@@ -61,6 +75,9 @@ class EngineStep(bootsteps.StartStopStep):
         self.options = options
         self.service: Service | None = None
         self.registry: Any = None  # of metrics, if they are asked for
+        self.told_to_end = False
+        # Why this worker is to sleep, once it is; a signal to end comes before that.
+        self.rest_reason: str | None = None
         self.obj = self  # a step without an object is not started
 
     def create(self, parent: Any) -> "EngineStep":
@@ -100,7 +117,10 @@ class EngineStep(bootsteps.StartStopStep):
         self.housekeeper.close()
         try:
             self.housekeeper.sweep()  # announces what was handed back
-            self.claims.sign_off()
+            if self.rest_reason is None or self.told_to_end:
+                self.claims.sign_off()
+            else:
+                self.claims.beat(WorkerState.SLEEPING, self.rest_reason)
         except NightmillError as error:
             log.warning("%s", error)
         done = self.service.engine.stats
@@ -116,12 +136,38 @@ class EngineStep(bootsteps.StartStopStep):
             done.shared_tokens,
         )
 
+    def _rest(self, resting: Resting) -> None:
+        """End in order, to sleep, if there is a reason to. Raises DatabaseError."""
+        assert self.service is not None
+        if self.service.draining or (reason := resting.look()) is None:
+            return
+        log.info("going to sleep: %s", reason)
+        self.rest_reason = reason
+        self.service.begin_drain()
+        if not _told_to_end():
+            celery_state.should_stop = 0
+
+    def _sleep(self, settings: Settings) -> None:
+        """Become the process that sleeps (`worker.sleeping`): the last that this one does, if it is to rest.
+
+        Whoever told it to end meanwhile gets that: the flag was set by a signal, not by `_rest` alone.
+        """
+        if self.rest_reason is None or self.told_to_end or celery_state.should_stop:  # 0: to end in order
+            return
+        options = {"hours": settings.hours, "idle_seconds": settings.idle_seconds}
+        command = with_id([sys.executable, *sys.orig_argv[1:]], self.claims.worker_id)
+        command = sleep_command(self.claims.worker_id, served_name(settings), options, command)
+        become(command, blocked=True)
+
     def _start(self, parent: Any) -> None:
         for chatter in ("celery.worker.strategy", "celery.app.trace"):  # two lines for every message
             logging.getLogger(chatter).setLevel(logging.WARNING)
         settings = with_model_file(
             merge_options(Settings.from_env(), self.options), tell=lambda _: celery_state.maybe_shutdown()
         )
+        atexit.register(self._sleep, settings)
+        if settings.hours is not None and not Hours.parse(settings.hours).open_at(datetime.now(UTC)):
+            self._sleep_at_once(settings)
         if settings.metrics_port is not None:
             self.registry = serve_metrics(settings.metrics_host, settings.metrics_port)
             log.info("metrics at http://%s:%d/metrics", settings.metrics_host, settings.metrics_port)
@@ -134,15 +180,30 @@ class EngineStep(bootsteps.StartStopStep):
             engine.stop()
             raise
 
-    def _serve(self, parent: Any, settings: Settings, engine: EngineLink) -> None:
+    def _register(self, settings: Settings, detail: str) -> str | None:
+        """Open the database, and write this worker's row; returns the name of its GPU."""
         self.database = Database(settings)
         self.database.ensure_schema()
-        self.broker = Broker(settings)
-        self.broker.ping()
         self.claims = Claims(self.database, self.options.get("worker_id") or uuid.uuid4().hex)
         gpu = gpu_index(settings)
         named = None if gpu is None else gpu_name(gpu)
-        self.claims.register(socket.gethostname(), os.getpid(), served_name(settings), named, LOADING)
+        self.claims.register(socket.gethostname(), os.getpid(), served_name(settings), named, detail)
+        return named
+
+    def _sleep_at_once(self, settings: Settings) -> NoReturn:
+        """Sleep without having loaded anything, since it was started outside its hours."""
+        self._register(settings, LOADING)
+        reason = RestRule(self.claims, settings, ()).reason(0.0)
+        self.rest_reason = reason or "until its hours begin"  # the database's clock may be ahead
+        self.claims.beat(WorkerState.SLEEPING, self.rest_reason)
+        self.database.close()
+        log.info("going to sleep: %s", self.rest_reason)
+        raise SystemExit(0)
+
+    def _serve(self, parent: Any, settings: Settings, engine: EngineLink) -> None:
+        self.broker = Broker(settings)
+        self.broker.ping()
+        named = self._register(settings, LOADING)
         heart = Heart(self.claims, settings.stale_seconds)
         try:
             with heart.while_loading(settings.heartbeat_seconds) as tell:
@@ -154,19 +215,21 @@ class EngineStep(bootsteps.StartStopStep):
             with suppress(NightmillError):  # what happened first is what matters
                 self.claims.withdraw()
             raise
-        probe = GpuProbe(gpu)
+        probe = GpuProbe(gpu_index(settings))
+        resting = Resting(RestRule(self.claims, settings, (None, model.name)), self.service.in_flight)
         self.housekeeper = Housekeeper(
-            self.service, self.claims, heart, self.broker, settings, model.name, probe
-        )
+            self.service, self.claims, heart, self.broker, settings, model.name, probe,
+            lambda: self._rest(resting),
+        )  # fmt: skip
         if self.registry is not None:
             self.registry.register(WorkerMetrics(self.service, model.name, named, probe))
         tasks.register(parent.app, self.service.run_shard)
         parent.app.amqp.queues.select([queue_name(None), queue_name(model.name)])
         service = self.service
         # The signal arrives in a signal handler: set a field there, and nothing else.
-        self._on_shutdown = lambda **_: service.begin_drain()
+        self._on_shutdown = lambda **_: self._told(service)
         signals.worker_shutting_down.connect(self._on_shutdown, weak=False)
-        signal.signal(signal.SIGQUIT, lambda *_: _hand_back(service))
+        signal.signal(signal.SIGQUIT, lambda *_: self._hand_back(service))
         self.interactive = InteractiveConsumer(
             self.broker,
             (None, model.name),
@@ -183,6 +246,18 @@ class EngineStep(bootsteps.StartStopStep):
         gc.freeze()  # what is alive now stays: collections need not visit its 130,000 objects (0.1 s)
         log.info("ready: %s", describe(settings, model, engine.stats))
 
+    def _told(self, service: Service) -> None:
+        """A signal has told this worker to end: it does not sleep, also if it was about to."""
+        self.told_to_end = True
+        service.begin_drain()
+
+    def _hand_back(self, service: Service) -> None:
+        """End in order, but now (SIGQUIT). Celery would try to kill its tasks, which threads cannot be."""
+        self.told_to_end = True
+        service.begin_drain(at_once=True)
+        if not _is_set(celery_state.should_stop):
+            celery_state.should_stop = 0
+
     def _wait_for_engine(
         self, settings: Settings, model: LoadedModel, engine: EngineLink, tell: Callable[[str], None]
     ) -> Service:
@@ -191,19 +266,23 @@ class EngineStep(bootsteps.StartStopStep):
             if news is not None:
                 tell(news)
 
-        return Service(
+        running = max_sequences(settings)
+        service = Service(
             self.claims,
             engine,
             model,
             ServiceOptions(
-                capacity=capacity(settings),
-                reserved_slots=interactive_slots(settings),
+                capacity=capacity(running),
+                reserved_slots=interactive_slots(running),
                 drain_seconds=settings.drain_seconds,
             ),
             followers=Followers(self.broker),
             on_fatal=_end_process,
             while_loading=while_loading,
         )
+        running = engine.stats.sequences  # fewer, where memory has no room for the states of all
+        service.in_flight.resize(capacity(running), interactive_slots(running))
+        return service
 
 
 class RoomStep(bootsteps.StartStopStep):
@@ -237,13 +316,6 @@ def make_worker_app() -> Celery:
     worker_app.steps["worker"].add(EngineStep)
     worker_app.steps["consumer"].add(RoomStep)
     return worker_app
-
-
-def _hand_back(service: Service) -> None:
-    """End in order, but now (SIGQUIT). Celery would try to kill its tasks, which threads cannot be."""
-    service.begin_drain(at_once=True)
-    if not _is_set(celery_state.should_stop):
-        celery_state.should_stop = 0
 
 
 def _told_to_end() -> bool:

@@ -62,15 +62,6 @@ static __device__ __forceinline__ uint32_t load_streaming_4(const void* source) 
     return word;
 }
 
-// Through L1, and each time anew: the compiler would keep it in registers.
-static __device__ __forceinline__ Element8 load_again(const void* source) {
-    Element8 v;
-    asm volatile("ld.global.ca.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
-                 : "l"(source));
-    return v;
-}
-
 // C += A B in FP32.
 static __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32." ELEMENT "." ELEMENT ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -103,6 +94,11 @@ static __device__ __forceinline__ float gelu_times(float gate, float up) {
     return logistic_times(gate, __fmul_rn(gate, __fmaf_rn(__fmul_rn(gate, gate), CUBIC, LINEAR)), up);
 }
 
+// max(gate, 0)^2 * up; what is no number stays so.
+static __device__ __forceinline__ float relu_squared_times(float gate, float up) {
+    return gate < 0.0f ? 0.0f : __fmul_rn(__fmul_rn(gate, gate), up);
+}
+
 static __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
@@ -131,12 +127,6 @@ static __device__ __forceinline__ void store_shared(uint32_t address, const Elem
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.word[0]), "r"(v.word[1]),
                  "r"(v.word[2]), "r"(v.word[3])
                  : "memory");
-}
-
-static __device__ __forceinline__ uint32_t load_shared_1(uint32_t address) {
-    uint32_t byte;
-    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(byte) : "r"(address));
-    return byte;
 }
 
 // 16 bytes of them.

@@ -2,6 +2,7 @@
 //
 //   swiglu, geglu  silu(gate) * up, gelu(gate) * up of inner (T, 2 F) elements, gate first (Shazeer 2020)
 //   silu, gelu     of inner (T, F)
+//   reglu_squared, relu_squared  the same with max(x, 0)^2
 // out (T, F) elements; bias float, as long as a row of inner, or null, is added first; F is a multiple of 8. 6 bytes a
 // result, or 4 without a gate: bound by memory. A thread makes 8 results; threads are numbered through the whole output.
 #include "common/common.cuh"
@@ -43,3 +44,20 @@ ACTIVATE_KERNEL(swiglu, true, silu_times)
 ACTIVATE_KERNEL(geglu, true, gelu_times)
 ACTIVATE_KERNEL(silu, false, silu_times)
 ACTIVATE_KERNEL(gelu, false, gelu_times)
+ACTIVATE_KERNEL(reglu_squared, true, relu_squared_times)
+ACTIVATE_KERNEL(relu_squared, false, relu_squared_times)
+
+// mixed (T, width) elements times the sigmoids of gates (T, width): of `chunks` of 8. 6 bytes a result.
+extern "C" __global__ void __launch_bounds__(256)
+    open_gates(Element* __restrict__ mixed, const Element* __restrict__ gates, int chunks) {
+    launch_next();
+    wait_for_previous(mixed, gates);
+    const int64_t index = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
+    if (index >= chunks) return;
+    float values[8], gate[8];
+    unpack(reinterpret_cast<const Element8*>(mixed)[index], values);
+    unpack(reinterpret_cast<const Element8*>(gates)[index], gate);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) values[i] = logistic_times(values[i], __fmul_rn(gate[i], -LOG2_E), 1.0f);
+    reinterpret_cast<Element8*>(mixed)[index] = pack(values);
+}

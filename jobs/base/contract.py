@@ -251,6 +251,7 @@ class WorkerState(_Word):
     STARTING = "starting"
     READY = "ready"
     DRAINING = "draining"
+    SLEEPING = "sleeping"  # it has no GPU and takes no jobs, until its hours begin or somebody resumes it
     STOPPED = "stopped"  # ended in order
     LOST = "lost"  # it fell silent, and may come back
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from nightmill.jobs.base.hours import Hours
 from nightmill.jobs.base.logs import LogFormat
 from nightmill.jobs.base.sentences import sentence
 from nightmill.jobs.base.signing import parse_secrets
@@ -139,6 +140,10 @@ class Settings(BaseModel):
     """Tokens a sequence may hold; by default the model's own limit, or what memory allows."""
     prefix_sharing: bool = True
     """Compute equal beginnings of prompts once."""
+    hours: str | None = None
+    """Times of day at which a worker serves, such as 22:00-06:00/Europe/Berlin; by default always."""
+    idle_seconds: float | None = Field(default=None, ge=1.0)
+    """Time without jobs after which a worker frees its GPU and sleeps until there are some."""
     drain_seconds: float = Field(default=30.0, ge=0.0)
     """Longest time for which a stopping worker continues its jobs."""
     hang_seconds: float | None = Field(default=None, gt=0.0)
@@ -173,6 +178,11 @@ class Settings(BaseModel):
             if isinstance(size := _memory(value), int):
                 return size
         raise ValueError("must be a size of at least 1MiB, such as 8GiB")
+
+    @field_validator("hours")
+    @classmethod
+    def _hours_are_windows(cls, value: str | None) -> str | None:
+        return None if value is None else str(Hours.parse(value))
 
     @field_validator("tokenizer_files")
     @classmethod

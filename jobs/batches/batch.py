@@ -16,6 +16,14 @@ from typing import Any
 
 from nightmill.jobs.base.contract import JobState, JsonObject
 from nightmill.jobs.batches.comparing import Difference, compare
+from nightmill.jobs.batches.requeueing import (
+    QueuedAgain,
+    Where,
+    announced,
+    check_changes,
+    check_max_tokens,
+    conditions_of,
+)
 from nightmill.jobs.batches.result_files import source_of, vet, write_in_order
 from nightmill.jobs.batches.submission import OnRows
 from nightmill.jobs.batches.unserved import served_models, stalled, takes, unserved_models
@@ -26,14 +34,17 @@ from nightmill.jobs.errors import (
 from nightmill.jobs.formats import Destination, FileFormat
 from nightmill.jobs.formats.frames import arrow_table, pandas_frame
 from nightmill.jobs.formats.layout import Layout
-from nightmill.jobs.formats.places import OnThisDisk, OutputTarget
+from nightmill.jobs.formats.places import OnThisDisk, OutputTarget, spool
+from nightmill.jobs.formats.shards import IntoFolder, is_folder
 from nightmill.jobs.messages.announcing import Announcer
 from nightmill.jobs.reply.batch_status import BatchRecord, BatchStatus, RowCount, make_status
 from nightmill.jobs.reply.job import Job
 from nightmill.jobs.request.fields import deadline_moment
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.deletion import Deletion
+from nightmill.jobs.sql.requeueing import Requeueing
 from nightmill.jobs.tables.arrow_files import table_of
+from nightmill.jobs.tables.into import UsersTable
 from nightmill.jobs.tables.layout import TableLayout, layout_of
 from nightmill.jobs.tables.shape import Shape
 
@@ -155,18 +166,28 @@ class Batch:
     ) -> int:
         """Write the rows that have succeeded so far to a file, in the format of its ending; returns how many.
 
-        Results of OpenAI's rows are JSON lines; a name with another ending has the batch's format.
+        Results of OpenAI's rows are JSON lines; a name with another ending has the batch's format. A name
+        that ends in a slash is a folder, which gets Parquet files of 100,000 rows each.
 
         The file appears once it is complete. An existing file is replaced if it contains only results of this
         batch; another one only with `overwrite`, and the batch's input never. Raises BatchFileError.
         """
-        return self.write_to(OnThisDisk(path), errors=False, overwrite=overwrite, on_rows=on_rows)
+        return self._write(path, errors=False, overwrite=overwrite, on_rows=on_rows)
 
     def write_errors(
         self, path: str | Path, *, overwrite: bool = False, on_rows: OnRows | None = None
     ) -> int:
         """Write the rows that have ended without a complete result, like `write_results`."""
-        return self.write_to(OnThisDisk(path), errors=True, overwrite=overwrite, on_rows=on_rows)
+        return self._write(path, errors=True, overwrite=overwrite, on_rows=on_rows)
+
+    def _write(self, path: str | Path, *, errors: bool, overwrite: bool, on_rows: OnRows | None) -> int:
+        if not is_folder(str(path)):
+            return self.write_to(OnThisDisk(path), errors=errors, overwrite=overwrite, on_rows=on_rows)
+        with spool() as folder:
+            place = IntoFolder(str(path), folder)
+            written = self.write_to(place, errors=errors, overwrite=overwrite, on_rows=on_rows)
+            place.deliver()
+            return written
 
     def write_to(self, place: OutputTarget, *, errors: bool, overwrite: bool, on_rows: OnRows | None) -> int:
         """Write results or errors to the local path of a target, without uploading it."""
@@ -183,6 +204,19 @@ class Batch:
             vet(file, self.store, self.name, self.record.fingerprint)
             jobs = self.errors() if errors else self.results()
             return write_in_order(file, jobs, on_rows=on_rows)
+
+    def write_into(self, target: str, *, errors: bool = False, on_rows: OnRows | None = None) -> int:
+        """Write the rows that have succeeded so far into a table of a database; returns how many.
+
+        target  `URL#TABLE`, PostgreSQL or SQLite; the table is made if it is not there
+        errors  write the rows that have ended without a complete result instead
+
+        A row of a job that is there already is replaced. Rows are written in groups, a transaction each:
+        after an interruption the same call goes on. Raises BatchFileError.
+        """
+        layout = layout_of(self.shape, FileFormat.PARQUET, Path("rows.parquet"), errors=errors)
+        jobs = self.errors() if errors else self.results()
+        return UsersTable(target).write(jobs, layout or Layout(FileFormat.PARQUET, errors), on_rows=on_rows)
 
     def diff(self, other: "Batch") -> Difference:
         """Compare the answers with another batch's, row by row: of other prompts, models or parameters."""
@@ -207,6 +241,40 @@ class Batch:
             queued += sum(map(len, groups.values()))
             self._announcer.announce(groups)
         return queued
+
+    def extend(self, max_tokens: int, *, deadline: datetime | timedelta | None = None) -> QueuedAgain:
+        """Queue the rows again that stopped by `length`, with this larger limit.
+
+        Their tokens were kept, so that continuing costs a prefill. The longer text begins with the shorter
+        one, and is what the row would have had with that limit at once, if a worker with the same arithmetic
+        continues it. Until then, and if it ends early, the row keeps the shorter text. `Job.history` tells
+        what the row was. Raises InvalidParameterError, and BatchConflictError if the batch is being deleted.
+        """
+        limit = check_max_tokens(max_tokens)
+        ends_at = deadline_moment(deadline, self.store.database.now())
+        return announced(Requeueing(self.store).extend(self.name, limit, ends_at), self._announcer)
+
+    def retry(
+        self,
+        *,
+        where: Where | None = None,
+        new_seeds: bool = False,
+        deadline: datetime | timedelta | None = None,
+        **changes: Any,
+    ) -> QueuedAgain:
+        """Queue rows again that failed, expired or were cancelled, with other parameters.
+
+        where      only rows with these values of `state` and `stop_reason`, such as {"state": "failed"}
+        new_seeds  give each row a new random seed
+        changes    limits and numbers of sampling, such as temperature (`batches.requeueing.CHANGEABLE`)
+
+        What a row was stays in `Job.history`. Rows that succeeded, and bad rows of the file, are not changed.
+        Raises InvalidParameterError, and BatchConflictError if the batch is being deleted.
+        """
+        changed, conditions = check_changes(changes), conditions_of(where or {})
+        ends_at = deadline_moment(deadline, self.store.database.now())
+        groups = Requeueing(self.store).retry(self.name, conditions, changed, ends_at, new_seeds=new_seeds)
+        return announced(groups, self._announcer)
 
     def delete(self, on_rows: OnRows | None = None) -> int:
         """Delete the batch and all its rows; returns the number of rows.

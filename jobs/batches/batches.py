@@ -20,6 +20,7 @@ from nightmill.jobs.errors import (
 from nightmill.jobs.formats import Destination, FileFormat, InputFile
 from nightmill.jobs.formats.frames import Prompts, items_of
 from nightmill.jobs.formats.plain import ROW_KEYS
+from nightmill.jobs.formats.together import open_input
 from nightmill.jobs.messages.announcing import Announcer
 from nightmill.jobs.reply.batch_status import BatchRecord
 from nightmill.jobs.request.fields import OF_A_BATCH, deadline_moment, moment
@@ -29,7 +30,8 @@ from nightmill.jobs.sql.deletion import Deletion
 from nightmill.jobs.tables.columns import Table
 from nightmill.jobs.tables.memory import TableItems
 from nightmill.jobs.tables.options import TableOptions, without_table
-from nightmill.jobs.tables.reading import TableFile, table_source
+from nightmill.jobs.tables.reading import TableFile
+from nightmill.jobs.tables.together import table_source
 
 _OF_CHATS = ("reasoning_effort", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 _KEPT = ("priority", "max_attempts", *_OF_CHATS)  # stored settings besides parameters
@@ -96,18 +98,22 @@ class Batches:
         check_model: Callable[[str], None],
         outputs: Sequence[Destination] = (),
         on_entered: Callable[[str], object] = lambda name: None,
+        asker: str | None = None,
     ) -> Generator[int, None, Batch]:
-        """Submit a batch in small steps; yields the number of read rows that are committed."""
+        """Submit a batch in small steps; yields the number of read rows that are committed.
+
+        asker  the name of the key that it came with over HTTP
+        """
         table: Table | None = None
         if (options := TableOptions.of(settings)) is not None:
             made = table_source(source, options)
             source, table = made, made.table
             settings = without_table(settings)
         elif isinstance(source, str | Path):
-            source = InputFile(source)
+            source = open_input(source)
         elif not isinstance(source, InputFile | TableItems):
             source = items_of(source, ROW_KEYS)
-        defaults = JobSpec.defaults(settings, OF_A_BATCH).updated({"batch": name})
+        defaults = JobSpec.defaults(settings, OF_A_BATCH).updated({"batch": name}, {"asker": asker})
         if defaults.model is not None:
             check_model(defaults.model)
         fingerprint: str | None = None

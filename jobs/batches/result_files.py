@@ -5,13 +5,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from nightmill.jobs.base.contract import JsonObject
+from nightmill.jobs.errors import BatchFileError
 from nightmill.jobs.formats import Destination, FileFormat, InputFile, error_row, result_row
 from nightmill.jobs.formats.places import OutputTarget
+from nightmill.jobs.formats.together import FilesTogether
 from nightmill.jobs.reply.job import Job
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.jobs import Selection, Store
 from nightmill.jobs.tables.layout import layout_of
 from nightmill.jobs.tables.reading import TableFile
+from nightmill.jobs.tables.together import paths_of
 
 ROWS_PER_CALL = 100  # rows between calls of `on_rows`
 
@@ -28,7 +31,13 @@ def destinations(
     """Open the result file and the error file of an input, which must be three different files. Raises
     BatchFileError."""
     shape = source.table.shape if isinstance(source, TableFile) else None
-    apart = {"the input": source.path}
+    apart = paths_of(source)
+    for target in (results, errors):
+        if isinstance(source, FilesTogether) and source.takes(_first_file(target.label)):
+            raise BatchFileError(
+                f"{target.label}: would be one of the files of {source.label} the next time: "
+                "name another folder"
+            )
     with (
         Destination(
             results.path,
@@ -83,6 +92,11 @@ def write_in_order(
             if on_rows is not None and written % ROWS_PER_CALL == 0:
                 on_rows(written)
     return written
+
+
+def _first_file(label: str) -> Path:
+    """Return the path of the first file that is written."""
+    return Path(label) / "part-00000.parquet" if label.endswith("/") else Path(label)
 
 
 def source_of(path: str | None) -> Mapping[str, Path]:

@@ -22,7 +22,7 @@ from nightmill.jobs.sql.deletion import Deletion
 from nightmill.jobs.sql.jobs import Selection, Store
 from nightmill.jobs.tables.memory import TableItems
 from nightmill.jobs.tables.options import TableOptions, without_table
-from nightmill.jobs.tables.reading import table_source
+from nightmill.jobs.tables.together import table_source
 
 MOST_ROWS = 100
 _MANY = 0.2  # of the answers: so many that are cut are no accident

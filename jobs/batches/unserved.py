@@ -10,8 +10,8 @@ from nightmill.jobs.sql.workers import WorkerStore
 
 
 def served_models(store: BatchStore) -> frozenset[str]:
-    """Return the names of models that live workers serve."""
-    return frozenset(worker.model for worker in WorkerStore(store.database).serving())
+    """Return the names of models that live workers serve, or will once they are awake."""
+    return frozenset(worker.model for worker in WorkerStore(store.database).serving(sleeping=True))
 
 
 def unserved_models(

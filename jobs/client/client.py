@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from nightmill.jobs.base.contract import JobState, Prompt
+from nightmill.jobs.base.contract import JobState, Prompt, WorkerState
 from nightmill.jobs.base.ids import JobIds
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.batches.batch import Batch
@@ -360,6 +360,19 @@ class Client:
     def serving(self, model: str | None = None) -> list[Worker]:
         """Return the live workers that serve `model` (None: any model) or are about to."""
         return self._workers.serving(model)
+
+    def sleeping(self, model: str | None = None) -> list[Worker]:
+        """Return the workers that sleep and will serve `model` (None: any model) once they are awake."""
+        asleep = self._workers.serving(model, sleeping=True)
+        return [worker for worker in asleep if worker.state == WorkerState.SLEEPING]
+
+    def pause_workers(self, workers: Sequence[str] | None = None, *, paused: bool = True) -> list[Worker]:
+        """Pause live workers, or with `paused=False` resume them; returns those that this changed.
+
+        A paused worker finishes what it can in its drain time, frees its GPU and sleeps until it is resumed.
+        `workers` are ids or unique beginnings of ids; None: all. Raises InvalidRequestError.
+        """
+        return self._workers.pause(workers, paused=paused)
 
     # -- change of mind --------------------------------------------------------------------------
 

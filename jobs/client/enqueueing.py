@@ -169,8 +169,9 @@ def owned_key(owner: str | None, idempotency_key: str) -> str:
 
 
 def _owned(spec: JobSpec, number: int, owner: str | None) -> JobSpec:
-    """Return a spec with its owner's key; jobs after the first get a number, after a line break that no
-    header contains."""
+    """Return a spec with its owner and the owner's key; jobs after the first get a number in it, after a line
+    break that no header contains."""
+    spec = spec if owner is None else replace(spec, asker=owner)
     if spec.idempotency_key is None:
         return spec
     key = owned_key(owner, spec.idempotency_key)

@@ -16,11 +16,13 @@ from nightmill.jobs.commands.options import CommandGroup, json_option
 from nightmill.jobs.commands.over_http import describe_http, http_batch, http_values
 from nightmill.jobs.commands.printing import counted, describe_status, say_if_nobody_serves
 from nightmill.jobs.commands.progress import EXIT_FAILED, BatchProgress, logged_errors
+from nightmill.jobs.commands.query_options import input_named, query_options
+from nightmill.jobs.commands.requeueing import extend, retry
 from nightmill.jobs.commands.table_options import opened_with, table_options, taken
-from nightmill.jobs.commands.terminal import LiveLine, ProgressLine, confirm, echo, echo_err, echo_json, table
+from nightmill.jobs.commands.terminal import confirm, echo, echo_err, echo_json, table
+from nightmill.jobs.commands.writing import errors, progress_of, results
 from nightmill.jobs.errors import BatchNotFoundError
 from nightmill.jobs.formats import FileFormat, InputFile
-from nightmill.jobs.formats.places import STANDARD, brought_to, taken_from
 from nightmill.jobs.reply.batch_status import BatchState, BatchStatus, status_values
 from nightmill.jobs.sql.prune import Pruned
 
@@ -50,6 +52,7 @@ def batch() -> None:
       nightmill batch results tonight -o results.jsonl
       nightmill batch errors tonight -o errors.jsonl
       nightmill batch retry-failed tonight
+      nightmill batch extend tonight --max-tokens 4096
       nightmill batch diff tonight yesterday
 
     A batch is submitting, scheduled, queued or running; in the end it is completed (every row succeeded),
@@ -59,7 +62,8 @@ def batch() -> None:
 
 
 @batch.command()
-@click.argument("file")
+@click.argument("file", required=False)
+@query_options
 @FORMAT_OPTION
 @click.option("--name", help="Name of the batch; by default made of the file, the model and the parameters.")
 @click.option("--model", help="Name of the model that must serve every row, whatever the rows say.")
@@ -68,7 +72,9 @@ def batch() -> None:
 @job_options(*BATCH_OPTIONS)
 @json_option
 def submit(
-    file: str,
+    file: str | None,
+    query: str | None,
+    from_url: str | None,
     format: str | None,
     name: str | None,
     on_end: str | None,
@@ -83,7 +89,8 @@ def submit(
     With --template it is any table, and each of its rows a prompt (docs/tables.md). Parameters given here are
     defaults of the rows. A bad row becomes a failed row and stops nothing.
     Repeating an interrupted command resumes it, with the times of the first one. FILE must not change
-    meanwhile. Use - for FILE to read standard input; it may also be at s3://, gs:// or https://.
+    meanwhile. Use - for FILE to read standard input. It may also be a folder of files, a pattern such as
+    'rows/*.parquet', or at s3://, gs://, hf:// or https://; --query takes the rows of a database.
 
     With --on-end the command waits until the batch has ended, like watch, and then runs COMMAND, which reads
     the status as JSON. Repeated after an interruption, it follows the same batch.
@@ -100,11 +107,10 @@ def submit(
     settings = given(options) | table
     opened = opened_with(settings)
     with Client() as client:
-        wanted = None if format is None else FileFormat(format)
         spool_bytes = client.settings.spool_bytes
         with (
             logged_errors(None),
-            taken_from(file, wanted, most=spool_bytes, opened=opened) as source,
+            input_named(file, query, from_url, format, most=spool_bytes, opened=opened) as source,
             submitting(source) as on_rows,
         ):
             made = client.submit_batch(source, name=name, on_rows=on_rows, webhook=webhook, **settings)
@@ -149,7 +155,7 @@ def say_times(
 @contextmanager
 def submitting(source: InputFile, *, show: bool = True) -> Iterator[Callable[[int], None]]:
     """Show a progress bar for a file, if `show`; yields the `on_rows` callback for submit_batch."""
-    with _progress("submitting", source.size, megabytes=True, show=show) as update:
+    with progress_of("submitting", source.size, megabytes=True, show=show) as update:
         yield lambda _: update(source.position)
 
 
@@ -222,51 +228,8 @@ def watch(name: str, as_json: bool) -> None:
     raise SystemExit(EXIT_CODES[found.state])
 
 
-def _write_command(kind: str, help_text: str) -> click.Command:
-    errors = kind == "errors"
-
-    @click.argument("name")
-    @click.option("-o", "--output", metavar="FILE", required=True, help="File to write, or -.")
-    @click.option("--overwrite", is_flag=True, help="Replace FILE even if it holds something else.")
-    @json_option
-    def write(name: str, output: str, overwrite: bool, as_json: bool) -> None:
-        with Client() as client:
-            found = client.get_batch(name)
-            now = found.status(errors=False)
-            total = now.unsuccessful if errors else now.succeeded
-            with brought_to(output, found.format, most=client.settings.spool_bytes) as place:
-                with _progress(f"writing {kind}", total) as update:
-                    rows = found.write_to(place, errors=errors, overwrite=overwrite, on_rows=update)
-                place.deliver()
-        left = now.rows - now.done
-        piped = output == STANDARD
-        if as_json:
-            echo_json({"path": output, "rows": rows, "unfinished": left}, err=piped)
-            return
-        more = f"; not done yet: {counted(left, 'row')}" if left else ""
-        echo(f"{printable(output)}: {counted(rows, 'row')}{more}", err=piped)
-
-    return click.command(kind, help=help_text)(write)
-
-
-batch.add_command(
-    _write_command(
-        "results",
-        "Write the rows that succeeded, in the order of the input and in its format.\n\nThe file appears "
-        "when it is complete. A batch that is not done gives what there is. A file that is there is "
-        "replaced if it holds results of this batch and nothing else.",
-    )
-)
-batch.add_command(
-    _write_command(
-        "errors",
-        "Write the rows that failed, expired or were cancelled: why, and the text that they had.\n\nIn the "
-        "order of the input; the file appears when it is complete. A file that is there is replaced if it "
-        "holds errors of this batch and nothing else.",
-    )
-)
-
-
+batch.add_command(results)
+batch.add_command(errors)
 batch.add_command(diff)
 
 
@@ -302,6 +265,10 @@ def retry_failed(name: str, deadline: str | None, as_json: bool) -> None:
     )
 
 
+batch.add_command(extend)
+batch.add_command(retry)
+
+
 @batch.command()
 @click.argument("name")
 @click.option("--yes", is_flag=True, help="Do not ask.")
@@ -313,7 +280,7 @@ def delete(name: str, yes: bool, as_json: bool) -> None:
         rows = found.status(errors=False).rows
         if not yes:
             confirm(f"Delete {counted(rows, 'row')} of batch {name}, results included?")
-        with _progress("deleting", rows) as update:
+        with progress_of("deleting", rows) as update:
             gone = found.delete(update)
     echo_json({"deleted": gone}) if as_json else echo(f"{printable(name)}: {counted(gone, 'row')} deleted")
 
@@ -335,7 +302,7 @@ def prune(older_than: str, dry_run: bool, as_json: bool) -> None:
     with Client() as client:
         done = client.prune(age, dry_run=True)
         if not dry_run:
-            with _progress("deleting", done.jobs) as update:
+            with progress_of("deleting", done.jobs) as update:
                 done = client.prune(age, on_jobs=update)
     _say_pruned(done, dry_run, as_json)
 
@@ -346,17 +313,3 @@ def _say_pruned(done: Pruned, dry_run: bool, as_json: bool) -> None:
         return
     verb = "would be deleted" if dry_run else "deleted"
     echo(f"{counted(done.jobs, 'job')} and {counted(done.batches, 'batch')} {verb}")
-
-
-@contextmanager
-def _progress(
-    label: str, total: int, *, megabytes: bool = False, show: bool = True
-) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on stderr, if that is a terminal; yields a function that sets it to a number."""
-    with LiveLine(ProgressLine(name=label, total=total), show=show, estimate=True) as live:
-
-        def update(done: int) -> None:
-            count = f"{done / 1e6:,.1f}/{total / 1e6:,.1f} MB" if megabytes else ""
-            live.update(ProgressLine(name=label, done=done, total=total, count=count))
-
-        yield update

@@ -18,12 +18,12 @@ BATCH_OPTIONS = tuple(name for name in FIELDS if name in OF_A_BATCH and name != 
 AT = "scheduled_at"
 
 
-def job_options(*names: str) -> Callable[[Command], Command]:
-    """Make the options for these fields of a job; see `given`."""
+def job_options(*names: str, defaults: bool = True) -> Callable[[Command], Command]:
+    """Make the options for these fields of a job; see `given`. `defaults`: the help shows the defaults."""
 
     def add(command: Command) -> Command:
         for name in names if isinstance(command, click.Command) else reversed(names):
-            command = _job_option(name)(command)
+            command = _job_option(name, defaults)(command)
         return command
 
     return add
@@ -65,9 +65,10 @@ _KINDS: dict[FieldKind, dict[str, Any]] = {
 }
 
 
-def _job_option(name: str) -> Callable[[Command], Command]:
+def _job_option(name: str, defaults: bool) -> Callable[[Command], Command]:
     field = FIELDS[name]
-    default = "" if field.default in (None, (), {}) or field.default is False else f" [{field.default:g}]"
+    unsaid = not defaults or field.default in (None, (), {}) or field.default is False
+    default = "" if unsaid else f" [{field.default:g}]"
     again = " (may be given several times)" if field.kind in (FieldKind.TEXTS, FieldKind.INTEGERS) else ""
     says = f"{field.says.removesuffix('.')}{again}{default}."
     option = _NAMES.get(name, f"--{name.replace('_', '-')}")

@@ -15,6 +15,7 @@ from nightmill.jobs.commands.progress import duration
 from nightmill.jobs.commands.terminal import LiveLine, ProgressLine, echo, echo_text, to_json, type_text
 from nightmill.jobs.formats.results import answer_values, reply_values
 from nightmill.jobs.reply.batch_status import BatchState, BatchStatus, unserved_sentence
+from nightmill.jobs.reply.history import EXTEND, begins_with
 from nightmill.jobs.reply.job import Job
 
 _LONGEST_LINE = 300  # characters of a prompt in a list; `show` prints all of it
@@ -37,6 +38,9 @@ def follow(client: Client, ids: list[str], *, show: bool, total_label: str = "jo
 def say_if_nobody_serves(client: Client, model: str | None) -> None:
     """Warn on stderr if no live worker serves `model`."""
     if not client.serving(model):
+        if asleep := client.sleeping(model):
+            echo(f"The worker sleeps, {printable(asleep[0].detail or '')}", err=True)
+            return
         which = "" if model is None else f" that serves {printable(model)!r}"
         echo(f"No worker is running{which}: start one, nightmill worker --model FILE", err=True)
 
@@ -70,16 +74,33 @@ def print_stream(client: Client, job_id: str) -> Job:
 def print_all_of(job: Job) -> None:
     """Print all fields of a job, its text last."""
     for name, value in json.loads(to_json(job_values(job))).items():
-        if value not in (None, [], {}, "") and name not in ("text", "answers", "errors"):
+        if value not in (None, [], {}, "") and name not in ("text", "answers", "errors", "history"):
             echo(_field(name, value if isinstance(value, str) else to_json(value)))
     for entry in job.errors:
         if "attempt" in entry:
             echo(_field(f"attempt {entry['attempt']}", f"{entry['at']} {entry['error']}"))
+    for entry in job.history:
+        echo(_field(f"before {entry.get('change')}", _former(job, entry)))
     if job.several:
         _print_several(job)
     elif job.text is not None:
         echo()
         echo_text(job.text)
+
+
+def _former(job: Job, entry: dict[str, Any]) -> str:
+    """Describe what a job was before it was queued again with other parameters."""
+    was = [f"{name} {to_json(value)}" for name, value in (entry.get("params") or {}).items()]
+    was += [f"seed {entry['seed']}"] if "seed" in entry else []
+    was.append(f"ended {entry.get('state')} ({entry.get('stop_reason')}) at {entry.get('at')}")
+    if entry.get("completion_tokens") is not None:
+        was.append(f"after {entry['completion_tokens']} tokens")
+    if entry.get("change") == EXTEND and job.state.final:
+        held = begins_with(job.text, entry)
+        was += [] if held is None else ["the text begins with its text" if held else "another text"]
+    if entry.get("arithmetic") not in (None, job.arithmetic):
+        was.append(f"computed by {entry['arithmetic']}")
+    return ", ".join(was)
 
 
 def _print_several(job: Job, after: int = -1) -> None:

@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 import click
 
-from nightmill.jobs.formats.inputs import InputFile
 from nightmill.jobs.formats.places import Opened
+from nightmill.jobs.formats.together import open_input
 from nightmill.jobs.tables.options import ALL, NONE, TABLE_KEYS, TableOptions
-from nightmill.jobs.tables.reading import TableFile
 from nightmill.jobs.tables.template import MAX_CHARACTERS, Empty
+from nightmill.jobs.tables.together import open_table
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -95,7 +95,7 @@ def table_options(command: Command) -> Command:
 def opened_with(settings: Mapping[str, Any]) -> Opened:
     """Choose the class that opens FILE: as a table if there is a template. Raises InvalidParameterError."""
     options = TableOptions.of(settings)
-    return InputFile if options is None else partial(TableFile, options=options)
+    return open_input if options is None else partial(open_table, options=options)
 
 
 def taken(options: dict[str, Any]) -> dict[str, Any]:

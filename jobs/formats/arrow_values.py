@@ -25,11 +25,6 @@ _DAYS_OF_400_YEARS = 146_097
 _DIGITS = {"s": 0, "ms": 3, "us": 6, "ns": 9}
 
 
-def friendly_schema(schema: Any) -> Any:
-    """The schema of `friendly` record batches."""
-    return arrow.schema([arrow.field(field.name, friendly_type(field.type)) for field in schema])
-
-
 def friendly(batch: Any) -> Any:
     """A record batch whose columns `to_json` takes."""
     columns = [_friendly_column(column) for column in batch.columns]

@@ -36,6 +36,8 @@ from nightmill.jobs.request.spec import JobSpec
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _CSV_SUFFIXES = (".csv", ".tsv")
 _PARQUET_SUFFIXES = (".parquet", ".pq")
+ENDINGS = (*_JSON_SUFFIXES, *_CSV_SUFFIXES, *_PARQUET_SUFFIXES, ".arrow", ".feather", ".ipc", ".arrows")
+"""What names of inputs end in, before `.gz`."""
 _ROWS_TO_LOOK_AT = 100  # searched for a valid row that shows which JSON format it is
 _HASHED_AT_ONCE = 1 << 20  # bytes
 _NAME_IT = "name it .jsonl, .csv, .tsv or .parquet"
@@ -127,6 +129,11 @@ class InputFile:
                 digest.update(piece)
                 yield
         self._stamp, self._fingerprint = stamp, digest.hexdigest()
+        return self._fingerprint
+
+    @property
+    def taken(self) -> str | None:
+        """The fingerprint that was taken last."""
         return self._fingerprint
 
     def changed(self, fingerprint: str | None = None) -> bool:

@@ -74,7 +74,7 @@ def _value(name: str, value: Any) -> Any:
 
 def read_ids(path: Path, columns: Mapping[str, str]) -> Iterator[str] | None:
     """Return the values of the column `id`; None unless this is a Parquet file of exactly these columns."""
-    arrow, parquet = _pyarrow()
+    arrow, parquet = pyarrow_parquet()
     try:
         with parquet.ParquetFile(path) as file:
             if not file.schema_arrow.equals(_schema(arrow, columns)):
@@ -97,11 +97,11 @@ class ParquetWriter:
     """
 
     def __init__(self, path: Path, columns: Mapping[str, str], label: str) -> None:
-        self._arrow, parquet = _pyarrow()
+        self._arrow, parquet = pyarrow_parquet()
         self._label = label
         self._schema = _schema(self._arrow, columns)
         self._rows: list[JsonObject] = []
-        with _errors(self._arrow, label):
+        with arrow_errors(self._arrow, label):
             self._writer = parquet.ParquetWriter(path, self._schema)
 
     def write(self, rows: Sequence[JsonObject]) -> None:
@@ -111,14 +111,14 @@ class ParquetWriter:
             self._write_group()
 
     def _write_group(self) -> None:
-        with _errors(self._arrow, self._label):
+        with arrow_errors(self._arrow, self._label):
             self._writer.write_table(self._arrow.Table.from_pylist(self._rows, schema=self._schema))
         self._rows = []
 
     def close(self) -> None:
         """Write the remaining rows and the footer."""
         self._write_group()
-        with _errors(self._arrow, self._label):
+        with arrow_errors(self._arrow, self._label):
             self._writer.close()
 
     def discard(self) -> None:
@@ -133,7 +133,8 @@ def _schema(arrow: Any, columns: Mapping[str, str]) -> Any:
     return arrow.schema([(name, getattr(arrow, kind)()) for name, kind in columns.items()])
 
 
-def _pyarrow() -> tuple[Any, Any]:
+def pyarrow_parquet() -> tuple[Any, Any]:
+    """Return pyarrow and its module for Parquet; raises MissingExtraError."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -143,7 +144,8 @@ def _pyarrow() -> tuple[Any, Any]:
 
 
 @contextmanager
-def _errors(arrow: Any, label: str) -> Iterator[None]:
+def arrow_errors(arrow: Any, label: str) -> Iterator[None]:
+    """Map the errors of pyarrow in this block to BatchFileError."""
     try:
         yield
     except (arrow.ArrowException, OSError) as error:

@@ -18,6 +18,8 @@ from nightmill.jobs.formats.copying import PIECE, copy
 from nightmill.jobs.formats.inputs import InputFile
 from nightmill.jobs.formats.remote import RemoteFile, is_remote
 from nightmill.jobs.formats.rows import FileFormat
+from nightmill.jobs.formats.shards import IntoFolder, is_folder
+from nightmill.jobs.formats.together import open_input
 
 STANDARD = "-"
 STDIN, STDOUT = "standard input", "standard output"
@@ -114,7 +116,7 @@ def _twice(name: str, other: str, what: str) -> BatchFileError:
 
 @contextmanager
 def taken_from(
-    name: str, format: FileFormat | None = None, *, most: int, opened: Opened = InputFile
+    name: str, format: FileFormat | None = None, *, most: int, opened: Opened = open_input
 ) -> Iterator[InputFile]:
     """Provide the input of this name, in `format` or in its detected format.
 
@@ -129,6 +131,9 @@ def taken_from(
     with spool() as folder:
         if is_remote(name):
             remote = RemoteFile(name)
+            if remote.is_several:
+                yield opened(remote.fetch_all(folder, most), format, label=remote.label)
+                return
             remote.fetch(folder / remote.name, most)
             yield opened(folder / remote.name, format, label=remote.label)
             return
@@ -143,10 +148,15 @@ def brought_to(name: str | None, format: FileFormat, *, most: int) -> Iterator[O
 
     Raises BatchFileError.
     """
-    if name is not None and name != STANDARD and not is_remote(name):
+    if name is not None and name != STANDARD and not is_remote(name) and not is_folder(name):
         yield OnThisDisk(name)
         return
     with spool() as folder:
+        if name is not None and is_folder(name):
+            if is_remote(name):
+                raise BatchFileError(f"{RemoteFile(name).label}: folders can only be written on this disk")
+            yield IntoFolder(name, folder)
+            return
         if name is not None and is_remote(name):
             yield _BehindUrl(name, folder, most)
             return
@@ -158,6 +168,8 @@ def errors_name(results: str) -> str | None:
     """Return the default name for errors, such as results.errors.jsonl for results.jsonl."""
     if results == STANDARD:
         return None
+    if is_folder(results):
+        return f"{results.rstrip('/')}.errors/"
     path = PurePosixPath(results)
     return results.removesuffix(path.name) + f"{path.stem}.errors{path.suffix}"
 

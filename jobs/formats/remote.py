@@ -7,6 +7,7 @@ libraries: neither is shown or stored.
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy as copy_of
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,11 +15,13 @@ from urllib.parse import urlsplit
 from nightmill.jobs.base.extras import pip_install
 from nightmill.jobs.errors import BatchFileError, MissingExtraError
 from nightmill.jobs.formats.copying import copy
+from nightmill.jobs.formats.together import is_input
 
-READABLE = ("s3", "gs", "https", "http")
+READABLE = ("s3", "gs", "hf", "https", "http")
 WRITABLE = ("s3", "gs")  # where an object appears atomically
+_LISTED = ("s3", "gs", "hf")  # where patterns and folders can be told from names
 _ABSENT = (404, 410)
-_PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
+_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub"}
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _VERSION = ("size", "ETag", "etag", "generation", "mtime", "LastModified", "updated", "created")
 """Keys of a file's metadata that identify its content, if the file system has them."""
@@ -39,7 +42,7 @@ class RemoteFile:
         if scheme not in READABLE or "::" in url:
             known = ", ".join(f"{one}://" for one in READABLE)
             raise BatchFileError(f"{self.label}: cannot be read from there; known are {known}, and paths")
-        self.name = re.sub(r"[^\w.-]", "-", self.label.rpartition("/")[2]).lstrip(".") or "rows"
+        self.name = _local_name(self.label.rpartition("/")[2])
         self._system, self._path = self._open(url)
 
     def check_writable(self) -> None:
@@ -75,6 +78,31 @@ class RemoteFile:
             raise BatchFileError(f"{self.label}: ended after {copied:,} of {version['size']:,} bytes")
         if self.version() != version:
             raise BatchFileError(f"{self.label}: changed while it was read; try again")
+
+    @property
+    def is_several(self) -> bool:
+        """True for a pattern, and for a folder (its name ends in a slash), where such can be listed."""
+        return self._scheme in _LISTED and ("*" in self.label or self.label.endswith("/"))
+
+    def fetch_all(self, folder: Path, most: int) -> Path:
+        """Copy what matches this pattern, or is in this folder, if it has at most `most` bytes together.
+
+        Returns the folder of the copies, whose names keep the order of the originals.
+        """
+        with self._errors():
+            found = self._system.glob(self._path) if "*" in self._path else self._system.find(self._path)
+            paths = sorted(path for path in found if is_input(Path(path)))
+        if not paths:
+            raise BatchFileError(f"{self.label}: there is no such file")
+        copies = folder / _local_name(self.label.rstrip("/*").rpartition("/")[2])
+        copies.mkdir()
+        for number, path in enumerate(paths):
+            one = copy_of(self)
+            one._path, one.label = path, f"{self._scheme}://{path}"
+            target = copies / f"{number:06d}-{_local_name(path.rpartition('/')[2])}"
+            one.fetch(target, most)
+            most -= target.stat().st_size
+        return copies
 
     def put(self, path: Path) -> None:
         """Upload `path` in its place."""
@@ -112,6 +140,11 @@ class RemoteFile:
             status = getattr(error, "status", None)
             said = f"status {status}" if status else getattr(error, "strerror", None) or type(error).__name__
             raise BatchFileError(f"{self.label}: cannot be reached: {said}") from error
+
+
+def _local_name(name: str) -> str:
+    """Return a name that is one of a file, and not hidden."""
+    return re.sub(r"[^\w.-]", "-", name).lstrip("._") or "rows"
 
 
 def _shown(url: str) -> str:

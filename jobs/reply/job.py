@@ -69,8 +69,12 @@ class Job:
     reasoning_tokens: int | None = None  # of all answers together
     arithmetic: str | None = None  # what computed the text (`jobs.Arithmetic`); older rows have none
     prompt_digest: str | None = None  # of the prompt's token ids; older rows have none
+    reuse: str | None = None  # which earlier answers may stand for its own (`jobs.request.reuse`)
+    reused_from: str | None = None  # the job that its text was computed for, if another's
+    reused_from_gone: bool = False  # that job has been deleted since
     error: str | None = None
     errors: list[JsonObject] = field(default_factory=list)  # one entry per attempt that failed or was charged
+    history: list[JsonObject] = field(default_factory=list)  # what it was before each change of parameters
     attempt: int = 0  # times claimed; the fencing token
     failures: int = 0  # attempts whose worker died while it ran this job alone
     max_attempts: int = 3  # failures after which the job is failed
@@ -186,6 +190,10 @@ def scores_of(job: Job) -> Scores:
     return scores
 
 
+IDLE = "idle, until there are jobs"
+"""Why a worker sleeps that wakes for the next job; anything else does not end by a job."""
+
+
 @dataclass(frozen=True, slots=True)
 class Worker:
     """A snapshot of a worker's row: a generating process and its last heartbeat."""
@@ -200,6 +208,12 @@ class Worker:
     heartbeat_at: datetime
     detail: str | None  # current activity, for example while it loads
     stats: JsonObject | None = None  # statistics of its engine, as of the heartbeat
+    paused: bool = False  # by hand: it sleeps, or is about to, until it is resumed
+
+    @property
+    def wakes_for_jobs(self) -> bool:
+        """True if it sleeps only for want of jobs."""
+        return self.state is WorkerState.SLEEPING and self.detail == IDLE
 
     @property
     def note(self) -> str | None:

@@ -51,6 +51,16 @@ def whole_number(lowest: int, highest: int) -> Check:
     return check
 
 
+def one_of(*words: str) -> Check:
+    """Accept one of these words."""
+
+    def check(value: Any) -> None:
+        if value not in words:
+            raise _not(" or ".join(map(str, words)), value)
+
+    return check
+
+
 def model_name(value: Any) -> None:
     """Accept the name of a model."""
     if not isinstance(value, str) or not _MODEL_NAME.fullmatch(value):

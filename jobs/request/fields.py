@@ -17,6 +17,7 @@ from nightmill.jobs.base.times import on_calendar
 from nightmill.jobs.errors import InvalidParameterError, RowCode
 from nightmill.jobs.request import checks
 from nightmill.jobs.request.parameters import DEFAULTS, GenerationParams, TokenId
+from nightmill.jobs.request.reuse import Reuse
 from nightmill.jobs.request.structured import CONSTRAINT_FIELDS
 from nightmill.jobs.request.tools import TOOL_KEYS
 
@@ -67,6 +68,7 @@ class BatchSettings(TypedDict, total=False):
     continue_final_message: bool | None
     priority: int | None
     max_attempts: int | None
+    reuse: str | None
     model: str | None
     scheduled_at: datetime | timedelta | None
     deadline: datetime | timedelta | None
@@ -123,6 +125,11 @@ class Options:
         int | None,
         checks.whole_number(1, 100),
         "Deaths of a worker that ran it alone until it has failed [NIGHTMILL_MAX_ATTEMPTS].",
+    ] = None
+    reuse: Annotated[
+        str | None,
+        checks.one_of(*Reuse),
+        "Take an earlier answer if there is one: exact (the same to the bit), or any to the same request.",
     ] = None
 
 

@@ -31,6 +31,7 @@ from nightmill.jobs.request.fields import (
 )
 from nightmill.jobs.request.parameters import DEFAULTS, MAX_SEED, GenerationParams
 from nightmill.jobs.request.prompts import check_messages, check_text, check_token_ids, is_id, json_type
+from nightmill.jobs.request.reuse import content_key, realm_of
 from nightmill.jobs.request.structured import CONSTRAINT_FIELDS, constrained_by
 from nightmill.jobs.request.tools import TOOL_KEYS, tools_by
 
@@ -50,6 +51,8 @@ class JobSpec(Options):
     """The constraint, from whichever of CONSTRAINT_FIELDS was given."""
     request: JsonObject | None = None
     """Parts of a request to /v1/responses that its answer repeats (`jobs.formats.responses`)."""
+    asker: str | None = None
+    """The name of the key that it came with over HTTP."""
 
     @classmethod
     def defaults(cls, settings: Mapping[str, Any], known: Iterable[str] = ()) -> Self:
@@ -118,17 +121,22 @@ class JobSpec(Options):
         time beyond the calendar.
         """
         params, rendering = self.params, self.rendering
-        return {
-            "id": job_id,
-            "batch": self.batch,
-            "custom_id": self.custom_id,
-            "model": self.model,
+        content = {
             "prompt": self.text,
             "prompt_ids": self.token_ids,
             "messages": self.messages,
             "rendering": None if rendering is None else rendering.values(),
             "params": params.stored(),
             "constrained": None if self.constrained is None else self.constrained.values(),
+        }
+        return {
+            "id": job_id,
+            "batch": self.batch,
+            "custom_id": self.custom_id,
+            "model": self.model,
+            **content,
+            "reuse": self.reuse,
+            "content_key": content_key(self.reuse, content, params.seed, realm_of(self.asker)),
             "answers": params.answers,
             "request": self.request,
             "seed": secrets.randbits(MAX_SEED.bit_length()) if params.seed is None else params.seed,

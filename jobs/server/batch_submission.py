@@ -11,6 +11,7 @@ from nightmill.jobs.server.files import PREFIX, Files
 from nightmill.jobs.server.job_service import JobService, idempotency_key
 from nightmill.jobs.server.keys import Caller
 from nightmill.jobs.server.listing import Page, bare_id
+from nightmill.jobs.server.reusing import reuse_asked
 from nightmill.jobs.sql.files import UPLOADED
 from nightmill.jobs.sql.http_batches import BATCH_PREFIX, HttpBatch, HttpBatchStore, HttpStatus
 
@@ -46,7 +47,9 @@ class UploadedBatchSubmission:
     async def _enter(self, request: Request, caller: Caller, batch: HttpBatch, field: str) -> HttpBatch:
         run = self.service.run
         key = idempotency_key(request)
-        named = batch.input_file
+        named, reuse = batch.input_file, reuse_asked(request)
+        if reuse is not None:
+            batch = replace(batch, settings=batch.settings | {"reuse": reuse})
         batch = replace(batch, input_file=bare_id(named, PREFIX) or "", owner=caller.name)
         if key is not None:
             batch = replace(batch, idempotency_key=f"{caller.name or ''}/{key}")

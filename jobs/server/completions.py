@@ -43,6 +43,7 @@ from nightmill.jobs.server.events import (
 )
 from nightmill.jobs.server.job_service import JobService, attended, idempotency_key
 from nightmill.jobs.server.model_names import model_of
+from nightmill.jobs.server.reusing import origin, with_reuse
 from nightmill.jobs.server.tiers import Tier, asked_tier, tier_of
 from nightmill.jobs.streams.pieces import Piece
 
@@ -111,6 +112,7 @@ class Completions:
         delivery, tier, specs = await service.bodies.read(request, caller.name, asked)
         asked_tier.set(tier)
         key = idempotency_key(request)
+        specs = [with_reuse(request, spec) for spec in specs]
         if key is not None:
             specs = [replace(spec, idempotency_key=key) for spec in specs]
         request_id, job_ids = await service.enqueue_request(caller, specs)
@@ -123,7 +125,7 @@ class Completions:
             jobs = await attended(request, self._ends(job_ids), leave)
             model = await model_of(service, specs[0], jobs[0].worker)
             body = request_body(jobs, request_id, model) | {"service_tier": tier}
-            return JSONResponse(body, headers={"X-Request-ID": request_id})
+            return JSONResponse(body, headers={"X-Request-ID": request_id} | origin(*jobs))
         over: list[bool] = []
         try:
             model = await model_of(service, specs[0])

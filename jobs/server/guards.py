@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nightmill.jobs.errors import SettingsError
 from nightmill.jobs.server.errors import HttpError
+from nightmill.jobs.server.reusing import TOLD
 
 _ORIGIN = re.compile(r"https?://[^\s/?#@A-Z]+")
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
@@ -114,7 +115,7 @@ def cross_origin(origins: Sequence[str]) -> Middleware:
         allow_origins=origins,
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
-        expose_headers=["X-Request-ID", "Retry-After", "x-should-retry"],
+        expose_headers=["X-Request-ID", "Retry-After", "x-should-retry", TOLD],
         allow_private_network=True,
     )
 

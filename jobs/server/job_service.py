@@ -140,12 +140,22 @@ class JobService:
         if not await self.run(self.client.serving, model):
             if model is not None:
                 await self.run(self.client.check_model, model)  # an unknown model is the better error
-            which = "" if model is None else f" that serves {model!r}"
-            raise HttpError(503, f"there is no live worker{which}; try again later", code="not_served")
+            await self._need_one_that_wakes(model)
         # A hanging or unreachable broker gets it later; a refused job would never be sent.
         if await self._refusal.answer():
             raise HttpError(503, "the broker accepts no jobs now; try again later", code="unavailable")
         return await self.run(self._queue, caller.name, specs)
+
+    async def _need_one_that_wakes(self, model: str | None) -> None:
+        """Return if a worker sleeps that the job would wake; raises HttpError that says why there is none."""
+        asleep = await self.run(self.client.sleeping, model)
+        if any(worker.wakes_for_jobs for worker in asleep):
+            return
+        which = "" if model is None else f" that serves {model!r}"
+        if asleep:
+            said = f"each worker{which} sleeps, {asleep[0].detail}; submit a batch, which waits for it"
+            raise HttpError(503, said, code="not_served")
+        raise HttpError(503, f"there is no live worker{which}; try again later", code="not_served")
 
     async def queue(self, caller: Caller, spec: JobSpec) -> str:
         """Queue a job without requiring a live worker; raises HttpError if its owner has too many queued."""

@@ -22,6 +22,7 @@ from nightmill.jobs.server.errors import HttpError, http_error_of, invalid
 from nightmill.jobs.server.events import COMMENT, EventStream, event, with_pauses
 from nightmill.jobs.server.job_service import JobService
 from nightmill.jobs.server.listing import Page
+from nightmill.jobs.server.reusing import origin, with_reuse
 from nightmill.jobs.server.tiers import FIELD, Tier, asked_tier, tier_of
 from nightmill.jobs.sql.jobs import Selection
 from nightmill.jobs.streams.pieces import START, TextPosition
@@ -80,7 +81,7 @@ class Native:
         )
         if asked.stream or asked.cancel_on_close:
             raise invalid("stream", "is for /v1/generate; read GET /v1/jobs/ID/events")
-        job_id = await service.queue(caller, asked.spec)
+        job_id = await service.queue(caller, with_reuse(request, asked.spec))
         return JSONResponse(job_object(await service.job(caller, job_id)), 202)
 
     async def listed(self, request: Request) -> Response:
@@ -147,10 +148,10 @@ class Native:
 
         tier, asked = await service.bodies.read(request, caller.name, read)
         asked_tier.set(tier)
-        job_id = await service.enqueue(caller, asked.spec)
+        job_id = await service.enqueue(caller, with_reuse(request, asked.spec))
         if not stream and not asked.stream:
             job = await service.finished(request, job_id, cancel=asked.cancel_on_close)
-            return JSONResponse(job_object(job), headers={"X-Request-ID": job_id})
+            return JSONResponse(job_object(job), headers={"X-Request-ID": job_id} | origin(job))
         over: list[bool] = []
         return EventStream(
             job_id,
@@ -190,6 +191,7 @@ def job_object(job: Job) -> JsonObject:
         "priority": job.priority,
         "scheduled_at": _time(job.scheduled_at),
         "deadline_at": _time(job.deadline_at),
+        "reused_from": job.reused_from,
         "text": job.text,
         "answers": answer_values(job),
         **(reply_values(job.replies[0]) if job.answers else {}),

@@ -196,6 +196,7 @@ _JOB = _object(
         "priority": _NUMBER,
         "scheduled_at": _TIME,
         "deadline_at": _TIME,
+        "reused_from": _MAYBE_TEXT,
         "text": _MAYBE_TEXT,
         "answers": {"type": "array", "items": _ANSWER},
     }

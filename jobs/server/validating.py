@@ -42,6 +42,7 @@ class Validator:
                 batch.settings | times,
                 name=batch.batch,
                 check_model=self._client.check_model,
+                asker=batch.owner,
             ):
                 yield committed > there
         except (BatchFileUnavailableError, OSError) as error:

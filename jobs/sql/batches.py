@@ -328,7 +328,7 @@ class BatchStore:
 
         Raises BatchConflictError if the batch is being deleted.
         """
-        self._reopen(name, deadline)
+        self.reopen(name, deadline)
         for page in self._pages(name, JobRow.id):
             ids = [row.id for row in page if row.state in UNSUCCESSFUL]
             values = retried_values(self.database.now(), deadline)
@@ -352,7 +352,9 @@ class BatchStore:
             )
 
     @retried
-    def _reopen(self, name: str, deadline: datetime | None) -> None:
+    def reopen(self, name: str, deadline: datetime | None) -> None:
+        """Let rows of a batch be queued again, with these times; raises BatchNotFoundError and
+        BatchConflictError."""
         with self.database.write() as connection:
             locked = hold_batches(connection, [name])
             if not locked:

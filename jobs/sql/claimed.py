@@ -34,6 +34,8 @@ class Claim:
     rendering: Rendering | None = None  # of the messages; None: defaults
     saved: SavedTokens | None = None  # tokens of an earlier attempt
     constrained: Constrained | None = None  # the constraint on the answer
+    reuse: str | None = None  # which earlier answers may stand for its own (`jobs.request.reuse`)
+    content_key: str | None = None
     unreadable: str | None = None  # why this version cannot run it, for example as a newer one wrote it
 
 
@@ -88,5 +90,7 @@ def read_claim(row: Any, saved: SavedTokens | None) -> Claim:
         requested_at=requested_at(row.created_at, row.batch_created_at),
         saved=saved,
         constrained=constrained,
+        reuse=row.reuse,
+        content_key=row.content_key,
         unreadable=fault,
     )

@@ -6,19 +6,18 @@ alone in its worker (see `jobs.sql.suspects`); handing a job back counts none.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import starmap
 from typing import Any
 
 from sqlalchemy import Connection, bindparam, select, update
 
-from nightmill.jobs.base.contract import JobState, Markup, StopReason, WorkerState
-from nightmill.jobs.reply.job import Answer
+from nightmill.jobs.base.contract import JobState, StopReason, WorkerState
 from nightmill.jobs.sql import answers, logprobs, partials, suspects
 from nightmill.jobs.sql.claimed import Claim, read_claim
 from nightmill.jobs.sql.jobs import chunked, mark_unsent
 from nightmill.jobs.sql.locks import lock_ids, lock_jobs
+from nightmill.jobs.sql.outcomes import FINISH, OF_THE_TEXT, Outcome, finish_values, told
 from nightmill.jobs.sql.partials import SavedTokens
 from nightmill.jobs.sql.retrying import retried
 from nightmill.jobs.sql.tables import BATCH_CREATED_AT, QUEUED, RUNNING, JobRow, WorkerRow
@@ -26,34 +25,6 @@ from nightmill.jobs.sql.types import UtcDateTime
 from nightmill.jobs.sql.workers import RegisteredWorker
 
 __all__ = ["Claim", "Claims", "Outcome", "hand_back"]
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The end of a claimed job, as written by ResultWriter."""
-
-    job_id: str
-    attempt: int
-    stop_reason: StopReason
-    text: str  # of the first answer
-    prompt_tokens: int
-    completion_tokens: int  # of all answers
-    error: str | None = None
-    arithmetic: str | None = None  # what computed the text; None if nothing was computed
-    prompt_digest: str | None = None  # of the prompt's token ids
-    markup: Markup | None = None  # markup of reasoning and tool calls
-    answers: tuple[Answer, ...] = ()  # all answers, if the job asked for several
-    logprobs: tuple[bytes | None, ...] = ()  # of the answers in order, if requested
-    prompt_logprobs: bytes | None = None  # if requested
-    token_ids: bytes | None = None  # of prompt and answers (`jobs.reply.token_ids`), if requested
-    cached_tokens: int = 0  # tokens of the prompt taken from the cache
-    reasoning_tokens: int = 0  # reasoning tokens of all answers
-
-
-def _told(outcome: Outcome) -> dict[int, bytes | None]:
-    """The values that the table of log-probabilities keeps of a job, by number."""
-    beside = {logprobs.OF_PROMPT: outcome.prompt_logprobs, logprobs.TOKEN_IDS: outcome.token_ids}
-    return dict(enumerate(outcome.logprobs)) | beside
 
 
 class Claims(RegisteredWorker):
@@ -87,6 +58,12 @@ class Claims(RegisteredWorker):
             rows = self._take(connection, _CLAIM, now, job_ids=taken) if taken else []
         claims = sorted(starmap(read_claim, rows), key=lambda claim: order[claim.job_id])
         return claims, left
+
+    def jobs_wait(self, models: Sequence[str | None]) -> bool:
+        """Return True if a job is queued, and due, for a worker that serves `models`."""
+        query = select(JobRow.id).where(suspects.of_models(models), *suspects.claimable(self.database.now()))
+        with self.database.read() as connection:
+            return connection.execute(query.limit(1)).one_or_none() is not None
 
     def suspects_wait(self, models: Sequence[str | None]) -> bool:
         """Return True if a group of suspects is queued for a worker that serves `models`."""
@@ -171,11 +148,13 @@ class Claims(RegisteredWorker):
             logprobs.write(
                 connection,
                 self.worker_id,
-                {(outcome.job_id, outcome.attempt): _told(outcome) for outcome in outcomes},
+                {(outcome.job_id, outcome.attempt): told(outcome) for outcome in outcomes},
             )
+            if cut := [outcome.saved for outcome in plain if outcome.saved is not None]:
+                partials.save(connection, self.worker_id, cut, now)
             if plain:
                 written += connection.execute(
-                    _FINISH, [_finish_values(outcome, self.worker_id, now) for outcome in plain]
+                    FINISH, [finish_values(outcome, self.worker_id, now) for outcome in plain]
                 ).rowcount
             for outcome in outcomes:
                 if outcome.error is not None:
@@ -267,7 +246,10 @@ class Claims(RegisteredWorker):
         ).one_or_none()
         if row is None:
             return 0
-        values = _finish_values(outcome, self.worker_id, now)
+        values = finish_values(outcome, self.worker_id, now)
+        if not outcome.text and row.text:  # the text of before it was extended, which nothing replaces
+            for name in OF_THE_TEXT:
+                values[f"new_{name}"] = getattr(row, name)
         return connection.execute(
             update(JobRow)
             .where(*self._ours(outcome.job_id, outcome.attempt))
@@ -303,6 +285,8 @@ def _claiming(*conditions: Any) -> Any:
             JobRow.rendering,
             JobRow.params,
             JobRow.constrained,
+            JobRow.reuse,
+            JobRow.content_key,
             JobRow.seed,
             JobRow.priority,
             JobRow.deadline_at,
@@ -321,29 +305,6 @@ _CLAIMABLE = (
     .with_for_update()
 )
 _CLAIM = _claiming(*_NAMED)
-_FINISH = (
-    update(JobRow)
-    .where(
-        JobRow.id == bindparam("job_id"),
-        JobRow.state == JobState.RUNNING,
-        JobRow.attempt == bindparam("job_attempt"),
-        JobRow.worker == bindparam("job_worker"),
-    )
-    .values(
-        state=bindparam("new_state"),
-        stop_reason=bindparam("new_stop_reason"),
-        text=bindparam("new_text"),
-        prompt_tokens=bindparam("new_prompt_tokens"),
-        completion_tokens=bindparam("new_completion_tokens"),
-        cached_tokens=bindparam("new_cached_tokens"),
-        reasoning_tokens=bindparam("new_reasoning_tokens"),
-        arithmetic=bindparam("new_arithmetic"),
-        prompt_digest=bindparam("new_prompt_digest"),
-        markup=bindparam("new_markup"),
-        error=bindparam("new_error"),
-        finished_at=bindparam("new_finished_at"),
-    )
-)
 
 
 def _fitting(needs: Sequence[tuple[str, int]], slots: int | None) -> tuple[list[str], dict[str, int]]:
@@ -357,29 +318,6 @@ def _fitting(needs: Sequence[tuple[str, int]], slots: int | None) -> tuple[list[
         else:
             left[job_id] = needed
     return taken, left
-
-
-def _finish_values(outcome: Outcome, worker_id: str, now: datetime) -> dict[str, Any]:
-    error = outcome.error
-    if error is None and outcome.stop_reason is StopReason.DEADLINE:
-        error = f"the deadline passed after {outcome.completion_tokens} tokens"
-    return {
-        "job_id": outcome.job_id,
-        "job_attempt": outcome.attempt,
-        "job_worker": worker_id,
-        "new_state": outcome.stop_reason.state,
-        "new_stop_reason": outcome.stop_reason,
-        "new_text": outcome.text,
-        "new_prompt_tokens": outcome.prompt_tokens,
-        "new_completion_tokens": outcome.completion_tokens,
-        "new_cached_tokens": outcome.cached_tokens,
-        "new_reasoning_tokens": outcome.reasoning_tokens,
-        "new_arithmetic": outcome.arithmetic,
-        "new_prompt_digest": outcome.prompt_digest,
-        "new_markup": None if outcome.markup is None else outcome.markup.values(),
-        "new_error": error,
-        "new_finished_at": now,
-    }
 
 
 def hand_back(connection: Connection, running: tuple[Any, ...], now: datetime) -> bool:

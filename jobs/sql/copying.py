@@ -60,6 +60,10 @@ def _copy(row: RowMapping, now: datetime) -> dict[str, Any]:
         "model": row["computed_by"],
         "attempt": 0,
         "errors": None,
+        "history": None,
+        # A copy that took the original's answer would prove nothing.
+        "reuse": None,
+        "content_key": None,
         "row": None,
         "custom_id": None,
         "owner": None,

@@ -352,6 +352,7 @@ def retried_values(now: datetime, deadline: datetime | None) -> dict[str, Any]:
         "reasoning_tokens": None,
         "arithmetic": None,
         "prompt_digest": None,
+        "reused_from": None,
         "markup": None,
         "error": None,
         "started_at": None,

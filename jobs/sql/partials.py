@@ -1,7 +1,8 @@
-"""Statements about the saved tokens of unfinished jobs, from which another attempt can resume.
+"""Statements about the saved tokens of jobs, from which another attempt can resume.
 
 They are written every few seconds and therefore have a table of their own: rows of `jobs` are wide and
-indexed. An ended job has none: every transaction that ends jobs calls `forget_ended`.
+indexed. Every transaction that ends jobs calls `forget_ended`. Of ended jobs only those have tokens of which
+an answer was cut: a larger `max_tokens` lets them continue.
 """
 
 import sys
@@ -11,12 +12,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, cast
 
-from sqlalchemy import Connection, Table, bindparam, delete, exists, select
+from sqlalchemy import Connection, Table, and_, bindparam, delete, exists, not_, or_, select
 from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 
-from nightmill.jobs.base.contract import FINAL_STATES, JobState
-from nightmill.jobs.sql.tables import JobRow, PartialRow
+from nightmill.jobs.base.contract import FINAL_STATES, JobState, StopReason
+from nightmill.jobs.sql.tables import AnswerRow, JobRow, PartialRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +66,20 @@ def find(connection: Connection, job_ids: Iterable[str]) -> dict[str, SavedToken
 
 
 def forget_ended(connection: Connection, job_ids: Sequence[str] | None = None) -> None:
-    """Delete the tokens of ended jobs, of all or of those named."""
+    """Delete the tokens of ended jobs, of all or of those named, unless an answer was cut.
+
+    The names may be those of jobs that others have ended meanwhile: a late hand-back deletes nothing that is
+    kept.
+    """
     if job_ids is None:
         connection.execute(_FORGET)
     else:
         connection.execute(_FORGET_NAMED, {"job_ids": job_ids})
+
+
+def forget(connection: Connection, job_ids: Sequence[str]) -> None:
+    """Delete the tokens of these jobs, which begin afresh."""
+    connection.execute(_FORGET_ALL, {"job_ids": job_ids})
 
 
 def _save_statement(insert: Any) -> Any:
@@ -95,9 +105,23 @@ def _save_statement(insert: Any) -> Any:
 # Built once: building a statement takes longer than SQLite takes to execute it.
 _NAMED = PartialRow.job_id.in_(bindparam("job_ids", expanding=True))
 _FIND = select(PartialRow.__table__).where(_NAMED)
-_FORGET = delete(PartialRow).where(
-    exists().where(JobRow.id == PartialRow.job_id, JobRow.state.in_(sorted(FINAL_STATES)))
+CUT = and_(
+    JobRow.state == JobState.SUCCEEDED,
+    or_(
+        JobRow.stop_reason == StopReason.LENGTH,
+        and_(
+            JobRow.answers > 1,
+            exists()
+            .where(AnswerRow.job_id == JobRow.id, AnswerRow.stop_reason == StopReason.LENGTH)
+            .correlate(JobRow),
+        ),
+    ),
 )
+"""The condition for succeeded jobs of which an answer stopped by `length`."""
+_FORGET = delete(PartialRow).where(
+    exists().where(JobRow.id == PartialRow.job_id, JobRow.state.in_(sorted(FINAL_STATES)), not_(CUT))
+)
+_FORGET_ALL = delete(PartialRow).where(_NAMED)
 _FORGET_NAMED = _FORGET.where(_NAMED)
 _SAVE_SQLITE = _save_statement(sqlite_insert)
 _SAVE_POSTGRESQL = _save_statement(postgresql_insert)

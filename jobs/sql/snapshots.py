@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, RowMapping, Select
+from sqlalchemy import Connection, RowMapping, Select, select
 
 from nightmill.jobs.base.contract import FINAL_STATES, Constrained, JobState, Markup, Rendering, StopReason
 from nightmill.jobs.reply import token_ids
@@ -12,8 +12,10 @@ from nightmill.jobs.reply.job import Answer, Job
 from nightmill.jobs.reply.token_ids import TokenIds
 from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.jobs.sql import answers, logprobs
+from nightmill.jobs.sql.tables import JobRow
 
 T = TypeVar("T")
+_AT_ONCE = 500  # ids in one statement
 
 
 def read_jobs(connection: Connection, query: Select[Any]) -> list[Job]:
@@ -24,7 +26,22 @@ def read_jobs(connection: Connection, query: Select[Any]) -> list[Job]:
     telling = [row["id"] for row in rows if _ended_with(row, *asking)]
     known = answers.read(connection, several) if several else {}
     packed_logprobs = logprobs.read(connection, telling) if telling else {}
-    return [job_from_row(row, known.get(row["id"], ()), packed_logprobs.get(row["id"], {})) for row in rows]
+    gone = _gone(connection, {row["reused_from"] for row in rows} - {None})
+    return [
+        replace(job, reused_from_gone=job.reused_from in gone) if gone else job
+        for job in (
+            job_from_row(row, known.get(row["id"], ()), packed_logprobs.get(row["id"], {})) for row in rows
+        )
+    ]
+
+
+def _gone(connection: Connection, job_ids: set[str]) -> set[str]:
+    """Return those of these jobs that have been deleted."""
+    ids, there = sorted(job_ids), set[str]()
+    for start in range(0, len(ids), _AT_ONCE):
+        query = select(JobRow.id).where(JobRow.id.in_(ids[start : start + _AT_ONCE]))
+        there.update(connection.execute(query).scalars())
+    return job_ids - there
 
 
 def _ended_with(row: RowMapping, *parameters: str) -> bool:
@@ -62,6 +79,7 @@ def job_from_row(
         markup=Markup.read(row["markup"]),
         request=_of_kind(row["request"], dict),
         errors=[entry for entry in _of_kind(row["errors"], list) or [] if isinstance(entry, dict)],
+        history=[entry for entry in _of_kind(row["history"], list) or [] if isinstance(entry, dict)],
         metadata=_of_kind(row["metadata"], dict) or {},
     )
 
@@ -98,6 +116,8 @@ _SHOWN_AS_THEY_ARE = {field.name for field in fields(Job)} - {
         "markup",
         "request",
         "errors",
+        "history",
+        "reused_from_gone",
         "metadata",
     )
 }

@@ -14,6 +14,7 @@ from sqlalchemy import (
     String,
     Text,
     UniqueConstraint,
+    false,
     literal,
     select,
     text,
@@ -23,7 +24,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from nightmill.jobs.base.contract import MAX_ERROR_LENGTH, JobState, JsonObject
 from nightmill.jobs.sql.types import StorableString, StorableText, UtcDateTime
 
-SCHEMA_REVISION = "0026"
+SCHEMA_REVISION = "0030"
 """The migration that these declarations match."""
 
 
@@ -79,6 +80,7 @@ class WorkerRow(Base):
     # Current activity, for example while it loads.
     detail: Mapped[str | None] = mapped_column(StorableString(200))
     stats: Mapped[JsonObject | None] = mapped_column(JSON(none_as_null=True))  # as of the heartbeat
+    paused: Mapped[bool] = mapped_column(server_default=false())  # by hand: it is to sleep until resumed
 
 
 def _partial(name: str, *columns: str, where: str, unique: bool = False) -> Index:
@@ -115,6 +117,8 @@ class JobRow(Base):
     failures: Mapped[int]
     max_attempts: Mapped[int]
     priority: Mapped[int]
+    reuse: Mapped[str | None] = mapped_column(String(8))  # which earlier answers may stand for its own
+    content_key: Mapped[str | None] = mapped_column(String(32))  # what its answer depends on
     worker: Mapped[str | None] = mapped_column(String(32))
     suspects: Mapped[str | None] = mapped_column(String(32))  # group of suspects since a worker's death
     sent_at: Mapped[datetime | None]
@@ -128,10 +132,13 @@ class JobRow(Base):
     reasoning_tokens: Mapped[int | None]  # reasoning tokens of all answers
     arithmetic: Mapped[str | None] = mapped_column(StorableText())  # name of what computed the text
     prompt_digest: Mapped[str | None] = mapped_column(String(16))  # digest of the token ids
+    reused_from: Mapped[str | None] = mapped_column(String(32))  # the job that the text was computed for
     # Markup of reasoning and calls.
     markup: Mapped[JsonObject | None] = mapped_column(JSON(none_as_null=True))
     error: Mapped[str | None] = mapped_column(StorableText(MAX_ERROR_LENGTH))
     errors: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))
+    # What it was before it was queued again with other parameters.
+    history: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))
 
     owner: Mapped[str | None] = mapped_column(String(64))  # the name of the key it came with over HTTP
     request_id: Mapped[str | None] = mapped_column(String(32))  # id of a request with several prompts
@@ -176,6 +183,10 @@ class JobRow(Base):
         ),
         _partial("ix_jobs_suspects", "suspects", "id", where="state = 'queued' AND suspects IS NOT NULL"),
         _partial("ix_jobs_expiring", "deadline_at", where="state = 'queued' AND deadline_at IS NOT NULL"),
+        # Computed answers, by what they depend on.
+        _partial(
+            "ix_jobs_content_key", "content_key", where="content_key IS NOT NULL AND reused_from IS NULL"
+        ),
         _partial("ix_jobs_owner", "owner", "id", where="owner IS NOT NULL"),
         _partial("ix_jobs_request_id", "request_id", "id", where="request_id IS NOT NULL"),
         _partial("ix_jobs_queued_of_owner", "owner", where="state = 'queued' AND owner IS NOT NULL"),
@@ -196,7 +207,7 @@ BATCH_CREATED_AT = (
 
 
 class PartialRow(Base):
-    """The saved tokens of an unfinished job."""
+    """The saved tokens of an unfinished job, or of one whose answer was cut."""
 
     __tablename__ = "partials"
 

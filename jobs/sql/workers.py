@@ -4,16 +4,17 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from sqlalchemy import delete, insert, select, update
+from sqlalchemy import ColumnElement, delete, insert, select, update
 
 from nightmill.jobs.base.contract import JsonObject, WorkerState
+from nightmill.jobs.errors import InvalidRequestError
 from nightmill.jobs.reply.job import Worker
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.retrying import retried
 from nightmill.jobs.sql.settling import settle_heartbeats
 from nightmill.jobs.sql.tables import WorkerRow
 
-LIVE = (WorkerState.STARTING, WorkerState.READY, WorkerState.DRAINING)
+LIVE = (WorkerState.STARTING, WorkerState.READY, WorkerState.DRAINING, WorkerState.SLEEPING)
 _SERVING = (WorkerState.STARTING, WorkerState.READY)
 
 
@@ -31,15 +32,42 @@ class WorkerStore:
         """Return a worker; None if it has not registered, or never served."""
         return next(iter(self._find(WorkerRow.id == worker_id)), None)
 
-    def serving(self, model: str | None = None) -> list[Worker]:
+    def serving(self, model: str | None = None, *, sleeping: bool = False) -> list[Worker]:
         """Return the live workers that serve `model` (None: any model), or are about to.
 
-        They have recent heartbeats and are not draining.
+        They have recent heartbeats and are not draining. `sleeping`: those too that will serve it again when
+        their hours begin, when there are jobs, or when they are resumed.
         """
         settle_heartbeats(self.database)
-        since = self.database.clock_time(ago=timedelta(seconds=self.database.settings.stale_seconds))
+        states = (*_SERVING, WorkerState.SLEEPING) if sleeping else _SERVING
         of_model = [] if model is None else [WorkerRow.model == model]
-        return self._find(WorkerRow.heartbeat_at > since, WorkerRow.state.in_(_SERVING), *of_model)
+        return self._find(self._recent(), WorkerRow.state.in_(states), *of_model)
+
+    @retried
+    def pause(self, workers: Sequence[str] | None, *, paused: bool = True) -> list[Worker]:
+        """Pause live workers, or with `paused=False` resume them; returns those that this changed.
+
+        workers  ids, or unique beginnings of ids, of workers; None: all live ones. Raises InvalidRequestError
+        """
+        settle_heartbeats(self.database)
+        live = self._find(self._recent(), WorkerRow.state.in_(LIVE))
+        wanted = live if workers is None else [_one(live, worker) for worker in workers]
+        with self.database.write() as connection:
+            changed = {
+                worker.id
+                for worker in wanted
+                if connection.execute(
+                    update(WorkerRow)
+                    .where(WorkerRow.id == worker.id, WorkerRow.paused.is_(not paused))
+                    .values(paused=paused)
+                ).rowcount
+            }
+        return [worker for worker in wanted if worker.id in changed]
+
+    def _recent(self) -> ColumnElement[bool]:
+        """Return the condition for workers with recent heartbeats."""
+        stale = timedelta(seconds=self.database.settings.stale_seconds)
+        return WorkerRow.heartbeat_at > self.database.clock_time(ago=stale)
 
     def models(self) -> Sequence[str]:
         """Return the names of all models ever served, sorted."""
@@ -57,8 +85,17 @@ class WorkerStore:
             return [Worker(**{**row, "state": WorkerState.read(row["state"])}) for row in rows]
 
 
+def _one(workers: Sequence[Worker], beginning: str) -> Worker:
+    found = [worker for worker in workers if beginning and worker.id.startswith(beginning)]
+    if len(found) == 1:
+        return found[0]
+    known = ", ".join(worker.id[:8] for worker in workers[:20]) or "none"
+    why = f"begins the ids of {len(found)} live workers" if found else "is not the id of a live worker"
+    raise InvalidRequestError(f"{beginning[:64]!r} {why}; alive are {known}")
+
+
 class RegisteredWorker:
-    """A worker's own row. `worker_id` is new for every process."""
+    """A worker's own row. `worker_id` is new for every process, but for one that has slept."""
 
     def __init__(self, database: Database, worker_id: str) -> None:
         self.database = database
@@ -66,22 +103,29 @@ class RegisteredWorker:
 
     @retried
     def register(self, host: str, pid: int, model: str, gpu: str | None, detail: str | None = None) -> None:
-        """Insert this worker as starting; `detail` describes its activity for people."""
-        now = self.database.now()
+        """Insert this worker as starting, or update it if it has slept; `detail` describes its activity for
+        people."""
+        values = {
+            "host": host,
+            "pid": pid,
+            "gpu": gpu,
+            "model": model,
+            "state": WorkerState.STARTING,
+            "detail": detail,
+            "started_at": self.database.now(),
+            "heartbeat_at": self.database.clock_time(),
+        }
+        asleep = (WorkerState.SLEEPING, WorkerState.LOST)
+        woken = update(WorkerRow).where(WorkerRow.id == self.worker_id, WorkerRow.state.in_(asleep))
         with self.database.write() as connection:
-            connection.execute(
-                insert(WorkerRow).values(
-                    id=self.worker_id,
-                    host=host,
-                    pid=pid,
-                    gpu=gpu,
-                    model=model,
-                    state=WorkerState.STARTING,
-                    detail=detail,
-                    started_at=now,
-                    heartbeat_at=self.database.clock_time(),
-                )
-            )
+            if not connection.execute(woken.values(**values)).rowcount:
+                connection.execute(insert(WorkerRow).values(id=self.worker_id, **values))
+
+    def paused(self) -> bool:
+        """Return True if somebody has paused this worker, and nobody resumed it."""
+        with self.database.read() as connection:
+            query = select(WorkerRow.paused).where(WorkerRow.id == self.worker_id)
+            return bool(connection.execute(query).scalar_one_or_none())
 
     @retried
     def beat(self, state: WorkerState, detail: str | None = None, stats: JsonObject | None = None) -> bool:

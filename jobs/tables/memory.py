@@ -93,9 +93,9 @@ class _Spooled:
             if not isinstance(item, Mapping):
                 said = f"table: row {number} is {json_type(item)}; give mappings of columns to values"
                 raise InvalidRequestError(said, field="table")
-            row = {str(name): _or_null(value) for name, value in item.items()}
+            row = {str(name): json_value(value) for name, value in item.items()}
             try:
-                line = json.dumps(row, ensure_ascii=True, default=_plain)
+                line = json.dumps(row, ensure_ascii=True, default=plain_value)
             except (TypeError, ValueError, RecursionError) as error:
                 said = f"table: row {number} cannot be written as JSON: {error}"
                 raise InvalidRequestError(said, field="table") from None
@@ -103,12 +103,12 @@ class _Spooled:
             yield json.loads(line)
 
 
-def _or_null(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """A value without numbers that JSON has not: what is not a number is how frames say that nothing is."""
     return None if isinstance(value, float) and math.isnan(value) else kept_value(value)
 
 
-def _plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """Convert a value that JSON does not have to one that it has. Raises TypeError for others."""
     if isinstance(value, datetime | date | time):
         return value.isoformat()

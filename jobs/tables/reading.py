@@ -4,9 +4,8 @@ import base64
 import io
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from nightmill.jobs.errors import BatchFileError, EmptyBatchFileError, InvalidParameterError
+from nightmill.jobs.errors import BatchFileError, EmptyBatchFileError
 from nightmill.jobs.formats.csvfile import index_columns, read_cells, say_ignored
 from nightmill.jobs.formats.inputs import NOTHING_SAID, InputFile
 from nightmill.jobs.formats.jsonlines import read_objects
@@ -17,7 +16,6 @@ from nightmill.jobs.request.spec import JobSpec
 from nightmill.jobs.tables.arrow_files import pyarrow
 from nightmill.jobs.tables.columns import Columns, Record, Table, check_names, kinds_of
 from nightmill.jobs.tables.kinds import TEXT
-from nightmill.jobs.tables.memory import TableItems
 from nightmill.jobs.tables.options import TableOptions
 
 _PROGRAM = PROGRAM.with_name("table_process.py")
@@ -134,17 +132,3 @@ class TableFile(InputFile):
         if name.endswith(_ARROW_SUFFIXES):
             return FileFormat.ARROW
         return super()._table_format(start)
-
-
-TableSource = TableFile | TableItems
-
-
-def table_source(source: Any, options: TableOptions) -> TableSource:
-    """A source of a batch as a table, unless it is one."""
-    if isinstance(source, TableFile | TableItems):
-        return source
-    if isinstance(source, InputFile):
-        raise InvalidParameterError("template: is for a path or a table; give the path", field="template")
-    return (
-        TableFile(source, options=options) if isinstance(source, str | Path) else TableItems(source, options)
-    )

@@ -184,10 +184,12 @@ def _judge(world: World, ledger: Ledger, report: Report, *, settled: bool) -> No
         report.add(violation)
     query = (
         "SELECT count(*) FROM partials JOIN jobs ON jobs.id = partials.job_id "
-        "WHERE jobs.state IN ('succeeded', 'failed', 'cancelled')"
+        "WHERE jobs.state IN ('succeeded', 'failed', 'cancelled') AND NOT (jobs.state = 'succeeded' AND "
+        "(jobs.stop_reason = 'length' OR EXISTS (SELECT 1 FROM answers "
+        "WHERE answers.job_id = jobs.id AND answers.stop_reason = 'length')))"
     )
     if left := world.sql(query)[0][0]:
-        report.violate("partials", f"{left} jobs that have ended still have saved tokens")
+        report.violate("partials", f"{left} jobs that have ended, and were not cut, still have saved tokens")
 
 
 def _count_restarts(report: Report) -> None:

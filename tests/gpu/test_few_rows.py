@@ -6,14 +6,14 @@ import pytest
 from nightmill.worker.model.rope import RopeStyle
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device.device import Device
-from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, Buffer, Format, Matrix
+from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, FLOAT, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.kv_cache import LayerCache
 from nightmill.worker.runners.gpu.products.elements.few_rows import MAX_ROWS, FewRows
 from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.rows.norms import Norms
 from nightmill.worker.runners.gpu.rows.rotation import Rotation
 from nightmill.worker.runners.gpu.shapes import Kind
-from nightmill.worker.runners.gpu.weights.layout import LayerWeights, NormWeight
+from nightmill.worker.runners.gpu.weights.layout import NO_MATRIX, LayerWeights, NormWeight
 from tests.gpu.oracles import PAGE
 from tests.support.elements import BOTH_ELEMENTS, ELEMENTS_AND_KV
 from tests.support.operands import (
@@ -124,6 +124,35 @@ def test_norm_qkv_bias_rotation_and_cache_write(bench: Bench, few: FewRows, toke
     assert np.isfinite(results[0][1]).sum() == (tokens - (tokens > 1)) * bench.attention.keys
     for fused_array, plain in zip(*results, strict=True):
         np.testing.assert_array_equal(fused_array, plain)
+
+
+@BOTH_ELEMENTS
+@pytest.mark.parametrize("tokens", [1, 2, MAX_ROWS])
+def test_norm_and_what_other_mixers_read(bench: Bench, tokens: int) -> None:
+    """Two matrices of one input, the second as float, as elements, or none."""
+    device, width, norm = bench.device, bench.spec.width, bench.layer.attn_norm
+    few = FewRows(device, bench.spec.layers[0], width, None)
+    assert not few.rotates
+    weight, other = bench.weight(1352, width), bench.weight(24, width)
+    x = bench.floats(tokens, width)
+    normed = bench.normed(x, norm, tokens)
+    for second, kind, dtype in (
+        (other, Kind.ADDEND, FLOAT), (other, Kind.PLAIN, ELEMENT), (NO_MATRIX, None, ELEMENT),
+    ):  # fmt: skip
+        results = []
+        for fused in (True, False):
+            out, beside = bench.poison(tokens + 1, 1352), poisoned(device, (tokens + 1, 24), dtype)
+            if fused:
+                few.input(x, norm, weight, out, second, beside, tokens)
+            else:
+                bench.product(normed, weight, out, tokens)
+                if kind is not None:
+                    bench.product(normed, second, beside, tokens, kind)
+            results.append((fetched(device, out), fetched(device, beside)))
+        assert np.isfinite(results[0][0][:tokens]).all()
+        assert np.isfinite(results[0][1][:tokens]).all() == (kind is not None)
+        for fused_array, plain in zip(*results, strict=True):
+            np.testing.assert_array_equal(fused_array, plain)
 
 
 @BOTH_ELEMENTS

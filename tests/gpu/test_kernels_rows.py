@@ -210,12 +210,15 @@ def test_activations(device: Device, ffn: int, activation: Activation, gated: bo
     oracle = {
         (Activation.SILU, True): ops.swiglu, (Activation.SILU, False): ops.silu,
         (Activation.GELU, True): ops.geglu, (Activation.GELU, False): ops.gelu,
+        (Activation.RELU_SQUARED, True): ops.reglu_squared,
+        (Activation.RELU_SQUARED, False): ops.relu_squared,
     }[activation, gated]  # fmt: skip
     more = rng.standard_normal(width).astype(np.float32) * bias
     more[-ffn] = 0
     for count in ROWS:
         inner = rounded(rng.standard_normal((count, width)) * 4, device.element)
-        inner[0, 0], inner[-1, ffn - 1] = 57344, -57344  # the ends of the activation
+        end = 224 if activation is Activation.RELU_SQUARED else 57344
+        inner[0, 0], inner[-1, ffn - 1] = end, -end  # the ends of the activation
         if gated:
             inner[0, ffn] = 0.5
         out = poisoned(device, (count + 1, ffn), ELEMENT)
@@ -230,6 +233,21 @@ def test_activations(device: Device, ffn: int, activation: Activation, gated: bo
         assert actual[count - 1, ffn - 1] == 0
         actual[0, 0] = expected[0, 0] = 0
         assert_close(actual[:count, 1:], expected[:, 1:], ROUNDED_ONCE[device.element])
+
+
+@BOTH_ELEMENTS
+@pytest.mark.parametrize("width", [8, 1000, 4096])
+def test_gates_are_opened(device: Device, width: int) -> None:
+    activate, rng = Activate(device), np.random.default_rng(width)
+    for count in ROWS:
+        mixed = rounded(rng.standard_normal((count, width)) * 4, device.element)
+        gates = rounded(rng.standard_normal((count, width)) * 4, device.element)
+        gates[0, 0], gates[-1, width - 1] = 57344, -57344
+        out = elements(device, np.concatenate([mixed, np.full((1, width), np.nan)]))
+        activate.open_gates(out, elements(device, gates), count)
+        actual, expected = fetched(device, out), mixed / (1 + np.exp(-gates.astype(np.float64)))
+        assert np.isnan(actual[count]).all()
+        assert_close(actual[:count], expected, ROUNDED_ONCE[device.element])
 
 
 @pytest.mark.parametrize(("scale", "cap"), [(0.125, None), (1.0, 30.0), (0.25, 2.0)])

@@ -126,3 +126,28 @@ HYBRID_FILES: dict[str, tuple[dict[str, Any], ModelSpec]] = {
         model("nemotron_h", *NEMOTRON, tied_head=False),
     ),
 }  # fmt: skip
+
+
+def _sized(name: str, keys: dict[str, Any]) -> tuple[dict[str, Any], ModelSpec]:
+    """A file of HYBRID_FILES whose states have heads of 32."""
+    own, spec = HYBRID_FILES[name]
+
+    def sized(layer: LayerSpec) -> LayerSpec:
+        match layer.mixer:
+            case GatedDeltaNet():
+                return replace(layer, mixer=replace(layer.mixer, key_dim=32, value_dim=32))
+            case Mamba2():
+                return replace(layer, mixer=replace(layer.mixer, head_dim=32, state_size=32))
+            case _:
+                return layer
+
+    return own | keys, replace(spec, layers=tuple(map(sized, spec.layers)))
+
+
+GPU_HYBRID_FILES = {
+    name: HYBRID_FILES[name]
+    if name == "lfm2"
+    else _sized(name, {"ssm.state_size": 32, "ssm.inner_size": 192})
+    for name in HYBRID_FILES
+}
+"""The same in sizes that there are kernels for."""

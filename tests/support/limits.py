@@ -2,7 +2,8 @@
 
 Products take as long as reading all weights, as they are kept, or as their FLOPs, whichever is longer;
 attention of drawn tokens takes as long as reading the keys and values of their contexts, that of prompts as
-its FLOPs. All of these one after the other: who overlaps them may exceed it. Power is not counted.
+its FLOPs. A state is read and written for each drawn token; of prompts, its FLOPs count as they are with 64
+tokens at once. All of these one after the other: who overlaps them may exceed it. Power is not counted.
 """
 
 import math
@@ -10,12 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from nightmill.worker.model.spec import ModelSpec, Role
+from nightmill.worker.model.spec import Attention, GatedDeltaNet, Mamba2, Mixer, ModelSpec, Role
+from nightmill.worker.runners.base import STATE_CHUNK
 from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
 from nightmill.worker.runners.gpu.precision import HALF, Precision, WeightsFormat
-from nightmill.worker.runners.gpu.weights.layout import runs_of
+from nightmill.worker.runners.gpu.weights.layout import all_weights, runs_of
 
-__all__ = ["BYTES_PER_S", "FLOPS", "Limit"]
+__all__ = ["BYTES_PER_S", "FLOPS", "Limit", "flops_of_state"]
 
 BYTES_PER_S, FLOPS = 4.27e12, 760e12  # of a device copy and of a large FP16 product, as measured on an H200
 
@@ -31,7 +33,8 @@ class Limit:
 
     def decoding(self, sequences: int, context: float) -> float:
         """Tokens per second of so many sequences that all decode, over contexts of so many tokens each."""
-        return sequences / (self._products(1, sequences) + self._reading(sequences * context))
+        states = sequences * self._moving_states
+        return sequences / (self._products(1, sequences) + self._reading(sequences * context) + states)
 
     def workload(self, prompts: Sequence[int], answers: Sequence[int], slots: int) -> float:
         """Seconds for all sequences, with these tokens of prompt and of answer, `slots` at once.
@@ -39,17 +42,20 @@ class Limit:
         The first token of an answer is drawn with the last one of its prompt.
         """
         pairs = sum(prompt * (prompt + 1) // 2 for prompt in prompts)
-        queries = sum(layer.attention.queries for layer in self.spec.layers)
+        mixers = [layer.mixer for layer in self.spec.layers]
+        queries = sum(mixer.queries for mixer in mixers if isinstance(mixer, Attention))
+        states = sum(prompts) * sum(map(flops_of_state, mixers))
         computing = (
             sum(prompts) * self._of_layers
-            + (2 * self._head * len(prompts) + 4 * queries * pairs) / self.flops
+            + (2 * self._head * len(prompts) + 4 * queries * pairs + states) / self.flops
         )
         drawn = [answer - 1 for answer in answers]
         steps = max(max(drawn), math.ceil(sum(drawn) / slots))
         contexts = sum(
             more * prompt + more * (more + 1) // 2 for prompt, more in zip(prompts, drawn, strict=True)
         )
-        return computing + self._products(steps, sum(drawn)) + self._reading(contexts)
+        moving = sum(drawn) * self._moving_states
+        return computing + self._products(steps, sum(drawn)) + self._reading(contexts) + moving
 
     def _products(self, steps: int, tokens: int) -> float:
         """Seconds of these steps with so many tokens in all, each of which is drawn."""
@@ -61,13 +67,18 @@ class Limit:
         """Seconds for their keys and values."""
         return tokens * page_bytes(self.spec, self.precision.kv) / PAGE / self.bytes_per_s
 
+    @property
+    def _moving_states(self) -> float:
+        """Seconds for the states of a sequence, there and back."""
+        return 2 * self.spec.state_bytes / self.bytes_per_s
+
     @cached_property
     def _kept(self) -> int:
         """Bytes of all matrices that a step reads: of a table of embeddings it needs a row for each token."""
         lookup = None if self.spec.tied_head else Role.EMBEDDING
         return sum(
             run.bytes
-            for role, weight in self.spec.all_weights()
+            for role, weight in all_weights(self.spec)
             if weight.is_matrix and role != lookup
             for run in runs_of(self.spec, role, weight, self.precision)
         )
@@ -83,3 +94,15 @@ class Limit:
         parameters = every - self._head * (1 if self.spec.tied_head else 2)
         fp8 = self.precision.weights is WeightsFormat.FP8
         return 2 * parameters / (2 * self.flops if fp8 else self.flops)
+
+
+def flops_of_state(mixer: Mixer | None) -> int:
+    """FLOPs of a prompt's token in a state: through its matrix, and among the tokens of a chunk."""
+    match mixer:
+        case GatedDeltaNet():
+            heads, rows, columns, products = mixer.value_heads, mixer.key_dim, mixer.value_dim, 3
+        case Mamba2():
+            heads, rows, columns, products = mixer.heads, mixer.state_size, mixer.head_dim, 2
+        case _:
+            return 0
+    return heads * (2 * products * rows * columns + 2 * STATE_CHUNK * (rows + columns))

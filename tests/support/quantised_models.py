@@ -1,6 +1,7 @@
 """Random models of quantised types in the shapes of real ones, written as fast as the disk takes them.
 
     python -m tests.support.quantised_models qwen2.5-7b Q4_K_M q7-q4km.gguf
+    python -m tests.support.quantised_models qwen3.5-9b Q4_K_M q9-q4km.gguf
 
 Blocks are random bytes; only their scales are set, so that values have the deviation of the tests' models
 (`tests.support.ggufs`) and a mean near 0, and logits are spread. Quantising floats would take minutes.
@@ -15,7 +16,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +24,9 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize
 
 from nightmill.worker.model.spec import ModelSpec, Role
-from tests.support.family_models import MODELS, QWEN, FamilyModel, Heads, Size, sized_keys, sized_spec
+from tests.support.family_models import MODELS, QWEN, Heads, Size, sized_keys, sized_spec
 from tests.support.ggufs import add_keys
+from tests.support.hybrid_shapes import HYBRID_SHAPES, HybridShape
 
 __all__ = ["SHAPES", "TYPES", "Shape", "kinds_of", "write"]
 
@@ -38,6 +40,12 @@ class Shape:
 
     size: Size
     tied: bool = False
+
+    def file(self) -> tuple[str, dict[str, Any], ModelSpec]:
+        """The family, its keys, and the spec that they say."""
+        model = replace(MODELS[QWEN], like=replace(MODELS[QWEN].like, tied_head=self.tied))
+        spec = sized_spec(model.like, self.size)
+        return model.family, sized_keys(model, self.size, len(spec.layers)), spec
 
 
 SHAPES: Final = {
@@ -85,12 +93,13 @@ def main() -> None:
     """Write the model that is asked for."""
     style = argparse.RawDescriptionHelpFormatter
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=style)
-    arguments.add_argument("shape", choices=SHAPES)
+    arguments.add_argument("shape", choices=[*SHAPES, *HYBRID_SHAPES])
     arguments.add_argument("type", choices=TYPES)
     arguments.add_argument("path", type=Path, metavar="OUT.gguf")
     arguments.add_argument("--seed", type=int, default=0)
     options = arguments.parse_args()
-    write(options.path, SHAPES[options.shape], options.type, seed=options.seed)
+    shape = SHAPES.get(options.shape) or HYBRID_SHAPES[options.shape]
+    write(options.path, shape, options.type, seed=options.seed)
 
 
 def kinds_of(spec: ModelSpec, type_name: str) -> dict[str, Kind]:
@@ -120,12 +129,13 @@ def _more_bits(name: str, layers: int) -> bool:
     return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
 
 
-def write(path: Path, shape: Shape, type_name: str, *, seed: int = 0, pool_bytes: int = POOL_BYTES) -> Path:
+def write(
+    path: Path, shape: Shape | HybridShape, type_name: str, *, seed: int = 0, pool_bytes: int = POOL_BYTES
+) -> Path:
     """Write the file and return `path`; matrices are cut from pools of so many random bytes."""
-    model = replace(MODELS[QWEN], like=replace(MODELS[QWEN].like, tied_head=shape.tied))
-    spec = sized_spec(model.like, shape.size)
+    family, keys, spec = shape.file()
     kinds = kinds_of(spec, type_name)
-    ends = _write_header(path, model, spec, shape.size, kinds)
+    ends = _write_header(path, family, keys, spec, kinds)
     gains = {Role.EMBEDDING: 2.5, Role.HEAD: 2.5}
     noise = _Noise(seed, pool_bytes)
     with path.open("r+b") as file, ThreadPoolExecutor(_THREADS) as pool:
@@ -136,7 +146,7 @@ def write(path: Path, shape: Shape, type_name: str, *, seed: int = 0, pool_bytes
                 if weight.is_matrix:
                     data, start = noise.blocks(kinds[name], gains.get(role, 1.5) / sizes[1] ** 0.5)
                 else:
-                    data, start = noise.vector(sizes[0], 1.0 if role.endswith("norm") else 0.0), 0
+                    data, start = noise.vector(role, sizes), 0
                 written.append(pool.submit(_fill, file.fileno(), *ends[name], data, start))
         for one in written:
             one.result()
@@ -144,11 +154,11 @@ def write(path: Path, shape: Shape, type_name: str, *, seed: int = 0, pool_bytes
 
 
 def _write_header(
-    path: Path, model: FamilyModel, spec: ModelSpec, size: Size, kinds: Mapping[str, Kind]
+    path: Path, family: str, keys: Mapping[str, Any], spec: ModelSpec, kinds: Mapping[str, Kind]
 ) -> dict[str, tuple[int, int]]:
     """Write all but the tensors; returns where in the file each of them begins and ends."""
-    writer = GGUFWriter(path, model.family)
-    add_keys(writer, model.family, sized_keys(model, size, len(spec.layers)))
+    writer = GGUFWriter(path, family)
+    add_keys(writer, family, keys)
     sizes = {}
     for _, weight in spec.all_weights():
         for name, shape in weight.parts:
@@ -196,9 +206,15 @@ class _Noise:
         size = GGML_QUANT_SIZES[kind][1]
         return blocks, int(self._rng.integers(len(blocks) // size)) * size
 
-    def vector(self, size: int, mean: float) -> Bytes:
-        """Floats about a mean."""
-        values = mean + 0.1 * self._rng.standard_normal(size)
+    def vector(self, role: Role, shape: tuple[int, ...]) -> Bytes:
+        """Floats as a vector of that role has them, or a matrix that is no product."""
+        values = self._rng.standard_normal(int(np.prod(shape)))
+        if role is Role.DECAY:
+            values = -np.exp(values)
+        elif role is Role.CONVOLUTION:
+            values *= shape[1] ** -0.5
+        else:
+            values = (1.0 if role.endswith("norm") else 0.0) + 0.1 * values
         return values.astype(np.float32).view(np.uint8)
 
     def _floats(self, kind: Kind, deviation: float) -> Bytes:

@@ -23,8 +23,8 @@ def test_every_room_has_a_line_and_every_line_a_room() -> None:
     assert rooms - named == set()
 
 
-def test_a_parameter_of_sampling_is_named_in_five_files() -> None:
-    """`top_p` as an example: all else follows from the field, its type, its definition and its kernel."""
+def test_a_parameter_of_sampling_is_named_in_six_files() -> None:
+    """`top_p` as an example: all else follows from the field, its type, its definition and its kernels."""
     files = (
         path
         for top in ("jobs", "worker", "cuda")
@@ -37,4 +37,5 @@ def test_a_parameter_of_sampling_is_named_in_five_files() -> None:
         "worker/runners/sampling.py",
         "cuda/sampling/sampling.cuh",
         "cuda/sampling/sample_filtered.cu",
+        "cuda/sampling/sample_reference.cu",
     }

@@ -10,7 +10,9 @@ from gguf import GGMLQuantizationType
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import Role
+from nightmill.worker.runners.gpu.catalogue import check_spec
 from tests.support.family_models import Heads, Size
+from tests.support.hybrid_shapes import HYBRID_SHAPES
 from tests.support.quantised_models import SHAPES, TYPES, Shape, kinds_of, write
 
 Kind = GGMLQuantizationType
@@ -53,6 +55,29 @@ def test_rows_that_are_no_multiple_of_256_fall_back(tmp_path: Path) -> None:
     assert found["blk.0.attn_q.weight"] is Kind.Q5_0
     assert found["blk.0.attn_v.weight"] is Kind.Q8_0
     assert found["blk.0.ffn_down.weight"] is Kind.Q6_K
+
+
+@pytest.mark.parametrize("name", HYBRID_SHAPES)
+@pytest.mark.parametrize("type_name", ["F16", "Q4_K_M"])
+def test_files_of_layers_with_states_say_what_they_were_made_of(
+    name: str, type_name: str, tmp_path: Path
+) -> None:
+    """In small, with the heads and states of the real one, which kernels compute."""
+    whole = HYBRID_SHAPES[name]
+    check_spec(whole.file()[2])
+    state = (4, 2, *whole.state[2:]) if whole.state[0] else whole.state
+    shape = replace(
+        whole, layers=8, width=256, ffn=512, vocab=512, heads=(4, 2, whole.heads[2]), state=state,
+        attends=(3, 7), context=512,
+    )  # fmt: skip
+    path = write(tmp_path / "m.gguf", shape, type_name, pool_bytes=1 << 19)
+    with GgufFile.open(path) as file:
+        spec = read_spec(file)
+        assert replace(spec, name="model") == shape.file()[2]
+        check_spec(spec)
+        decays = [name for role, weight in spec.all_weights() if role is Role.DECAY for name in weight.names]
+        assert all((file.array(name) < 0).all() for name in decays)
+        assert bool(decays) == (whole.family != "lfm2")
 
 
 def test_shapes_are_those_of_the_models_they_are_called_after() -> None:

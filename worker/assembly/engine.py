@@ -8,8 +8,6 @@ from threadpoolctl import threadpool_limits
 from nightmill.jobs.base.settings import Settings
 from nightmill.worker.assembly.model import LoadedModel, OpenModel, element_of
 from nightmill.worker.assembly.sizes import (
-    GPU,
-    GPU_DEPTH,
     PAGE_SIZE,
     REFERENCE,
     context_length,
@@ -17,8 +15,8 @@ from nightmill.worker.assembly.sizes import (
     interactive_slots,
     max_sequences,
     precision_of,
+    runner_sizes,
 )
-from nightmill.worker.assembly.speed import GpuSpeed, WeightsAndCache, room_of
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.probing import probe
@@ -52,33 +50,27 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
         token_budget = REFERENCE.tokens_of_a_step(sequences + STATE_CHUNK)
         runner = _reference_runner(settings, model, sequences=sequences, context=context)
     else:
-        from nightmill.worker.runners.gpu.memory import RunnerSizes
+        from nightmill.worker.assembly.forecast import forecast_of
+        from nightmill.worker.assembly.speed import GpuSpeed
         from nightmill.worker.runners.gpu.runner import CudaRunner
 
         runner = cuda = CudaRunner(
             model.file,
             spec,
-            RunnerSizes(
-                sequences,
-                context,
-                depth=GPU_DEPTH,
-                max_tokens=GPU.tokens_of_a_step(sequences),
-                gpu_memory=settings.gpu_memory,
-            ),
+            runner_sizes(settings, spec),
             gpu=gpu,
             precision=replace(precision_of(settings, model.file, spec), plain_products=model.plain_products),
             progress=model.progress,
         )
-        token_budget = cuda.max_tokens
-        room = room_of(
+        token_budget, sequences = cuda.max_tokens, cuda.slots
+        found = forecast_of(
             spec,
             GpuSpeed(cuda.device.peaks(), cuda.device.multiprocessors),
-            WeightsAndCache(cuda.memory.weights, cuda.memory.cache // cuda.kv_pages, cuda.precision.weights),
-            pages=cuda.kv_pages,
-            slots=sequences,
+            cuda.precision,
+            cuda.memory,
             context=context,
         )
-        log.info("a KV cache in %s has room for %s", cuda.precision.kv_name.upper(), room)
+        log.info("a KV cache in %s has room for %s", cuda.precision.kv_name.upper(), found.room)
 
     def engine() -> Engine:
         return Engine(
@@ -92,7 +84,7 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
                 context_length=context,
                 max_sequences=sequences,
                 token_budget=token_budget,
-                interactive_slots=min(interactive_slots(settings), sequences - 1),
+                interactive_slots=interactive_slots(sequences),
                 model_context=spec.context_length,
             ),
             prefix_sharing=settings.prefix_sharing,
@@ -120,29 +112,28 @@ def _reference_runner(
         kv_pages=choose_kv_pages(model.spec, max_sequences=sequences, context=context, page_size=PAGE_SIZE),
         page_size=PAGE_SIZE,
         slots=sequences,
-        rounding=Rounding(KvFormat(settings.kv), WeightsFormat(settings.weights) is WeightsFormat.FP8),
+        rounding=Rounding(KvFormat(settings.kv), WeightsFormat(settings.weights).rounded is not None),
     )
 
 
 def describe(settings: Settings, model: LoadedModel, stats: EngineStats) -> str:
     """One line for the log: what serves what, and how much of it."""
     spec = model.spec
-    pages, sequences = stats.pages, max_sequences(settings)
+    pages, sequences = stats.pages, stats.sequences
     gpu = gpu_index(settings)
     if gpu is None:
         weights = WeightsFormat(settings.weights)
         kept = Precision(
-            weights=weights if weights is WeightsFormat.FP8 else WeightsFormat.ELEMENT,
+            weights=WeightsFormat.ELEMENT if weights.rounded is None else weights,
             kv=KvFormat(settings.kv),
         ).words
         runner = f"reference runner (NumPy){kept and f', {kept}'}"
-        sequences = choose_slots(spec, sequences)
     else:
         kept = precision_of(settings, model.file, spec).words
         runner = f"CUDA runner on GPU {gpu} in {element_of(settings, model)}{kept and f', {kept}'}"
-    states = f", states of {2 * sequences * spec.state_bytes:,} bytes" if spec.state_bytes else ""
+    states = f", each with a state of {spec.state_bytes:,} bytes" if spec.state_bytes else ""
     return (
         f"{model.name}: {spec.family}, {len(spec.layers)} layers of width {spec.width}, vocabulary "
         f"{spec.vocab:,}; {runner}, up to {sequences} sequences of "
-        f"{context_length(settings, spec):,} tokens, KV cache of {pages * PAGE_SIZE:,} tokens{states}"
+        f"{context_length(settings, spec):,} tokens{states}, KV cache of {pages * PAGE_SIZE:,} tokens"
     )

@@ -83,6 +83,18 @@ def worker_options() -> list[click.Option]:
             help="Compute equal beginnings of prompts once; on by default [NIGHTMILL_PREFIX_SHARING].",
         ),
         click.Option(
+            ["--hours"],
+            metavar="WINDOWS",
+            help="Serve at these times of day only, such as 22:00-06:00 or 22:00-06:00/Europe/Berlin; sleep "
+            "outside them, without GPU memory [NIGHTMILL_HOURS].",
+        ),
+        click.Option(
+            ["--idle-seconds"],
+            type=click.FloatRange(1),
+            help="After so long without jobs free the GPU, and sleep until there are some "
+            "[NIGHTMILL_IDLE_SECONDS].",
+        ),
+        click.Option(
             ["--drain-seconds"],
             type=click.FloatRange(0),
             help="On SIGTERM, go on this long with the jobs in hand, then hand them back "
@@ -124,6 +136,8 @@ WORKER_SETTINGS = frozenset(
         "max_sequences",
         "context",
         "prefix_sharing",
+        "hours",
+        "idle_seconds",
         "drain_seconds",
         "metrics_port",
         "metrics_host",

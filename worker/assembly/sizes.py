@@ -1,16 +1,15 @@
-"""Sizes of a model's work: sequences, tokens and formats by the settings, and how much of it fits a GPU."""
+"""Sizes of a model's work by the settings: sequences, tokens, formats, and the limits of a GPU's runner."""
 
 from dataclasses import dataclass
 
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.errors import SettingsError
-from nightmill.worker.assembly.speed import GpuSpeed, Room, WeightsAndCache, room_of
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device.device import device_count
-from nightmill.worker.runners.gpu.device.peaks import Peaks
 from nightmill.worker.runners.gpu.element_choice import choose_element
-from nightmill.worker.runners.gpu.precision import HALF, Precision, WeightsFormat
+from nightmill.worker.runners.gpu.memory import RunnerSizes
+from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.kv_format import KvFormat
 
 
@@ -44,8 +43,6 @@ PAGE_SIZE = 16
 INTERACTIVE_SHARE = 16
 """One in so many of a worker's slots is reserved for interactive jobs. 2,048 sequences at once are 1% faster
 than 1,920; with none reserved, an interactive job would first wait for the end of another's answer."""
-GIB = 1 << 30
-_FREE_SHARE = 0.95  # of a card's memory, before Nightmill comes: the driver and its context have the rest
 
 
 def gpu_index(settings: Settings) -> int | None:
@@ -67,15 +64,13 @@ def max_sequences(settings: Settings) -> int:
     return settings.max_sequences or defaults_of(settings).sequences
 
 
-def interactive_slots(settings: Settings) -> int:
-    """Slots that only interactive jobs may have: a sixteenth of the sequences, if there are two or more."""
-    running = max_sequences(settings)
+def interactive_slots(running: int) -> int:
+    """Slots that only interactive jobs may have: a sixteenth of those that run, if there are two or more."""
     return max(1, running // INTERACTIVE_SHARE) if running > 1 else 0
 
 
-def capacity(settings: Settings) -> int:
+def capacity(running: int) -> int:
     """Jobs that a worker claims at once: what runs, and enough to refill it while the next are claimed."""
-    running = max_sequences(settings)
     return running + max(4, running // 2)
 
 
@@ -84,10 +79,13 @@ def hang_seconds(settings: Settings) -> float:
     return defaults_of(settings).hang_seconds if settings.hang_seconds is None else settings.hang_seconds
 
 
-def context_length(settings: Settings, spec: ModelSpec) -> int:
-    """Tokens that a sequence may have; raises SettingsError where the model cannot have so many."""
+def context_length(settings: Settings, spec: ModelSpec, defaults: DeviceDefaults | None = None) -> int:
+    """Tokens that a sequence may have; raises SettingsError where the model cannot have so many.
+
+    defaults  of another kind of device than the one that these settings generate on
+    """
     if settings.context is None:
-        return min(spec.context_length, defaults_of(settings).context)
+        return min(spec.context_length, (defaults or defaults_of(settings)).context)
     if settings.context > spec.context_length:
         raise SettingsError(
             f"--context {settings.context} is more than the {spec.context_length} tokens that the model "
@@ -96,131 +94,19 @@ def context_length(settings: Settings, spec: ModelSpec) -> int:
     return settings.context
 
 
+def runner_sizes(settings: Settings, spec: ModelSpec) -> RunnerSizes:
+    """Sizes that a GPU's runner is asked for, also where there is no GPU; raises as `context_length` does."""
+    slots = settings.max_sequences or GPU.sequences
+    return RunnerSizes(
+        slots,
+        context_length(settings, spec, GPU),
+        depth=GPU_DEPTH,
+        max_tokens=GPU.tokens_of_a_step(slots),
+        gpu_memory=settings.gpu_memory,
+    )
+
+
 def precision_of(settings: Settings, file: GgufFile, spec: ModelSpec) -> Precision:
     """The formats that a GPU computes and keeps a model in."""
     element = choose_element(file, spec, settings.dtype).element
     return Precision(element, WeightsFormat(settings.weights), KvFormat(settings.kv))
-
-
-@dataclass(frozen=True, slots=True)
-class Card:
-    """A GPU's room for a model: free bytes, multiprocessors, on which some workspace depends, and speed."""
-
-    name: str
-    free: int
-    multiprocessors: int
-    peaks: Peaks
-
-    def __str__(self) -> str:
-        return f"{self.name}, {self.free / GIB:.1f} GiB free"
-
-
-def card_of(name: str, gib: int, multiprocessors: int, peaks: Peaks) -> Card:
-    """A GPU of this memory that nothing else uses."""
-    return Card(name, int(gib * GIB * _FREE_SHARE), multiprocessors, peaks)
-
-
-CARDS = (
-    card_of("a card of 8 GB", 8, 24, Peaks(0.272e12, 30e12)),
-    card_of("a card of 24 GB", 24, 128, Peaks(1.008e12, 165e12)),
-    card_of("a card of 80 GB", 80, 132, Peaks(3.35e12, 989e12)),
-)
-"""The cards to describe if there is no GPU: as fast as an RTX 4060, an RTX 4090 and an H100 SXM."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """The shares of a GPU's memory, in bytes, and what the cache's share is in tokens and sequences."""
-
-    weights: int
-    weights_in: str
-    """The format in which weights are kept: never `auto`."""
-    workspace: int
-    cache_tokens: int
-    sequences: dict[int, int]
-    """Sequences that fit at once, by length in tokens, as in `Room`; so is `rate`, in output tokens/s."""
-    rate: int
-
-    def __str__(self) -> str:
-        kept = WeightsFormat(self.weights_in).words
-        return (
-            f"{self.weights / GIB:.2f} GiB of weights {kept}, {self.workspace / GIB:.2f} of workspace, and a "
-            f"cache of {self.cache_tokens:,} tokens, for {Room(self.sequences, self.rate)}"
-        )
-
-
-def card_here(index: int | None) -> Card | None:
-    """The GPU of this index, by default the first, with what is free of it now; None if none can be used."""
-    from nightmill.worker.runners.gpu.device.device import Device, NoDeviceError
-
-    try:
-        with Device(0 if index is None else index) as device:
-            return Card(device.name, device.free_memory(), device.multiprocessors, device.peaks())
-    except NoDeviceError:
-        return None
-
-
-def fit(spec: ModelSpec, card: Card, settings: Settings, precision: Precision = HALF) -> Fit:
-    """Forecast how a worker with these settings shares out that GPU's memory, to some percent.
-
-    Raises RunnerError if the kernels do not take the model, or it does not fit.
-    """
-    from nightmill.worker.runners.gpu.activations import LOGIT_ROWS, most_draws
-    from nightmill.worker.runners.gpu.catalogue import check_spec, workspace_bytes
-    from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
-    from nightmill.worker.runners.gpu.memory import (
-        LEAST_TOKENS,
-        RunnerSizes,
-        allowed,
-        plan_memory,
-        tokens_of_a_step,
-    )
-    from nightmill.worker.runners.gpu.sampling.masks import MaskBuffers
-    from nightmill.worker.runners.gpu.sampling.slots import SlotTable
-    from nightmill.worker.runners.gpu.steps import StepBuffers
-    from nightmill.worker.runners.gpu.weights.choice import choose_weights
-    from nightmill.worker.runners.gpu.weights.layout import weight_bytes
-
-    budget = allowed(card.free, settings.gpu_memory)
-    precision, _ = choose_weights(spec, precision, budget)
-    check_spec(spec, precision)
-    slots = settings.max_sequences or GPU.sequences
-    context = min(settings.context or GPU.context, spec.context_length)
-    kept = SlotTable.bytes(slots, spec.vocab) + MaskBuffers.bytes(spec.vocab, LOGIT_ROWS)
-
-    def workspace(max_tokens: int) -> int:
-        step = StepBuffers.bytes(
-            max_tokens=max_tokens, max_draws=most_draws(slots), slots=slots, table_width=-(-context // PAGE),
-            max_pieces=slots,  # about so many; by the kernels' occupancy, for which a device is asked
-        )  # fmt: skip
-        return (
-            kept
-            + step
-            + workspace_bytes(
-                spec,
-                precision,
-                card.multiprocessors,
-                slots=slots,
-                max_context=context,
-                max_tokens=max_tokens,
-                max_draws=most_draws(slots),
-            )
-        )
-
-    weights, page = weight_bytes(spec, precision), page_bytes(spec, precision.kv)
-    most, least = GPU.tokens_of_a_step(slots), max(LEAST_TOKENS, slots)
-    tokens = tokens_of_a_step(most, least, workspace, budget - weights)
-    sizes = RunnerSizes(slots, context, max_tokens=tokens, gpu_memory=settings.gpu_memory)
-    plan = plan_memory(sizes, weights=weights, page=page, free=card.free, workspace=workspace(tokens))
-    room = room_of(
-        spec, GpuSpeed(card.peaks, card.multiprocessors), WeightsAndCache(weights, page, precision.weights),
-        pages=plan.kv_pages, slots=slots, context=context,
-    )  # fmt: skip
-    return Fit(
-        weights=plan.weights,
-        weights_in=precision.weights.value,
-        workspace=plan.workspace,
-        cache_tokens=plan.kv_pages * PAGE,
-        sequences=room.sequences,
-        rate=room.rate,
-    )

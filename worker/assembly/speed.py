@@ -1,4 +1,4 @@
-"""Forecast how many sequences a cache holds, and about how fast a worker generates with a model.
+"""The rate at which a worker is expected to generate with a model.
 
 The speed is by the bytes and the FLOPs of its steps, and by its host: a forecast before anything runs;
 `nightmill plan` measures. On an H200, where the shares below come from, it is within 21% of what a 0.5B did
@@ -14,39 +14,18 @@ from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device.peaks import Peaks
 from nightmill.worker.runners.gpu.kv_cache import PAGE
 from nightmill.worker.runners.gpu.precision import WeightsFormat
+from nightmill.worker.runners.gpu.products.formats import rounded_format
 
-__all__ = ["GpuSpeed", "EqualSequences", "Room", "WeightsAndCache", "expected_rate", "room_of"]
-
-LENGTHS = (1024, 4096)  # tokens of sequences, for which it is said how many fit
+__all__ = ["EqualSequences", "GpuSpeed", "WeightsAndCache", "expected_rate"]
 
 _BYTES_SHARE, _FLOPS_SHARE = 0.75, 0.55  # of the peaks, in whole steps
 _PACKED_A_SECOND = 22e9  # weights that a multiprocessor turns into elements: Q4_K and Q8_0, 1 to 64 rows
 _PACKED_BYTES = 1.5  # a weight, over which most are elements in the file, too
 _PACKED_FLOPS_SHARE = 0.8  # of the rate without: 256 rows
-_FP8_WIDTH = 560  # at which FP8 gains nothing: prompts of a 0.5B and a 7B, 1.23 and 1.73 times as fast as F16
-_FP8_LAYER_SECONDS = 9e-6  # more launches, which round and rotate: one sequence of a 0.5B
 _LAYER_SECONDS, _STEP_SECONDS = 10e-6, 40e-6  # for the way from kernel to kernel, and for what is in no layer
 _HOST_TOKEN_SECONDS = 0.6e-6  # of the engine's thread, beside the GPU: 0.62 ms for 1,024 sequences, 2 cores
 _HOST_STEP_SECONDS = 100e-6  # and for a step, an estimate
 _ROW_SECONDS = 1 / 2165  # of the worker's process, from a row in SQL to its result: 8 tokens each, 16 cores
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """The sequences that a cache has room for, and the rate to expect."""
-
-    sequences: dict[int, int]
-    """Numbers of sequences that fit at once, by their length in tokens: prompt and answer together."""
-    rate: int
-    """Output tokens per second to expect of those of the first length, a quarter of which is the answer."""
-
-    def __str__(self) -> str:
-        (length, count), *others = self.sequences.items()
-        more = "".join(f", or {count:,} of {length:,}" for length, count in others)
-        return (
-            f"{count:,} sequences of {length:,} tokens at once{more}; about {self.rate:,} output tokens/s "
-            f"with these {count:,}"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,23 +54,11 @@ class EqualSequences:
     answer: int
 
 
-def room_of(
-    spec: ModelSpec, gpu: GpuSpeed, size: WeightsAndCache, *, pages: int, slots: int, context: int
-) -> Room:
-    """Compute the room in a cache of `pages`: sequences of up to `context` tokens, at most `slots`."""
-    lengths = sorted({*(length for length in LENGTHS if length < context), context})
-    sequences = {length: min(slots, pages // -(-length // PAGE)) for length in lengths}
-    length = lengths[0]
-    load = EqualSequences(max(1, sequences[length]), prompt=length - length // 4, answer=length // 4)
-    rate = expected_rate(spec, gpu, size, load)
-    return Room(sequences, int(float(f"{rate:.1e}")))  # two figures: more are not known
-
-
 def expected_rate(spec: ModelSpec, gpu: GpuSpeed, size: WeightsAndCache, load: EqualSequences) -> float:
     """Output tokens per second of this load, the time of its prompts included.
 
     A step takes as long as its products, for which the weights are read once, and its attention, which reads
-    the keys and values of all contexts; or as the host takes to prepare it.
+    the keys and values of all contexts, and of states; or as the host takes to prepare it.
     """
     weights, peaks, sequences, answer = size.weights, gpu.peaks, load.sequences, load.answer
     table = spec.vocab * spec.width
@@ -99,8 +66,8 @@ def expected_rate(spec: ModelSpec, gpu: GpuSpeed, size: WeightsAndCache, load: E
     multiplied = parameters if spec.tied_head else parameters - table  # of a table of its own, a row is read
     reading = weights * multiplied / parameters / (peaks.bytes * _BYTES_SHARE)
     flops = peaks.flops * _FLOPS_SHARE
-    fp8 = size.format is WeightsFormat.FP8
-    gain = 2 * spec.width / (spec.width + _FP8_WIDTH) if fp8 else 1
+    rounded = rounded_format(size.format)
+    gain = 1.0 if rounded is None else rounded.speedup(spec.width)
     layers = 2 * (multiplied - table) / (gain * flops)  # seconds a token
     computing = (layers + 2 * table / flops) * sequences
     if size.format is WeightsFormat.FILE and weights < _PACKED_BYTES * parameters:
@@ -108,8 +75,9 @@ def expected_rate(spec: ModelSpec, gpu: GpuSpeed, size: WeightsAndCache, load: E
         computing /= _PACKED_FLOPS_SHARE
     products = max(reading, computing)
     attention = sequences * (load.prompt + answer / 2) * (size.page / PAGE) / (peaks.bytes * _BYTES_SHARE)
-    layer = _LAYER_SECONDS + (_FP8_LAYER_SECONDS if fp8 else 0)
-    step = products + attention + layer * len(spec.layers) + _STEP_SECONDS
+    states = 2 * sequences * spec.state_bytes / (peaks.bytes * _BYTES_SHARE)  # read and written
+    layer = _LAYER_SECONDS + (0.0 if rounded is None else rounded.layer_seconds)
+    step = products + attention + states + layer * len(spec.layers) + _STEP_SECONDS
     host = _HOST_STEP_SECONDS + _HOST_TOKEN_SECONDS * sequences
     whole = max(reading, sequences * load.prompt * layers) + answer * max(step, host)
     return sequences * answer / max(whole, sequences * _ROW_SECONDS)

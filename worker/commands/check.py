@@ -14,7 +14,7 @@ from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.options import json_option
 from nightmill.jobs.commands.terminal import echo, echo_json
-from nightmill.jobs.errors import NightmillError, RunnerError
+from nightmill.jobs.errors import NightmillError, RunnerError, SettingsError
 from nightmill.jobs.messages.embedded import only_for_now
 from nightmill.jobs.messages.tls import describe_sslmode, describe_tls
 from nightmill.jobs.reply.job import Worker
@@ -34,8 +34,8 @@ from nightmill.worker.assembly.options import (
 )
 
 if TYPE_CHECKING:
+    from nightmill.worker.assembly.forecast import Card
     from nightmill.worker.assembly.model import OpenModel
-    from nightmill.worker.assembly.sizes import Card
 
 _MARKS = {True: ("ok  ", "green"), False: ("FAIL", "red"), None: ("note", "yellow")}
 
@@ -168,8 +168,9 @@ def _look_at_memory(settings: Settings, model: "OpenModel", *, cards: bool) -> I
 
     Then the same for each other choice of formats; without a GPU, on the largest card.
     """
+    from nightmill.worker.assembly.forecast import CARDS, card_here
     from nightmill.worker.assembly.model import element_of
-    from nightmill.worker.assembly.sizes import CARDS, card_here, precision_of
+    from nightmill.worker.assembly.sizes import precision_of
 
     here = card_here(settings.gpu)
     if here is None and not cards:
@@ -193,7 +194,8 @@ def _fitting(
     part: str, said: str, card: "Card", settings: Settings, model: "OpenModel", *, computed: bool
 ) -> Finding:
     """Find how much of the model fits a card, or why it does not fit."""
-    from nightmill.worker.assembly.sizes import fit, precision_of
+    from nightmill.worker.assembly.forecast import forecast
+    from nightmill.worker.assembly.sizes import precision_of
 
     precision = precision_of(settings, model.file, model.spec)
     about = {
@@ -201,10 +203,10 @@ def _fitting(
         "weights_in": precision.weights.value, "kv_in": precision.kv.value,
     }  # fmt: skip
     try:
-        fits = fit(model.spec, card, settings, precision)
-    except RunnerError as error:
+        found = forecast(model.spec, card, settings, precision)
+    except (RunnerError, SettingsError) as error:
         return Finding(part, None, f"{said}: {error}", about)
-    return Finding(part, None, f"{said}: {fits}", about | asdict(fits))
+    return Finding(part, None, f"{said}: {found}", about | asdict(found))
 
 
 def _look_at_gpu() -> str:

@@ -8,12 +8,12 @@ import click
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.commands.options import json_option
 from nightmill.jobs.commands.terminal import echo, echo_json, table
-from nightmill.jobs.errors import ModelFileError, RunnerError
+from nightmill.jobs.errors import ModelFileError, RunnerError, SettingsError
 from nightmill.worker.assembly.fetching import fetched, require_hub_extra
 from nightmill.worker.assembly.options import require_worker_extra
 
 if TYPE_CHECKING:
-    from nightmill.worker.assembly.sizes import Card
+    from nightmill.worker.assembly.forecast import Card
     from nightmill.worker.model.hub.cached import CachedModel
 
 _UNKNOWN = "-"
@@ -52,7 +52,7 @@ def models(gpu: int | None, as_json: bool) -> None:
     """Say which models are in the cache, what they are, and whether they fit this machine's GPU."""
     require_worker_extra("models")
     require_hub_extra("`nightmill models`")
-    from nightmill.worker.assembly.sizes import card_here
+    from nightmill.worker.assembly.forecast import card_here
     from nightmill.worker.model.hub.cached import cached_models
 
     settings = Settings.from_env()
@@ -109,7 +109,8 @@ class Look:
 
 
 def _look_at(model: "CachedModel", card: "Card | None", settings: Settings) -> Look:
-    from nightmill.worker.assembly.sizes import fit, precision_of
+    from nightmill.worker.assembly.forecast import forecast
+    from nightmill.worker.assembly.sizes import precision_of
     from nightmill.worker.commands.inspection import quantisation_of, shares
     from nightmill.worker.model.families import read_spec
     from nightmill.worker.model.gguf.file import GgufFile
@@ -122,8 +123,8 @@ def _look_at(model: "CachedModel", card: "Card | None", settings: Settings) -> L
             spec = read_spec(file)
             context = spec.context_length
             if card is not None:
-                fits = fit(spec, card, settings, precision_of(settings, file, spec))
-    except (ModelFileError, RunnerError) as error:
+                fits = forecast(spec, card, settings, precision_of(settings, file, spec))
+    except (ModelFileError, RunnerError, SettingsError) as error:
         problem = str(error).removeprefix(f"{model.files[0]}: ")
     nothing = None if card is None or problem is None else 0
     return Look(

@@ -22,9 +22,10 @@ from nightmill.worker.assembly.fetching import with_model_file
 from nightmill.worker.assembly.options import merge_options, require_worker_extra, worker_options
 
 if TYPE_CHECKING:
+    from nightmill.worker.assembly.forecast import Forecast
     from nightmill.worker.assembly.model import OpenModel
-    from nightmill.worker.assembly.sizes import Fit
     from nightmill.worker.commands.planning.plan import Plan
+    from nightmill.worker.engine.engine import Engine
 
 EXIT_BAD_ROWS = 3
 EXIT_TOO_LATE = 4
@@ -162,7 +163,7 @@ def _make(
     """The plan, made under a progress bar. With `measure_seconds` of 0 no engine is built."""
     from nightmill.worker.assembly.engine import build_engine
     from nightmill.worker.assembly.model import load_model
-    from nightmill.worker.assembly.sizes import PAGE_SIZE, context_length, max_sequences
+    from nightmill.worker.assembly.sizes import PAGE_SIZE, context_length
     from nightmill.worker.commands.planning.plan import Measuring, PlannedModel, Schedule, make_plan
     from nightmill.worker.engine.limits import RequestLimits
 
@@ -199,7 +200,7 @@ def _make(
                         model_context=model.spec.context_length,
                         pages=None if engine is None else engine.stats.pages,
                     ),
-                    slots=max_sequences(settings),
+                    slots=_slots(settings, model, memory, engine),
                     memory=memory,
                 ),
                 Schedule(
@@ -219,18 +220,29 @@ def _make(
             engine.close()
 
 
-def _memory(settings: Settings, model: "OpenModel") -> "Fit | None":
+def _memory(settings: Settings, model: "OpenModel") -> "Forecast | None":
     """Share out the memory of the GPU that would run the model; None without one, or if it does not fit."""
-    from nightmill.worker.assembly.sizes import card_here, fit, gpu_index, precision_of
+    from nightmill.worker.assembly.forecast import card_here, forecast
+    from nightmill.worker.assembly.sizes import gpu_index, precision_of
 
     gpu = gpu_index(settings)
     card = None if gpu is None else card_here(gpu)
     try:
         if card is not None:
-            return fit(model.spec, card, settings, precision_of(settings, model.file, model.spec))
+            return forecast(model.spec, card, settings, precision_of(settings, model.file, model.spec))
     except RunnerError:  # whoever builds an engine hears why
         return None
     return None
+
+
+def _slots(settings: Settings, model: "OpenModel", memory: "Forecast | None", engine: "Engine | None") -> int:
+    """Rows that a worker runs at once: those of the engine, else those that are forecast."""
+    from nightmill.worker.assembly.sizes import max_sequences
+    from nightmill.worker.runners.reference import choose_slots
+
+    if engine is not None:
+        return engine.stats.sequences
+    return choose_slots(model.spec, max_sequences(settings)) if memory is None else memory.slots
 
 
 def live_workers(client: Client, model: str) -> int:

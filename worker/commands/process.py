@@ -1,14 +1,13 @@
 """A worker as a child process: started on a client's settings, drained when it is no longer wanted.
 
 It ends with the process that started it, whatever becomes of that one: its standard input is a pipe that
-nobody writes to, and that closes when the other end does. See `end_with_stdin`.
+nobody writes to, and that closes when the other end does (`worker.service.parent`).
 """
 
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -22,23 +21,15 @@ from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.terminal import LiveLine, ProgressLine
 from nightmill.jobs.errors import NightmillError
 from nightmill.worker.service.heart import LOADING
+from nightmill.worker.service.parent import END_WITH_STDIN
 
 # -P: a folder that a person works in may have a `jobs/` or a `queue.py` of its own.
 WORKER_COMMAND = (sys.executable, "-P", "-m", "nightmill", "worker")
-END_WITH_STDIN = "--end-with-stdin"
+_FOR_SERVICE = frozenset(
+    {"hours", "idle_seconds"}
+)  # whoever starts a run by hand does not wait for the night
 _KILL_SECONDS = 10.0  # beyond what a worker may take to end
 _SLOW_START_SECONDS = 1000.0  # without progress; the worker itself gives up a little earlier
-
-
-def end_with_stdin() -> None:
-    """Drain this worker, as at SIGTERM, once its standard input ends."""
-
-    def watch() -> None:
-        while os.read(sys.stdin.fileno(), 4096):
-            pass
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 def end_seconds(settings: Settings) -> float:
@@ -70,7 +61,8 @@ class WorkerProcess:
         self._served = False
         environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
         for name, value in client.settings.model_dump(mode="json", exclude_defaults=True).items():
-            environment[PREFIX + name.upper()] = str(value)
+            if name not in _FOR_SERVICE:
+                environment[PREFIX + name.upper()] = str(value)
         with log.open("wb") as output:
             self.popen = subprocess.Popen(
                 [*command, END_WITH_STDIN, "--id", self.id, *arguments],

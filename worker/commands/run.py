@@ -24,17 +24,19 @@ from nightmill.jobs.commands.on_end import on_end_options, run_on_end, words_of
 from nightmill.jobs.commands.options import INTERRUPTED, LOG_FORMAT, json_option
 from nightmill.jobs.commands.printing import counted, describe_status
 from nightmill.jobs.commands.progress import BatchProgress, log_of_command, logged_errors
+from nightmill.jobs.commands.query_options import check_named, input_named, query_options
 from nightmill.jobs.commands.table_options import opened_with, table_options, taken
 from nightmill.jobs.commands.terminal import echo, echo_err, echo_json
+from nightmill.jobs.commands.writing import INTO_OPTION
 from nightmill.jobs.errors import (
     BatchFileUnavailableError,
     DatabaseError,
     DatabaseUnreachableError,
     SettingsError,
 )
-from nightmill.jobs.formats import FileFormat
-from nightmill.jobs.formats.places import STANDARD, brought_to, check_apart, errors_name, taken_from
+from nightmill.jobs.formats.places import STANDARD, brought_to, check_apart, errors_name
 from nightmill.jobs.reply.batch_status import BatchStatus, status_values
+from nightmill.jobs.tables.into import UsersTable
 from nightmill.worker.assembly.fetching import with_model_file
 from nightmill.worker.assembly.options import WORKER_SETTINGS, as_arguments, merge_options, worker_options
 from nightmill.worker.commands.keeper import WorkerKeeper
@@ -50,12 +52,12 @@ _HEARD = frozenset({"model", "model_name", "gpu", "reference"})
 
 
 @click.command()
-@click.argument("file")
+@click.argument("file", required=False)
+@query_options
 @click.option(
     "-o",
     "--output",
     metavar="FILE",
-    required=True,
     help="File for the results, or -. Its ending says the format; OpenAI's rows have theirs.",
 )
 @click.option(
@@ -64,6 +66,7 @@ _HEARD = frozenset({"model", "model_name", "gpu", "reference"})
     help="File for the rows that failed; by default OUTPUT with .errors before its ending.",
 )
 @FORMAT_OPTION
+@INTO_OPTION
 @click.option("--name", help="Name of the batch; by default made of the file, the model and the parameters.")
 @click.option("--retry-failed", is_flag=True, help="Try rows again that failed in an earlier run.")
 @click.option("--overwrite", is_flag=True, help="Replace OUTPUT even if it holds something else.")
@@ -73,8 +76,11 @@ _HEARD = frozenset({"model", "model_name", "gpu", "reference"})
 @job_options(*(name for name in BATCH_OPTIONS if name != AT))
 @json_option
 def run(
-    file: str,
-    output: str,
+    file: str | None,
+    query: str | None,
+    from_url: str | None,
+    output: str | None,
+    into: str | None,
     errors: str | None,
     format: str | None,
     name: str | None,
@@ -111,9 +117,11 @@ def run(
 
     With - for FILE the rows are those of standard input. The same rows again go on as those of the same file
     would. With - for OUTPUT the results come at the end, in the order of FILE, and all else goes to standard
-    error, with no file of errors unless --errors names one. FILE may also be at s3://, gs:// or https://, and
-    OUTPUT at s3:// or gs://, where it appears at the end. The command of --on-end reads the status as JSON;
-    whatever becomes of it, the results and the exit code stay as they are.
+    error, with no file of errors unless --errors names one. FILE may also be a folder of files, a pattern
+    such as 'rows/*.parquet', or at s3://, gs://, hf:// or https://, and OUTPUT at s3:// or gs://, where it
+    appears at the end. --query takes the rows of a database, and --into writes results into a table. The
+    command of --on-end reads the status as JSON; whatever becomes of it, the results and the exit code stay
+    as they are.
 
     Ctrl-C once drains: running rows may finish, or go back to the queue. Twice hands them back at once.
 
@@ -134,6 +142,10 @@ def run(
     from nightmill.worker.assembly.model import model_path, served_name
     from nightmill.worker.model.gguf.file import GgufFile
 
+    check_named(file, query, from_url)
+    if output is None and into is None:
+        raise click.UsageError("name a file for the results (-o FILE), or a table (--into URL#TABLE)")
+    table_of_results = None if into is None else UsersTable(into)
     at_end = None if on_end is None else words_of(on_end)
     worker_settings = {key: options.pop(key, None) for key in WORKER_SETTINGS}
     settings = merge_options(Settings.from_env(), worker_settings)
@@ -149,12 +161,14 @@ def run(
         table = taken(options)
         rows = given(options) | table | {"model": model}
         opened = opened_with(rows)
-        errors = errors or errors_name(output)
-        check_apart(file, output, errors)
+        errors = errors or (None if output is None else errors_name(output))
+        if output is not None:
+            check_apart(file or "", output, errors)
         say = echo_err if log is None else log.info
         with ExitStack() as stack:
-            wanted = None if format is None else FileFormat(format)
-            source = stack.enter_context(taken_from(file, wanted, most=settings.spool_bytes, opened=opened))
+            source = stack.enter_context(
+                input_named(file, query, from_url, format, most=settings.spool_bytes, opened=opened)
+            )
             if settings.model_name is None:
                 with Client(settings) as client:
                     served = ServedFile(client, model_file.digest(), model)
@@ -180,7 +194,7 @@ def run(
                     on_entered=client.webhook_of(webhook),
                 )
             if batch.renamed:
-                say(_renamed_note(file, batch.renamed, model))
+                say(_renamed_note(source.label, batch.renamed, model))
             if retry_failed:
                 batch.retry_failed(deadline=rows.get("deadline"))
             say_times(batch.status(errors=False), rows, say)
@@ -198,6 +212,8 @@ def run(
                 _finish(stream, say)
                 for place in places:
                     place.deliver()
+                if into is not None:
+                    batch.write_into(into)
                 with suppress(DatabaseError):  # our worker ends with us, but others try again
                     client.courier.look(batch.name)
         summary = status_values(status)
@@ -212,6 +228,8 @@ def run(
         written, failed = (printable(place.label) for place in places)
         if errors is None:
             failed = f"nightmill batch errors {printable(batch.name)} -o FILE"
+        if table_of_results is not None:
+            written = ", ".join([*([] if output is None else [written]), printable(table_of_results.label)])
         echo(f"Results: {written}; errors: {failed}", err=piped)
     raise SystemExit(EXIT_CODES[status.state] if status.state.final else INTERRUPTED)
 

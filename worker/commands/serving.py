@@ -5,12 +5,15 @@ What it needs is imported when it runs, so that the other commands stay quick.
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
 from nightmill.jobs.base.settings import PREFIX, Settings
-from nightmill.jobs.commands.options import LOG_FORMAT
+from nightmill.jobs.client.client import Client
+from nightmill.jobs.commands.options import LOG_FORMAT, CommandGroup
+from nightmill.jobs.commands.terminal import echo
 from nightmill.worker.assembly.fetching import with_model_file
 from nightmill.worker.assembly.options import (
     as_arguments,
@@ -19,7 +22,7 @@ from nightmill.worker.assembly.options import (
     worker_id_option,
     worker_options,
 )
-from nightmill.worker.commands.process import END_WITH_STDIN, end_with_stdin
+from nightmill.worker.service.parent import END_WITH_STDIN, end_with_stdin
 
 
 def _worker(
@@ -34,6 +37,11 @@ def _worker(
       nightmill worker --model qwen2.5-0.5b-instruct-q8_0.gguf
       nightmill worker --model hf:Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q8_0
       nightmill worker --model big.gguf --name big --max-sequences 64
+      nightmill worker --model big.gguf --hours 22:00-06:00 --idle-seconds 600
+      nightmill worker pause all
+
+    Outside its --hours, and after --idle-seconds without jobs, it gives its GPU back and sleeps; so it does
+    if it is paused, from any machine.
 
     It is the same worker as `celery -A nightmill.worker.app worker --pool=threads --model FILE`.
     """
@@ -64,9 +72,16 @@ def _worker(
     raise SystemExit(code)
 
 
-worker = click.Command(
+@click.pass_context
+def _worker_or_more(context: click.Context, /, **options: Any) -> None:
+    if context.invoked_subcommand is None:
+        _worker(**options)
+
+
+worker = CommandGroup(
     "worker",
-    callback=_worker,
+    callback=_worker_or_more,
+    invoke_without_command=True,
     params=[
         *worker_options(),
         click.Option(
@@ -87,3 +102,33 @@ worker = click.Command(
     help=_worker.__doc__,
     short_help="Serve a model: take jobs from the queue, generate, write the results.",
 )
+
+
+_WORKERS = click.argument("workers", nargs=-1, required=True, metavar="ID...|all")
+
+
+@worker.command()
+@_WORKERS
+def pause(workers: tuple[str, ...]) -> None:
+    """Let workers finish what they have, free their GPUs and sleep until they are resumed.
+
+    ID is what `nightmill stats` shows, or its beginning. Rows that are not done within a worker's
+    --drain-seconds go back to the queue, with their tokens.
+    """
+    _change(workers, paused=True)
+
+
+@worker.command()
+@_WORKERS
+def resume(workers: tuple[str, ...]) -> None:
+    """Let paused workers serve again, as soon as their hours allow it."""
+    _change(workers, paused=False)
+
+
+def _change(workers: Sequence[str], *, paused: bool) -> None:
+    with Client() as client:
+        changed = client.pause_workers(None if "all" in workers else workers, paused=paused)
+    for one in changed:
+        echo(f"{one.id[:8]}: {'paused' if paused else 'resumed'}, {one.model} on {one.host}")
+    if not changed:
+        echo(f"no live worker is {'to be paused' if paused else 'paused'}")

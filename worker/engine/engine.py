@@ -91,6 +91,7 @@ class Engine:
             raise ValueError(f"a context of {context_length} has no room for a prompt and an answer")
         prefix_sharing = prefix_sharing and (runner.prompt_grid == 1 or runner.snapshots > 0)
         self._runner = runner
+        self._max_sequences = max_sequences
         self._text_stream = text_stream = text.text_stream
         self._decode = text.decode or (lambda token_ids: streamed(text_stream(), token_ids))
         self._eos_ids = text.eos_ids
@@ -228,6 +229,7 @@ class Engine:
             free_pages=self._pool.free,
             pages=self._pool.pages,
             context=self._limits.cache_context,
+            sequences=self._max_sequences,
         )
 
     def partial(self, job_id: str) -> Partial | None:

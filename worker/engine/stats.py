@@ -19,3 +19,4 @@ class EngineStats:
     free_pages: int
     pages: int
     context: int  # tokens that a sequence may have
+    sequences: int  # that may run at once

@@ -99,6 +99,11 @@ class LayerSpec:
         """The arrays that the layer keeps for each sequence beside keys and values."""
         return () if self.mixer is None or isinstance(self.mixer, Attention) else self.mixer.state
 
+    @property
+    def controls(self) -> int:
+        """The last rows of MIXER_INPUT that are never rounded to FP8."""
+        return 0 if self.mixer is None or isinstance(self.mixer, Attention) else self.mixer.controls
+
     def weights(self, width: int) -> Weights:
         """All its weights, with names as they follow `blk.N.`."""
 

@@ -69,6 +69,11 @@ class GatedDeltaNet:
         return 2 * self.keys + self.values
 
     @property
+    def controls(self) -> int:
+        """The last rows of MIXER_INPUT, for betas and decays: what becomes a power is not rounded to FP8."""
+        return 2 * self.value_heads
+
+    @property
     def state(self) -> tuple[StateArray, ...]:
         """The arrays that the layer keeps for each sequence."""
         return (
@@ -130,6 +135,11 @@ class Mamba2:
         return self.inner + 2 * self.shared
 
     @property
+    def controls(self) -> int:
+        """The last rows of MIXER_INPUT, for time steps: what becomes a power is not rounded to FP8."""
+        return self.heads
+
+    @property
     def state(self) -> tuple[StateArray, ...]:
         """The arrays that the layer keeps for each sequence."""
         return (
@@ -163,6 +173,7 @@ class ShortConv:
     kernel: int  # tokens of the convolution
 
     title: ClassVar = "a short convolution"
+    controls: ClassVar = 0
 
     @property
     def state(self) -> tuple[StateArray, ...]:

@@ -257,7 +257,13 @@ def _outcome_of_one(completion: Completion, arithmetic: str, logprobs: bytes | N
         error=completion.error,
         arithmetic=arithmetic,
         logprobs=() if logprobs is None else (logprobs,),
+        # Those of a job with log-probabilities are not kept: it would have to begin afresh.
+        drawn=completion.token_ids if logprobs is None and _is_cut(completion) else (),
     )
+
+
+def _is_cut(completion: Completion) -> bool:
+    return completion.stop_reason is StopReason.LENGTH
 
 
 def _outcome(key: JobKey, row: _Row, arithmetic: str) -> Outcome:
@@ -295,7 +301,17 @@ def _outcome(key: JobKey, row: _Row, arithmetic: str) -> Outcome:
             for number, completion in enumerate(ended if len(ended) > 1 or row.scored else ())
         ),
         logprobs=tuple(row.logprobs),
+        drawn=_drawn_of_cut(row, ended),
     )
+
+
+def _drawn_of_cut(row: _Row, ended: Sequence[Completion]) -> Tokens:
+    """The tokens of all answers, as they are saved, if one of them was cut and could go on."""
+    if row.draws_nothing or row.params.logprobs is not None or row.params.prompt_logprobs is not None:
+        return ()
+    if not any(map(_is_cut, ended)) or any(one.stop_reason.state is not JobState.SUCCEEDED for one in ended):
+        return ()
+    return pack(row.drawn) if len(row.drawn) > 1 else row.drawn[0]
 
 
 def _token_ids(row: _Row) -> bytes | None:

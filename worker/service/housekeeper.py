@@ -29,6 +29,7 @@ from nightmill.worker.watched import Rounds, end_threads, watched_thread
 log = logging.getLogger(__name__)
 
 CANCEL_POLL_SECONDS = 0.2
+REST_SECONDS = 1.0
 REPORT_SECONDS = 10.0
 SWEEP_LIMIT = 4096  # jobs announced in one transaction
 SWEEP_TRANSACTIONS = 16  # in one round, of each kind; the next round sends more
@@ -38,9 +39,10 @@ DEAF_SECONDS = 120.0  # an idle worker that hears nothing for so long, while mes
 
 
 class Housekeeper:
-    """Six chores, each on a thread of its own, so that a broker that hangs delays no cancellation.
+    """Seven chores, each on a thread of its own, so that a broker that hangs delays no cancellation.
 
-    Database and broker failures are logged once and tried again in the next round.
+    Database and broker failures are logged once and tried again in the next round. `rest` looks whether the
+    worker is to sleep (`resting.py`).
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Housekeeper:
         settings: Settings,
         model: str,
         probe: GpuProbe | None = None,
+        rest: Callable[[], None] = lambda: None,
     ) -> None:
         self._service = service
         self._claims = claims
@@ -80,6 +83,7 @@ class Housekeeper:
             (beat, self.beat),
             (beat, self.sweep),
             (LOOK_SECONDS, self._look_for_suspects),
+            (REST_SECONDS, rest),
         ]
         self._threads = [
             watched_thread("housekeeper", partial(self._repeat, *chore), service.fail) for chore in chores

@@ -71,6 +71,11 @@ class InFlight:
         self._ended = False
         self._claim_mode = ClaimMode.ALL
 
+    def resize(self, capacity: int, reserved_slots: int) -> None:
+        """Have so many slots from now on, as an engine has said that it has; before any is taken."""
+        with self._changed:
+            self.capacity, self.reserved_slots = capacity, reserved_slots
+
     def reserve(self, wanted: int, *, interactive: bool = False) -> int:
         """Wait for room and take up to `wanted` places; 0 once closed."""
         with self._changed:

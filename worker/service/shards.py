@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 
 from nightmill.jobs.base.contract import StopReason
@@ -24,6 +24,7 @@ from nightmill.jobs.errors import (
 from nightmill.jobs.sql.claims import Claim, Claims, Outcome
 from nightmill.jobs.sql.jobs import chunked
 from nightmill.jobs.sql.partials import SavedTokens
+from nightmill.jobs.sql.reusing import find
 from nightmill.jobs.sql.settling import AHEAD
 from nightmill.jobs.streams.redis import Followers
 from nightmill.worker.engine.request import Completion, DrawnTokens, Request
@@ -34,6 +35,8 @@ from nightmill.worker.service.prompting import Prompting
 from nightmill.worker.service.publishing import Publisher
 from nightmill.worker.service.requesting import Requesting
 from nightmill.worker.service.resume import SAVE_GROUP, SAVE_TOKENS
+from nightmill.worker.service.reusing import Reusing
+from nightmill.worker.service.service_options import ServiceOptions
 from nightmill.worker.service.tally import Tally
 from nightmill.worker.service.writer import ResultWriter
 from nightmill.worker.watched import describe
@@ -45,20 +48,6 @@ CLAIMS_AT_ONCE = 4
 longer for the interpreter, for SQLite's one writer, and for connections beyond the pool's."""
 _CLAIM_SETTLED = timedelta(seconds=30)
 _CLAIM_PATIENCE = 35.0  # SQLite waits 30 s for its write lock
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServiceOptions:
-    """Sizes and times of a service.
-
-    capacity       answers in hand at once: those that the engine computes, and enough to refill it
-    reserved_slots           places beyond that for interactive jobs alone
-    drain_seconds  how long jobs in hand may go on once the worker is to stop
-    """
-
-    capacity: int
-    reserved_slots: int = 0
-    drain_seconds: float
 
 
 class Service:
@@ -95,6 +84,12 @@ class Service:
         self.tally = Tally()
         self._writer = ResultWriter(
             self.tally.writes.timed(claims.finish), self._forget, self._cannot_be_written, self.fail
+        )
+        self._reusing = Reusing(
+            lambda wanted: find(claims.database, wanted, engine.arithmetic),
+            self.in_flight,
+            self._answering.drop,
+            lambda outcome: self._writer.put(outcome),
         )
         self._publisher = Publisher(
             followers, self.in_flight, engine.follow, self.fail, prompting.spell_token
@@ -178,7 +173,7 @@ class Service:
     def begin(self, claims: Sequence[Claim]) -> list[JobKey]:
         """Tokenise claimed jobs and give them to the engine; one that cannot be fails alone."""
         prompts = iter(self._requesting.prompts([claim for claim in claims if claim.unreadable is None]))
-        requests: list[Request] = []
+        made: list[tuple[Claim, list[Request]]] = []
         for claim in claims:
             key = claim.job_id, claim.attempt
             prompt = next(prompts) if claim.unreadable is None else NightmillError(claim.unreadable)
@@ -186,13 +181,13 @@ class Service:
                 self._fail_job(key, str(prompt))
                 continue
             try:
-                requests += self._requesting.requests(claim, prompt)
+                made.append((claim, self._requesting.requests(claim, prompt)))
             except InvalidRequestError as error:
                 self._fail_job(key, str(error))
             except Exception as error:
                 log.exception("job %s could not be submitted", claim.job_id)
                 self._fail_job(key, _not_submitted(error))
-        if requests:
+        if requests := self._reusing.to_compute(made):
             self._submit(requests)
             self._publisher.began(interactive=any(request.interactive for request in requests))
         if resumed := [len(request.generated_ids) for request in requests if request.generated_ids]:
@@ -216,7 +211,7 @@ class Service:
 
     def _fail_job(self, key: JobKey, error: str) -> None:
         self._answering.drop(key)
-        self._writer.put(Outcome(*key, StopReason.ERROR, "", 0, 0, error=error))
+        self._reusing.ended(Outcome(*key, StopReason.ERROR, "", 0, 0, error=error))
 
     def _refuse(self, job_id: str, reason: str) -> None:
         try:
@@ -244,7 +239,9 @@ class Service:
         if outcome is not None:
             key = (outcome.job_id, outcome.attempt)
             markup, digest = self.in_flight.markup(key), self.in_flight.prompt_digest(key)
-            self._writer.put(replace(outcome, markup=markup, prompt_digest=digest))
+            mark = self.in_flight.fingerprint(key)
+            saved = SavedTokens(*key, mark, outcome.drawn) if outcome.drawn and mark else None
+            self._reusing.ended(replace(outcome, markup=markup, prompt_digest=digest, saved=saved))
         else:
             self._publisher.answered(completion.job_id, completion.text, completion.logprobs)
 
@@ -267,7 +264,11 @@ class Service:
         self.last_shard_at = time.monotonic()  # it was not deaf, but busy
         self.tally.ended(outcome.stop_reason for outcome in outcomes)
         self._publisher.ended([outcome.job_id for outcome in outcomes])
-        self.in_flight.remove([(outcome.job_id, outcome.attempt) for outcome in outcomes])
+        keys = [(outcome.job_id, outcome.attempt) for outcome in outcomes]
+        left = self._reusing.written(keys)
+        self.in_flight.remove(keys)
+        if left:
+            self._submit(left)
 
     # -- what the housekeeper asks for -----------------------------------------------------------
 
@@ -284,6 +285,8 @@ class Service:
                         self._cancels_sent.discard(key)
 
     def _cancel(self, key: JobKey) -> bool:
+        if self._reusing.withdraw(key):
+            return True
         return all(self.engine.cancel(name) for name in self._answering.names([key]))
 
     def save_partials(self) -> None:

@@ -3,6 +3,8 @@
 //
 //   few_qkv_*     qkv of norm(x), bias, rotation; queries to qkv (T, (H + 2 G) D), keys and values to the pages, or with
 //                 -DKV_FP8 to qkv: no block has a head whole, so that `kv_write` of `qkv_rope.cu` has to follow
+//   few_input_*   out (T, outputs) = W norm(x), and by blocks behind these the same of a second matrix, elements or float:
+//                 what layers with states, or with gates of attention, make of their input
 //   few_residual  x += in W^T; in (T, K), x (T, outputs) float
 //   few_swiglu_*  out (T, F) = silu(gate) * up of norm(x); W has F rows of gate, then F of up
 //
@@ -299,6 +301,38 @@ static __device__ __forceinline__ void qkv_rows(const float* __restrict__ x, con
     if (exists) pair.finish(c[0][0], c[0][1]);
 }
 
+// A matrix, and where its products go.
+struct Projection {
+    const Element* w;
+    void* out;
+    int outputs, floats;
+};
+
+template <int HELD>
+static __device__ __forceinline__ void input_rows(const float* __restrict__ x, const float* __restrict__ gains, float eps,
+                                                  const Projection& first, const Projection& second, int tokens, int width) {
+    const int blocks = first.outputs / ROWS, block = blockIdx.x;
+    const Projection& to = block < blocks ? first : second;
+    const int first_row = (block < blocks ? block : block - blocks) * ROWS, pitch = pitch_of(width);
+    const uint32_t inputs_at = shared_address(shared), weights_at = inputs_at + tokens * pitch;
+    launch_next();
+    Norm<HELD> norm(tokens, width, gains);
+    fetch_rows(weights_at, ROWS, width, [&](int i) { return to.w + static_cast<int64_t>(first_row + i) * width; });
+    commit_copies();
+    wait_for_previous(x);
+    normalise(norm, shared, x, eps);
+    if (turn() != 0) return;
+    float c[1][4] = {};
+    multiply(c, inputs_at, weights_at, width, pitch);
+    const int token = threadIdx.x % 32 / 4;
+    if (token >= tokens) return;
+    const int64_t place = static_cast<int64_t>(token) * to.outputs + first_row + threadIdx.x % 4 * 2;
+    if (to.floats)
+        *reinterpret_cast<float2*>(static_cast<float*>(to.out) + place) = make_float2(c[0][0], c[0][1]);
+    else
+        *reinterpret_cast<uint32_t*>(static_cast<Element*>(to.out) + place) = pack(c[0][0], c[0][1]);
+}
+
 // `first`: elements of K in the first sum, a multiple of 64; the others, if there are any, are added after it.
 extern "C" __global__ void __launch_bounds__(THREADS)
     few_residual(const Element* __restrict__ in, const Element* __restrict__ w, float* x, int tokens,
@@ -374,6 +408,14 @@ static __device__ __forceinline__ void swiglu_rows(const float* __restrict__ x, 
         KERNEL_BEGINS();                                                                                          \
         const Qkv to{qkv, k_cache, v_cache, bias, positions, cache_rows, table, table_rows, heads, kv_heads};     \
         qkv_rows<HELD>(x, norm, eps, w, to, tokens, width);                                                       \
+    }                                                                                                             \
+    extern "C" __global__ void __launch_bounds__(THREADS) few_input_##HELD(                                       \
+        const float* __restrict__ x, const float* __restrict__ norm, float eps, const Element* __restrict__ w,     \
+        Element* __restrict__ out, int outputs, const Element* __restrict__ other_w, void* __restrict__ other_out, \
+        int other_outputs, int floats, int tokens, int width) {                                                   \
+        KERNEL_BEGINS();                                                                                          \
+        const Projection first{w, out, outputs, 0}, second{other_w, other_out, other_outputs, floats};            \
+        input_rows<HELD>(x, norm, eps, first, second, tokens, width);                                             \
     }                                                                                                             \
     extern "C" __global__ void __launch_bounds__(SWIGLU_THREADS) few_swiglu_##HELD(                               \
         const float* __restrict__ x, const float* __restrict__ norm, float eps, const Element* __restrict__ w,     \

@@ -17,6 +17,7 @@ from nightmill.jobs.server.errors import HttpError, http_error_of, http_error_of
 from nightmill.jobs.server.events import EventStream, begun, with_pauses
 from nightmill.jobs.server.job_service import JobService, attended, idempotency_key
 from nightmill.jobs.server.model_names import model_of
+from nightmill.jobs.server.reusing import origin, with_reuse
 from nightmill.jobs.server.tiers import Tier, asked_tier, tier_of
 from nightmill.jobs.server.tokenizing import Tokenizing
 from nightmill.jobs.server.typed_events import typed_event
@@ -40,7 +41,7 @@ class Messages:
 
         tier, asked = await service.bodies.read(request, caller.name, read)
         asked_tier.set(tier)
-        spec, key = asked.spec, idempotency_key(request)
+        spec, key = with_reuse(request, asked.spec), idempotency_key(request)
         if key is not None:
             spec = replace(spec, idempotency_key=key)
         job_id = await service.enqueue(caller, spec)
@@ -54,7 +55,8 @@ class Messages:
             if (error := http_error_of_job(job)) is not None:
                 raise error
             body = message_body(job, await model_of(service, spec, job.worker))
-            return JSONResponse(body, headers={"X-Request-ID": job_id, "request-id": job_id})
+            headers = {"X-Request-ID": job_id, "request-id": job_id}
+            return JSONResponse(body, headers=headers | origin(job))
         over: list[bool] = []
         try:
             events = MessageEvents(

@@ -17,7 +17,6 @@ from nightmill.jobs.server.schema_words import (
 
 _BLOCKS: JsonObject = {"type": "array", "items": {"type": "object", "required": ["type"]}}
 _MESSAGE = object_of({"role": {"enum": [*ROLES]}, "content": {"anyOf": [TEXT, _BLOCKS]}})
-_SCHEMA: JsonObject = {"type": ["object", "null"]}
 _TOOL: JsonObject = {
     "type": "object",
     "properties": {

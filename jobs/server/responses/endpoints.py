@@ -28,6 +28,7 @@ from nightmill.jobs.server.keys import Caller
 from nightmill.jobs.server.listing import items_page
 from nightmill.jobs.server.model_names import served_model
 from nightmill.jobs.server.responses.streaming import ResponseEvents
+from nightmill.jobs.server.reusing import origin, with_reuse
 from nightmill.jobs.server.tiers import Tier, asked_tier, tier_of
 from nightmill.jobs.server.typed_events import typed_event
 from nightmill.jobs.sql.deletion import delete_job
@@ -61,7 +62,7 @@ class Responses:
         caller = service.keys.caller(request)
         asked = await service.bodies.read(request, caller.name, partial(self._read, caller))
         asked_tier.set(asked.tier)
-        spec = await self._going_on(caller, asked.response)
+        spec = with_reuse(request, await self._going_on(caller, asked.response))
         key = idempotency_key(request)
         if key is not None:
             spec = replace(spec, idempotency_key=key)
@@ -166,7 +167,7 @@ class Responses:
 
     async def _answer(self, job: Job) -> Response:
         body = response_body(job, await self._model_of(job))
-        return JSONResponse(body, headers={"X-Request-ID": job.id})
+        return JSONResponse(body, headers={"X-Request-ID": job.id} | origin(job))
 
     async def _followed(self, job: Job) -> Response:
         """Stream the events of a response that continues without its reader."""

@@ -27,11 +27,20 @@ class Expected:
     errors: list[tuple[int, int]] = field(default_factory=list)  # (attempt, worker)
     suspects: int | None = None  # the number of its group, by the order in which groups were made
     saved: SavedTokens | None = None  # what the next attempt goes on from
+    limit: int = 256
 
     def end(self, reason: StopReason, text: str | None = None) -> None:
-        self.state, self.stop_reason, self.saved = reason.state, reason, None
+        self.state, self.stop_reason = reason.state, reason
+        if reason is not StopReason.LENGTH:
+            self.saved = None
         if text is not None:
             self.text = text
+
+    def queue_again(self, deadline: datetime | None) -> None:
+        self.state, self.worker, self.sent = JobState.QUEUED, None, True
+        self.failures, self.cancel_requested, self.suspects = 0, False, None
+        self.stop_reason = self.scheduled = None
+        self.deadline = deadline
 
     def back_to_queue(self) -> None:
         self.state, self.worker, self.sent = JobState.QUEUED, None, False

@@ -17,9 +17,10 @@ ALLOWED = {
     (RUNNING, QUEUED),  # hand back, give up, rescue
 }
 RETRY = {(FAILED, QUEUED), (CANCELLED, QUEUED)}
+EXTEND = {(SUCCEEDED, QUEUED)}
 
 
-def check_life(was: Any, row: Any, *, retried: bool) -> None:
+def check_life(was: Any, row: Any, *, retried: bool, extended: bool = False) -> None:
     """A row may be as it is, after it was as it `was` (None: it is new)."""
     state = JobState(row.state)
     assert (row.finished_at is not None) is state.final
@@ -35,7 +36,14 @@ def check_life(was: Any, row: Any, *, retried: bool) -> None:
     assert row.attempt - was.attempt in (0, 1)
     assert (row.errors or [])[: len(was.errors or [])] == (was.errors or [])  # history only grows
     assert (row.seed, row.prompt, row.created_at) == (was.seed, was.prompt, was.created_at)
-    if retried:
+    assert (row.history or [])[: len(was.history or [])] == (was.history or [])
+    if extended:
+        assert (JobState(was.state), state, was.stop_reason) in {(*one, "length") for one in EXTEND}
+        assert (row.text, row.arithmetic, row.completion_tokens) == (
+            *(was.text, was.arithmetic, was.completion_tokens),
+        )
+        assert row.history[-1]["params"] == {"max_tokens": was.params["max_tokens"]}
+    elif retried:
         assert (JobState(was.state), state) in RETRY
     elif JobState(was.state).final:
         assert row == was

@@ -12,7 +12,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from nightmill.jobs.base.contract import StopReason
+from nightmill.jobs.base.contract import StopReason, WorkerState
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.batches.batch import Batch
 from nightmill.jobs.client.client import Client
@@ -101,6 +101,27 @@ def test_who_waits_is_told_that_no_worker_lives_and_what_goes_on_after_ctrl_c(
     assert (watched.exit_code, watched.stderr) == (130, nobody)
     Claims(cli_client.database, "a" * 32).register("myhost", 4, "mymodel", None)
     assert "No worker" not in run("batch", "watch", "tonight").stderr
+
+
+def test_workers_are_paused_and_resumed_by_a_part_of_their_id(
+    run: Run, cli_client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Batch, "wait", interrupted)
+    cli_client.submit_batch(["a prompt"], name="tonight")
+    claims = Claims(cli_client.database, "a" * 32)
+    claims.register("my\x1bhost", 4, "mymodel", None)
+    assert run("worker", "pause", "aaaa").stdout == "aaaaaaaa: paused, mymodel on my\\x1bhost\n"
+    assert claims.paused()
+    assert run("worker", "pause", "all").stdout == "no live worker is to be paused\n"
+    claims.beat(WorkerState.SLEEPING, "paused, until it is resumed")
+    assert "The worker sleeps, paused, until it is resumed" in run("batch", "watch", "tonight").stderr
+    assert run("worker", "resume", "all").stdout.startswith("aaaaaaaa: resumed")
+    unknown = run("worker", "resume", "b")
+    said = "Error: 'b' is not the id of a live worker; alive are aaaaaaaa\n"
+    assert (unknown.exit_code, unknown.stderr) == (1, said)
 
 
 def test_enqueue_prints_ids_and_keeps_every_option(run: Run, cli_client: Client) -> None:

@@ -90,6 +90,7 @@ GOOD: dict[str, st.SearchStrategy[Any]] = {
     "custom_id": TEXTS,
     "priority": st.integers(0, 9),
     "max_attempts": st.integers(1, 100),
+    "reuse": st.sampled_from(["exact", "any"]),
     "metadata": st.dictionaries(TEXTS, st.none() | st.booleans() | st.integers() | TEXTS, max_size=3),
 }
 BAD: dict[str, st.SearchStrategy[Any]] = {
@@ -118,6 +119,7 @@ BAD: dict[str, st.SearchStrategy[Any]] = {
     "grammar": st.just("a\0"),
     "tools": st.sampled_from([[{"type": "web_search"}], [{"type": "function", "function": {"name": "a b"}}]]),
     "tool_choice": st.just("nobody"),
+    "reuse": st.sampled_from(["some", ""]),
     "model": st.just("two words") | st.just("m" * 201),
     "custom_id": st.just("c" * 513) | st.just("a\0b"),
     "priority": st.integers(10, 99) | st.integers(-9, -1),
@@ -261,7 +263,7 @@ def test_the_table_of_fields_is_what_calls_and_commands_take() -> None:
         == OF_A_BATCH
         == PARAMETERS
         | CONSTRAINT_FIELDS.keys()
-        | {*("priority", "max_attempts", "model", "scheduled_at", "deadline")}
+        | {*("priority", "max_attempts", "reuse", "model", "scheduled_at", "deadline")}
         | {"reasoning_effort", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
         | TOOL_KEYS.keys()
     )

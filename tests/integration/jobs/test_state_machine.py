@@ -24,14 +24,17 @@ from sqlalchemy import delete, select
 from nightmill.jobs.base.contract import JobState, StopReason, WorkerState
 from nightmill.jobs.base.ids import IdSource
 from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.batches.requeueing import conditions_of
 from nightmill.jobs.errors import InvalidTransitionError
 from nightmill.jobs.request.spec import JobSpec
 from nightmill.jobs.sql import partials
+from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.claims import Claim, Claims, Outcome
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.inserting import add
 from nightmill.jobs.sql.jobs import JOBS, Store
 from nightmill.jobs.sql.partials import SavedTokens
+from nightmill.jobs.sql.requeueing import Requeueing
 from nightmill.jobs.sql.sweep import Sweep
 from nightmill.jobs.sql.tables import BatchRow, JobRow, PartialRow, WorkerRow
 from tests.integration.jobs.expected_jobs import Expected, Held
@@ -72,6 +75,8 @@ EVENTS = st.one_of(
     happens("enqueue", job_options),
     happens("cancel", numbers),
     happens("retry", numbers, deadlines),
+    happens("extend", st.integers(0, 9), deadlines),
+    happens("retry_batch", st.sampled_from([FAILED, CANCELLED]), st.floats(0, 2), deadlines),
     happens("claim", workers, st.sets(numbers, min_size=1)),
     happens("claim_everything", workers),
     happens("claim_everything", workers),
@@ -101,7 +106,9 @@ class Jobs(RuleBasedStateMachine):
         self.ids = IdSource()
         self.model: dict[str, Expected] = {}
         self.before: dict[str, Any] = {}
-        self.retried: str | None = None
+        self.retried: set[str] = set()
+        self.extended: set[str] = set()
+        self.requeueing = Requeueing(BatchStore(database))
         self.claimed: list[Held] = []
         self.groups = 0
 
@@ -130,7 +137,7 @@ class Jobs(RuleBasedStateMachine):
         if len(self.model) == MOST_JOBS:
             return
         job_id = self.ids.draw()
-        row = JobSpec.parse("prompt", options).row(job_id, self.clock(), 3)
+        row = JobSpec.parse({"prompt": "prompt", "batch": "b"}, options).row(job_id, self.clock(), 3)
         assert add([row], self.database) == {}
         self.model[job_id] = Expected(
             max_attempts=row["max_attempts"],
@@ -161,11 +168,38 @@ class Jobs(RuleBasedStateMachine):
                 self.store.retry(job, moment)
             return
         self.store.retry(job, moment)
-        self.retried = job
-        expected.state, expected.worker, expected.sent = QUEUED, None, True
-        expected.failures, expected.cancel_requested, expected.suspects = 0, False, None
-        expected.stop_reason = expected.text = expected.arithmetic = expected.scheduled = None
-        expected.deadline = moment
+        self.retried = {job}
+        expected.queue_again(moment)
+        expected.text = expected.arithmetic = None
+
+    def retry_batch(self, state: str, temperature: float, deadline: timedelta | None) -> None:
+        """Rows that ended in this state begin afresh with another parameter."""
+        chosen = {job for job, expected in self.model.items() if expected.state == state}
+        moment = None if deadline is None else self.clock() + deadline
+        conditions = conditions_of({"state": state})
+        changed = {"temperature": temperature}
+        groups = self.requeueing.retry("b", conditions, changed, moment, new_seeds=False)
+        assert {row["id"] for group in groups for row in group.rows} == chosen
+        self.retried = chosen
+        for job in chosen:
+            self.model[job].queue_again(moment)
+            self.model[job].text = self.model[job].arithmetic = None
+
+    def extend(self, further: int, deadline: timedelta | None) -> None:
+        """Rows that were cut at a smaller limit continue from what is kept of them."""
+        limit = 256 + further
+        chosen = {
+            job
+            for job, expected in self.model.items()
+            if expected.stop_reason is StopReason.LENGTH and expected.limit < limit
+        }
+        moment = None if deadline is None else self.clock() + deadline
+        groups = self.requeueing.extend("b", limit, moment)
+        assert {row["id"] for group in groups for row in group.rows} == chosen
+        self.extended = chosen
+        for job in chosen:
+            self.model[job].queue_again(moment)
+            self.model[job].limit = limit
 
     # -- the workers -----------------------------------------------------------------------------
 
@@ -362,12 +396,13 @@ class Jobs(RuleBasedStateMachine):
         with self.database.read() as connection:
             saved = partials.find(connection, self.model)
         assert saved == {job: one.saved for job, one in self.model.items() if one.saved is not None}
-        assert not any(now[job].state in (SUCCEEDED, FAILED, CANCELLED) for job in saved)
+        # Of ended jobs only those that were cut keep tokens.
+        assert not any(now[job].stop_reason not in (None, StopReason.LENGTH) for job in saved)
 
     def _rules_of_a_jobs_life_are_kept(self, now: dict[str, Any]) -> None:
         for job, row in now.items():
-            check_life(self.before.get(job), row, retried=job == self.retried)
-        self.before, self.retried = now, None
+            check_life(self.before.get(job), row, retried=job in self.retried, extended=job in self.extended)
+        self.before, self.retried, self.extended = now, set(), set()
 
     def teardown(self) -> None:
         """Whatever happened: once everybody is silent for long, no job is left with an owner."""
@@ -417,6 +452,7 @@ class Jobs(RuleBasedStateMachine):
                 4,
                 "broke" if reason is StopReason.ERROR else None,
                 f"that of worker {claim.worker}",
+                saved=_kept(claim) if reason is StopReason.LENGTH else None,
             )
             for claim, reason, text in group
         ]
@@ -429,11 +465,21 @@ class Jobs(RuleBasedStateMachine):
             if not self._ours(claim):
                 continue
             written += 1
+            if reason is StopReason.LENGTH:
+                expected.saved = _kept(claim)
+            if reason is StopReason.ERROR and not text and expected.text:
+                text = expected.text  # of before it was extended
+            else:
+                expected.arithmetic = f"that of worker {claim.worker}"
             expected.end(reason, text)
-            expected.arithmetic = f"that of worker {claim.worker}"
             if reason is StopReason.ERROR:
                 expected.errors.append((claim.attempt, claim.worker))
         return written
+
+
+def _kept(claim: Held) -> SavedTokens:
+    """The tokens of a cut answer."""
+    return SavedTokens(claim.job, claim.attempt, "c" * 64, (claim.attempt, 7))
 
 
 def test_every_history_keeps_the_rules(server_settings: Settings) -> None:

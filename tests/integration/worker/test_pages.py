@@ -46,6 +46,7 @@ NOT_RUN = [
     "export NIGHTMILL_API_KEYS=alice=$ALICES_KEY,grafana:read=$GRAFANAS_KEY,ops:admin=sha256:$DIGEST",
     "nightmill serve --cors-origin https://app.example.org --cors-origin http://localhost:3000",
     "celery -A nightly beat & celery -A nightly worker",
+    "nightmill worker --model qwen.gguf --hours 22:00-06:00/Europe/Berlin --idle-seconds 600",
     'pg_dump --format=custom --file=nightmill.dump "$DATABASE_URL"',
     "export NIGHTMILL_BROKER_URL=redis://redis.example:6379/0",
     "nightmill pull hf:Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q8_0",

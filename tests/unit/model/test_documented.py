@@ -11,6 +11,7 @@ from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.catalogue import check_spec
 from nightmill.worker.runners.gpu.weights.dequantizer import SUPPORTED
 from tests.support.family_cases import FILES
+from tests.support.hybrid_cases import GPU_HYBRID_FILES
 
 PAGE = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
 
@@ -24,7 +25,8 @@ def test_every_family_is_named() -> None:
 
 @pytest.mark.parametrize("family", sorted({spec.family for _, spec in FILES.values()}))
 def test_the_page_says_which_families_the_gpu_takes(family: str) -> None:
-    taken = {gpu_takes(spec) for _, spec in FILES.values() if spec.family == family}
+    files = FILES | GPU_HYBRID_FILES
+    taken = {gpu_takes(spec) for _, spec in files.values() if spec.family == family}
     assert taken == {"yes": {True}, "no": {False}, "those": {True, False}}[ON_A_GPU[family]]
 
 

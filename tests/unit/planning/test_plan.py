@@ -95,7 +95,7 @@ def test_the_json_of_a_plan_has_everything(night: Path) -> None:
 def test_the_deadline_is_met_from_the_time_of_the_estimate_on(night: Path) -> None:
     plan = planned(night)
     assert plan.estimate is not None and plan.estimate.fits is None
-    needed = timedelta(seconds=plan.estimate.forecast.seconds)
+    needed = timedelta(seconds=plan.estimate.played.seconds)
     starts_at = NOW + timedelta(hours=3)
     for spare, fits in ((timedelta(seconds=-1), False), (timedelta(0), True), (timedelta(seconds=1), True)):
         again = planned(night, starts_at=starts_at, deadline_at=starts_at + needed + spare)
@@ -123,7 +123,7 @@ def test_rows_that_the_kv_cache_has_no_pages_for_do_not_run_at_once(tmp_path: Pa
         measuring=Measuring(engine, 60.0, runner.clock),
     )
     assert plan.estimate is not None
-    assert plan.estimate.forecast.slots == 3  # of 50 pages each
+    assert plan.estimate.played.slots == 3  # of 50 pages each
 
 
 def test_on_a_terminal_the_first_bad_rows_are_shown_and_all_are_counted(night: Path) -> None:

@@ -28,8 +28,10 @@ from nightmill.worker.runners.gpu.device.sources import Source, for_element
 from nightmill.worker.runners.gpu.products.fp8 import quantise
 from nightmill.worker.runners.gpu.products.packed import packed_rows
 from nightmill.worker.runners.gpu.rows import activate, embedding, logits, norms, rotation
+from nightmill.worker.runners.gpu.states import chunks, convolution, delta_net, mamba2, recurrent
 from nightmill.worker.runners.gpu.weights import repacker
 from nightmill.worker.runners.kv_format import KvFormat
+from tests.support import reference_kernels
 from tests.support.needs import Need, missing
 
 HERE = Path(__file__).parent / "cuda_on_host"
@@ -37,6 +39,7 @@ KEPT = Path(__file__).parents[3] / "build" / "host_kernels"
 """Compiled kernels, for all test processes and for later runs, named by a digest of all they are made of."""
 _DYNAMIC = re.compile(r"extern __shared__[^;]*?(\w+)\[\];")
 _LAUNCH = """
+#include "warps_on_host.h"
 #include "{path}"
 #include <utility>
 
@@ -69,6 +72,7 @@ class HostDevice:
     """In place of `Device`."""
 
     hopper = False  # there are no clusters
+    compute_capability = (8, 0)
     multiprocessors = 40
 
     def __init__(self, element: Element = Element.F16, kv: KvFormat = KvFormat.ELEMENT) -> None:
@@ -198,7 +202,7 @@ def _compiled(
     library = KEPT / f"{path.stem}-{hashlib.sha256(made_of.encode()).hexdigest()[:32]}.so"
     if library.exists():
         return ctypes.CDLL(str(library))
-    place = Path(tempfile.mkdtemp(prefix=f"{kernels[0]}{''.join(options)}", dir=folder))
+    place = Path(tempfile.mkdtemp(prefix=kernels[0], dir=folder))
     source, made = place / path.name, place / "launch.so"
     text = path.read_text(encoding="utf-8")
     source.write_text(_DYNAMIC.sub(r"unsigned char* const \1 = host::dynamic_shared;", text))
@@ -243,6 +247,22 @@ def run_packed_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     launched = _launch_on_host(patch, folder, "warps", (activate,))
     for module in (packed_rows, repacker):
         patch.setattr(module, "Module", HostModule)
+    return launched
+
+
+def run_references_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
+    """The same of the readable kernels."""
+    launched = _launch_on_host(patch, folder, "rows", (norms, rotation))
+    for module in (reference_kernels, repacker):
+        patch.setattr(module, "Module", HostModule)
+    patch.setattr(HostModule, "together", False)
+    return launched
+
+
+def run_states_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
+    """The same of layers with states."""
+    launched = _launch_on_host(patch, folder, "warps", (chunks, convolution, delta_net, mamba2, recurrent))
+    patch.setattr(HostModule, "together", True)
     return launched
 
 

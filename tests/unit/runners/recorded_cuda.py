@@ -30,6 +30,7 @@ from nightmill.worker.runners.gpu.device import functions
 
 # Of a block, by compute capability; (8, 0) stands for all from there on: 8.6, 8.9 and 12.0 have least.
 MOST_SHARED = {(9, 0): 227 << 10, (8, 0): 99 << 10}
+HOPPER, AMPERE = (9, 0), (8, 0)
 UNASKED_SHARED = 48 << 10
 MOST_THREADS = 1024
 MULTIPROCESSORS = 16
@@ -135,6 +136,8 @@ class RecordedDriver:
 
             def time_till(self, other: Any) -> float:
                 return 1.0 + next(ticks) * 7919 % 1000 / 1000  # milliseconds; any way may be the fastest
+
+            time_since = time_till
 
         def download(target: np.ndarray, *source: Any) -> None:
             target[...] = 0
@@ -251,6 +254,17 @@ class RecordedDriver:
         )
         room = ctypes.create_string_buffer(128)
         return 0, SimpleNamespace(getPtr=lambda: ctypes.addressof(room), room=room)
+
+
+def record(capability: tuple[int, int], patch: pytest.MonkeyPatch, cubins: Path) -> RecordedDriver:
+    """Install a driver of that compute capability.
+
+    cubins  of all test processes, since files appear there whole (`gpu.device.compiler`)
+    """
+    patch.setenv("XDG_CACHE_HOME", str(cubins))
+    recorded = RecordedDriver(capability)
+    recorded.install(patch)
+    return recorded
 
 
 class _Allocation:

@@ -1,6 +1,5 @@
 """The GPU runner's launches, without a GPU: against the compiled kernels where nvcc is."""
 
-import fcntl
 import random
 import re
 from collections.abc import Sequence
@@ -26,16 +25,22 @@ from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.base import FROM_SLOT, Admission, IntArray, StepBatch, make_draws, mask_words
 from nightmill.worker.runners.gpu.activations import Activations
-from nightmill.worker.runners.gpu.attention.choice import decode_attention, prefill_attention
-from nightmill.worker.runners.gpu.catalogue import check_spec, sources_for
+from nightmill.worker.runners.gpu.attention.choice import (
+    Decode,
+    Prefill,
+    decode_attention,
+    prefill_attention,
+)
+from nightmill.worker.runners.gpu.catalogue import check_spec
 from nightmill.worker.runners.gpu.device import compiler
-from nightmill.worker.runners.gpu.device.compiler import compile_all
 from nightmill.worker.runners.gpu.device.device import Device, NoDeviceError
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.graphs import Graph
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, Buffer, Matrix
 from nightmill.worker.runners.gpu.kv_cache import PAGE
-from nightmill.worker.runners.gpu.precision import HALF, Precision, WeightsFormat
+from nightmill.worker.runners.gpu.layers import LayerKernels
+from nightmill.worker.runners.gpu.mixers import AttentionMixer
+from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.products.chooser import Product
 from nightmill.worker.runners.gpu.products.elements.few_rows import MAX_ROWS
 from nightmill.worker.runners.gpu.products.fp8.hopper_fp8 import FP8_TILES
@@ -46,16 +51,14 @@ from tests.support.driving import Chunk, Pages
 from tests.support.engines import NoText
 from tests.support.family_cases import GPU_FILES, file_of
 from tests.support.ggufs import write_model
-from tests.support.hybrid_cases import HYBRID_FILES
 from tests.support.operands import all_products, cache_of, inputs_of, room, shape_of
 from tests.support.specs import dense_spec
-from tests.unit.runners.recorded_cuda import RecordedDriver, nvcc_is_there
+from tests.unit.runners.recorded_cuda import AMPERE, HOPPER, RecordedDriver, record
 
 pytestmark = pytest.mark.heavy  # kernels are compiled where nvcc is
 
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "models" / "nightmill-demo.gguf"
-HOPPER, AMPERE = (9, 0), (8, 0)
 SLOTS, CONTEXT = 48, 128
 FP8_WEIGHTS = Precision(weights=WeightsFormat.FP8)
 SAMPLING = {"admit", "gather_tokens", "apply_masks", "adjust", "sample", "sample_filtered"}
@@ -65,44 +68,6 @@ PER_KIND = {
     HOPPER: {"hopper_attention", "few_qkv_1", "few_residual", "few_swiglu_1"},
     AMPERE: {"prefill_attention", "qkv_rope_write", "swiglu"},
 }
-
-
-def record(capability: tuple[int, int], patch: pytest.MonkeyPatch, cubins: Path) -> RecordedDriver:
-    """cubins: of all test processes, since files appear there whole (`gpu.device.compiler`)."""
-    patch.setenv("XDG_CACHE_HOME", str(cubins))
-    recorded = RecordedDriver(capability)
-    recorded.install(patch)
-    return recorded
-
-
-@pytest.fixture(scope="session")
-def cubins() -> Path:
-    """With the bundled model's kernels in it: those of `make check`, or one test process compiles them."""
-    directory = ROOT / "build" / "kernels"
-    directory.mkdir(parents=True, exist_ok=True)
-    if nvcc_is_there():
-        spec = read_spec(GgufFile.open(MODEL))
-        with (directory / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            for capability in (HOPPER, AMPERE):
-                with pytest.MonkeyPatch.context() as patch:
-                    record(capability, patch, directory)
-                    with Device() as device:
-                        compile_all(
-                            sources_for(spec, HALF, hopper=capability == HOPPER),
-                            device.architecture,
-                        )
-    return directory
-
-
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch, cubins: Path) -> RecordedDriver:
-    return record(HOPPER, monkeypatch, cubins)
-
-
-@pytest.fixture(params=[HOPPER, AMPERE], ids=["hopper", "ampere"])
-def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, cubins: Path) -> RecordedDriver:
-    return record(request.param, monkeypatch, cubins)
 
 
 def test_steps_of_all_sizes_launch_kernels_as_they_were_compiled(driver: RecordedDriver) -> None:
@@ -221,6 +186,8 @@ def test_fp8_weights_are_refused_where_nothing_multiplies_them(
         cuda_runner(file, read_spec(file), slots=1, precision=FP8_WEIGHTS)
     with pytest.raises(RunnerError, match=r"FP8 weights do not take an FFN width of 200 .*another --weights"):
         check_spec(dense_spec(ffn_width=200), FP8_WEIGHTS)
+    with pytest.raises(RunnerError, match=r"an FFN width of 65552 \(multiples of 16, up to 65,536\)"):
+        check_spec(dense_spec(ffn_width=65_552), FP8_WEIGHTS)
 
 
 def test_nothing_is_captured_in_the_middle_of_a_night(
@@ -437,13 +404,6 @@ def test_every_family_is_launched_as_it_was_compiled(
     assert driver.launches.keys() - {"library"} <= driver.checked
 
 
-@pytest.mark.parametrize("name", HYBRID_FILES)
-def test_layers_with_a_state_are_refused_by_name(name: str) -> None:
-    _, spec = HYBRID_FILES[name]
-    with pytest.raises(RunnerError, match=r"layers with(out)? .*--reference"):
-        check_spec(spec)
-
-
 REFUSED = {
     "a width of 1001": {"width": 1001},
     "an FFN width of 4865": {"ffn_width": 4865},
@@ -457,6 +417,11 @@ REFUSED = {
 def test_a_model_that_no_kernel_takes_is_refused_with_the_size(problem: str) -> None:
     with pytest.raises(RunnerError, match=f"do not take {problem}.*--reference"):
         check_spec(dense_spec(**REFUSED[problem]))  # type: ignore[arg-type]
+
+
+def _attention(kernels: LayerKernels) -> tuple[Decode, Prefill]:
+    assert isinstance(kernels.mixer, AttentionMixer)
+    return kernels.mixer.decode, kernels.mixer.prefill
 
 
 def test_layers_may_differ_in_what_a_spec_says_but_for_their_heads(
@@ -475,14 +440,13 @@ def test_layers_may_differ_in_what_a_spec_says_but_for_their_heads(
     with closing(cuda_runner(file, mixed, slots=4, context=CONTEXT, kv_pages=64)) as runner:
         one, other = (layer.kernels for layer in runner._model.layers)
         assert one != other
-        assert (one.decode, one.prefill) == (other.decode, other.prefill)
+        assert _attention(one) == _attention(other)
         runner.launch(Pages(4, CONTEXT // 16).batch([Chunk(0, [1] * CONTEXT, 0, 70)], admit=True))
         assert runner.collect() is not None
     windowed = with_second(window=20)
     with closing(cuda_runner(file, windowed, slots=4, context=CONTEXT, kv_pages=64)) as runner:
         one, other = (layer.kernels for layer in runner._model.layers)
-        assert one.decode is not other.decode
-        assert one.prefill is not other.prefill
+        assert not {*_attention(one)} & {*_attention(other)}
         launched = hopper.launches["hopper_attention"]
         runner.launch(Pages(4, CONTEXT // 16).batch([Chunk(0, [1] * CONTEXT, 0, 70)], admit=True))
         assert runner.collect() is not None
@@ -521,6 +485,7 @@ def test_only_buffers_that_are_declared_to_share_memory_do(hopper: RecordedDrive
     with Device() as device:
         at = Activations.allocate(device, dense_spec(layers=2), max_tokens=700, max_draws=1000)
         buffers = {field.name: getattr(at, field.name) for field in fields(Activations)}
+        buffers = {name: buffer for name, buffer in buffers.items() if buffer.bytes}
         sharing = {
             (one, other)
             for (one, first), (other, second) in permutations(buffers.items(), 2)

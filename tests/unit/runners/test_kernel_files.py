@@ -56,7 +56,8 @@ def test_only_files_that_know_elements_are_compiled_for_each_of_them() -> None:
     half, brain = ([for_element(source_of(name), element) for name in names] for element in Element)
     assert all(options == () for _, options in half)
     assert {path.stem for path, options in brain if options == ()} == {
-        "adjust", "apply_masks", "log_probabilities", "logits", "sample", "sample_filtered", "slots",
+        "adjust", "apply_masks", "copy_states", "log_probabilities", "logits", "sample", "sample_filtered",
+        "sample_reference", "slots",
     }  # fmt: skip
     assert {options for _, options in brain} == {(), ("-DELEMENT_BF16",)}
 
@@ -76,6 +77,9 @@ def test_the_revision_is_of_code_not_of_comments_and_folders(kernels: Path) -> N
     moved = kernels / "packed_few.cu"
     moved.write_text("// Explained otherwise.\n\n" + text.replace('"products/packed/', '"packed/'))
     assert revision() == before
+    readable = kernels / "products" / "elements" / "product_reference.cu"
+    readable.write_text(readable.read_text() + "\n__device__ int more;\n")
+    assert revision() == before, "it computes no text"
     moved.write_text(text + "\n__device__ int more;\n")
     assert revision() != before
 

@@ -10,9 +10,10 @@ import pytest
 from pydantic import BaseModel
 
 from nightmill.jobs.base.arithmetic import system_fingerprint
-from nightmill.jobs.base.contract import Constrained, ConstraintKind, JobState
+from nightmill.jobs.base.contract import Constrained, ConstraintKind, JobState, WorkerState
 from nightmill.jobs.formats.openai import IGNORED, NEUTRAL
 from nightmill.jobs.reply.answers import answer_seed
+from nightmill.jobs.reply.job import IDLE
 from nightmill.jobs.request.fields import INTERACTIVE
 from nightmill.jobs.server.job_service import ServerLimits
 from nightmill.jobs.sql.claims import Claims
@@ -271,6 +272,23 @@ def test_a_stream_from_a_model_that_is_not_served_has_the_status_that_says_so(
         ]
     assert [answer.status_code for answer in answers] == [503 if model == "elsewhere" else 404] * 2
     assert answers[0].json() == answers[1].json()
+
+
+def test_a_call_wakes_an_idle_worker_and_is_told_of_one_that_sleeps_for_another_reason(
+    server: Server,
+) -> None:
+    asked = PLAIN | {"model": "elsewhere"}
+    sleeper = Claims(server.client.database, "b" * 32)
+    sleeper.register("host", 2, "elsewhere", None)
+    sleeper.beat(WorkerState.SLEEPING, "until 22:00 (22:00-06:00)")
+    with server.http() as http:
+        refused = http.post("/v1/completions", json=asked)
+        sleeper.beat(WorkerState.SLEEPING, IDLE)
+        taken = http.post("/v1/completions", json=asked)
+    assert refused.status_code == 503 and refused.headers["Retry-After"]
+    said = "each worker that serves 'elsewhere' sleeps, until 22:00 (22:00-06:00); submit a batch"
+    assert said in refused.json()["error"]["message"]
+    assert taken.status_code == 200  # the worker of this test takes jobs of every model
 
 
 def test_a_stream_that_has_to_wait_begins_with_comments_and_then_says_what_went_wrong(

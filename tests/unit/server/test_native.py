@@ -120,6 +120,7 @@ def test_everything_that_enqueue_may_be_told_may_be_said_here(server: Server) ->
         "custom_id": "c",
         "metadata": {"a": [1]},
         "max_attempts": 2,
+        "reuse": "exact",
         "scheduled_at": "2030-01-01T01:00+00:00",
         "deadline": "8h",
     }

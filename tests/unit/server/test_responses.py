@@ -284,12 +284,13 @@ def test_what_is_refused_is_the_status_and_what_is_kept_of_it_has_failed(
 
 def test_the_form_of_the_answer_reaches_the_job(start: Callable[..., Any]) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    closed = json.dumps(schema | {"additionalProperties": False}, separators=(",", ":"))
     forms: list[tuple[dict[str, Any], Constrained | None]] = [
         ({"type": "text"}, None),
         ({"type": "json_object"}, Constrained(ConstraintKind.JSON_SCHEMA, '{"type":"object"}')),
         (
             {"type": "json_schema", "name": "it", "strict": True, "schema": schema},
-            Constrained(ConstraintKind.JSON_SCHEMA, json.dumps(schema, separators=(",", ":"))),
+            Constrained(ConstraintKind.JSON_SCHEMA, closed),
         ),
     ]
     with start(worker=False) as server:

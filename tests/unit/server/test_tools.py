@@ -100,7 +100,7 @@ def test_what_cannot_be_called_is_refused_by_name(start: Callable[..., Any]) -> 
     refused: list[tuple[dict[str, Any], str]] = [
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": TOOLS, "tool_choice": "sing"}, "tool_choice"),
-        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "tools"),
+        ({"tools": TOOLS, "extra_body": {"grammar": 'root ::= "a"'}}, "tools"),
         ({"messages": [*HELLO, {"role": "assistant", "tool_calls": [{}]}]}, "messages[1].tool_calls[0]"),
     ]
     with start(worker=False) as server:

@@ -26,8 +26,9 @@ from nightmill.jobs.tables.columns import Table
 from nightmill.jobs.tables.layout import TableLayout
 from nightmill.jobs.tables.memory import TableItems
 from nightmill.jobs.tables.options import TableOptions
-from nightmill.jobs.tables.reading import TableFile, table_source
+from nightmill.jobs.tables.reading import TableFile
 from nightmill.jobs.tables.shape import Shape
+from nightmill.jobs.tables.together import table_source
 from tests.unit.formats.files import job
 
 arrow = pytest.importorskip("pyarrow")

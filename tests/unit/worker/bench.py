@@ -15,7 +15,8 @@ from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import ClosingTokens
 from nightmill.worker.runners.base import StepBatch
-from nightmill.worker.service.shards import Service, ServiceOptions
+from nightmill.worker.service.service_options import ServiceOptions
+from nightmill.worker.service.shards import Service
 from nightmill.worker.service.suspects import SuspectsTurn
 from tests.unit.engine.scripted import EOS, PIECES, PieceStream, ScriptedRunner
 from tests.unit.worker.threads import engine_in_thread

@@ -16,9 +16,9 @@ from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.commands.main import main
 from nightmill.jobs.errors import RunnerError
 from nightmill.jobs.messages.embedded import EmbeddedRedis
+from nightmill.worker.assembly.forecast import CARDS, Card, card_of, forecast
 from nightmill.worker.assembly.model import demo_model
 from nightmill.worker.assembly.options import KV, WEIGHTS
-from nightmill.worker.assembly.sizes import CARDS, Card, card_of, fit
 from nightmill.worker.commands.inspection import quantisation_of, shares
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
@@ -32,7 +32,7 @@ from tests.unit.runners.recorded_cuda import RecordedDriver
 
 Values = dict[str, Any]
 H200 = peaks_of((9, 0), 132, clock_khz=1_980_000, memory_khz=3_201_000, bus_bits=6144)
-SMALL = Card("small", 200 << 20, 132, H200)
+SMALL = Card("small", 200 << 20, 132, H200, hopper=True)
 """So small that steps have as few tokens as they may."""
 
 
@@ -200,22 +200,35 @@ def test_what_other_formats_would_make_of_it_is_said(
     assert eight["cache_tokens"] > 1.9 * found["memory"][0]["cache_tokens"]
 
 
+def test_what_a_worker_would_refuse_does_not_fit(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP8 weights on a GPU that does not multiply them, and a context longer than the model's."""
+    RecordedDriver((8, 0)).install(monkeypatch)
+    found = check(demo_model(), directory)
+    (eight,) = (one for one in found["formats"] if one["weights_in"] == "fp8")
+    assert "weights" not in eight and "need a GPU of compute capability 9.0" in eight["found"]
+    monkeypatch.setenv("NIGHTMILL_CONTEXT", "1000000")
+    (memory,) = check(demo_model(), directory)["memory"]
+    assert "weights" not in memory and "--context 1000000 is more than the" in memory["found"]
+
+
 def test_no_more_cache_is_counted_than_all_sequences_fill(spec: ModelSpec) -> None:
-    found = fit(spec, card_of("large", 80, 132, H200), Settings(max_sequences=16))
+    found = forecast(spec, card_of("large", 80, 132, H200, hopper=True), Settings(max_sequences=16))
     assert found.cache_tokens == 16 * spec.context_length
     assert found.sequences == {spec.context_length: 16}
 
 
 def test_a_small_gpu_takes_smaller_steps(spec: ModelSpec) -> None:
-    large = fit(spec, card_of("large", 80, 132, H200), Settings())
-    small = fit(spec, SMALL, Settings())
+    large = forecast(spec, card_of("large", 80, 132, H200, hopper=True), Settings())
+    small = forecast(spec, SMALL, Settings())
     assert small.workspace < large.workspace / 2
 
 
 def test_block_tables_of_all_sequences_are_counted(spec: ModelSpec) -> None:
     """Each has a number of 4 bytes for every page of 16 tokens."""
     contexts = (512, 256)
-    long, short = (fit(spec, SMALL, Settings(max_sequences=1024, context=context)) for context in contexts)
+    long, short = (
+        forecast(spec, SMALL, Settings(max_sequences=1024, context=context)) for context in contexts
+    )
     others = [
         workspace_bytes(
             spec,
@@ -234,21 +247,23 @@ def test_block_tables_of_all_sequences_are_counted(spec: ModelSpec) -> None:
 def test_memory_may_be_given_in_bytes(spec: ModelSpec) -> None:
     """Then what the card has beside it does not matter."""
     settings = Settings.model_validate({"gpu_memory": "300MiB"})
-    found = fit(spec, card_of("large", 80, 132, H200), settings)
+    found = forecast(spec, card_of("large", 80, 132, H200, hopper=True), settings)
     taken = found.weights + found.workspace + (found.cache_tokens // 16 + 1) * page_bytes(spec)
     assert 300 * 2**20 - page_bytes(spec) < taken <= 300 * 2**20
 
 
 def test_sequences_fit_by_whole_pages(spec: ModelSpec) -> None:
     settings = Settings(context=100)  # 7 pages of 16
-    small = fit(spec, SMALL, settings)
+    small = forecast(spec, SMALL, settings)
     pages = 80
     needed = small.weights + small.workspace + (pages + 1) * page_bytes(spec)
-    found = fit(spec, Card("tight", int(needed / settings.gpu_memory) + 2, 132, H200), settings)
+    found = forecast(
+        spec, Card("tight", int(needed / settings.gpu_memory) + 2, 132, H200, hopper=True), settings
+    )
     assert found.cache_tokens == 16 * pages
     assert found.sequences == {100: pages // 7}
     with pytest.raises(RunnerError, match="the model does not fit"):
-        fit(spec, Card("none", 1 << 20, 132, H200), settings)
+        forecast(spec, Card("none", 1 << 20, 132, H200, hopper=True), settings)
 
 
 def test_shares_are_of_bytes() -> None:

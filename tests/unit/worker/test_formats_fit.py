@@ -11,16 +11,18 @@ import pytest
 
 from nightmill.jobs.base.settings import Settings
 from nightmill.worker.assembly.engine import build_engine
+from nightmill.worker.assembly.forecast import CARDS, GIB, Forecast, forecast
 from nightmill.worker.assembly.model import open_model
-from nightmill.worker.assembly.sizes import CARDS, GIB, Fit, fit
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
-from nightmill.worker.runners.gpu.memory import RunnerSizes
+from nightmill.worker.runners.gpu.memory import MemoryPlan, RunnerSizes, StatePlan
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.weights.choice import choose_weights
+from nightmill.worker.runners.kv_format import KvFormat
 from nightmill.worker.runners.reference import ReferenceRunner
 from tests.support.ggufs import write_model
+from tests.support.hybrid_shapes import HYBRID_SHAPES
 from tests.support.quantised_models import kinds_of
 from tests.unit.worker.test_recommended_models import qwen
 
@@ -33,8 +35,8 @@ def of_type(name: str, size: str = "7B") -> ModelSpec:
     return replace(spec, tensor_types={tensor: kind.name for tensor, kind in kinds_of(spec, name).items()})
 
 
-def on_80_gb(name: str, precision: Precision, **settings: object) -> Fit:
-    return fit(of_type(name), CARDS[-1], Settings.model_validate(settings), precision)
+def on_80_gb(name: str, precision: Precision, **settings: object) -> Forecast:
+    return forecast(of_type(name), CARDS[-1], Settings.model_validate(settings), precision)
 
 
 @pytest.mark.parametrize("name", BYTES_OF_A_FILE)
@@ -54,7 +56,7 @@ def test_fewer_bytes_are_more_sequences_and_more_speed() -> None:
     assert small.sequences[1024] > large.sequences[1024]
     for card, gain in ((CARDS[1], 2), (CARDS[2], 1.2)):  # large cards are not as fast as their memory
         alone = [
-            fit(of_type("Q4_K_M"), card, Settings(max_sequences=1), precision).rate
+            forecast(of_type("Q4_K_M"), card, Settings(max_sequences=1), precision).rate
             for precision in (IN_FILE, Precision())
         ]
         assert alone[0] > gain * alone[1]
@@ -78,7 +80,8 @@ def test_by_itself_it_is_16_bits_unless_they_take_more_than_half_of_the_memory(
     assert found == Precision(weights=WeightsFormat(kept))
     assert why.startswith(found.weights.words)
     assert (
-        fit(of_type(name), CARDS[-1], Settings(gpu_memory=int(0.9 * gib * GIB)), precision).weights_in == kept
+        forecast(of_type(name), CARDS[-1], Settings(gpu_memory=int(0.9 * gib * GIB)), precision).weights_in
+        == kept
     )
 
 
@@ -94,7 +97,8 @@ def test_a_worker_s_log_says_what_the_choice_gives(
     def on_a_gpu(file: GgufFile, spec: ModelSpec, sizes: RunnerSizes, **options: Any) -> Any:
         runner = ReferenceRunner(file, spec, kv_pages=64, page_size=PAGE, slots=sizes.slots)
         device = SimpleNamespace(peaks=lambda: CARDS[-1].peaks, multiprocessors=132)
-        memory = SimpleNamespace(weights=1 << 20, cache=64 * page_bytes(spec))
+        cache = 65 * page_bytes(spec, KvFormat.FP8)
+        memory = MemoryPlan(1 << 20, 0, cache, 64, 1 << 30, 1 << 30, StatePlan(sizes.slots))
         precision = replace(options["precision"], weights=WeightsFormat.ELEMENT)
         vars(runner).update(device=device, memory=memory, precision=precision, max_tokens=512)
         return runner
@@ -110,3 +114,17 @@ def test_a_worker_s_log_says_what_the_choice_gives(
         r"a KV cache in FP8 has room for 2 sequences of 512 tokens at once; about [\d,]+ output tokens/s",
         caplog.text,
     )
+
+
+def test_states_are_counted_and_choose_how_many_sequences_run() -> None:
+    """Those of a 9B take 53 MB each: on 80 GB 256 of 4,096 tokens have room, but not 2,048 of 1,024."""
+    spec = HYBRID_SHAPES["qwen3.5-9b"].file()[2]
+    found = forecast(spec, CARDS[-1], Settings(max_sequences=256))
+    assert found.sequences[4096] == 256
+    assert found.states == pytest.approx((256 + 64) * spec.state_bytes, rel=0.001)
+    assert f"{found.states / GIB:.2f} of states" in str(found)
+    most = forecast(spec, CARDS[-1], Settings())
+    running = most.sequences[1024]
+    assert 400 < running < 700
+    assert most.states == pytest.approx(1.25 * running * spec.state_bytes, rel=0.02)
+    assert most.cache_tokens >= 1024 * running

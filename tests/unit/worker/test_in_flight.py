@@ -7,6 +7,7 @@ import pytest
 
 from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.jobs.sql.claims import Claim
+from nightmill.worker.assembly.sizes import capacity, interactive_slots
 from nightmill.worker.service.in_flight import InFlight, JobKey
 
 FIRST: list[JobKey] = [(f"first-{number}", 1) for number in range(3)]
@@ -53,3 +54,13 @@ def test_results_of_other_shards_wake_nobody(in_flight: InFlight) -> None:
     in_flight.remove(FIRST)
     threads[0].join(30)
     assert not threads[0].is_alive()
+
+
+def test_an_engine_that_has_fewer_slots_than_asked_for_gets_no_more_jobs() -> None:
+    """As where memory has no room for the states of all; interactive jobs have a share of what there is."""
+    running = 57
+    assert (capacity(running), interactive_slots(running), interactive_slots(1)) == (85, 3, 0)
+    jobs = InFlight(3072, reserved_slots=128)
+    jobs.resize(capacity(running), interactive_slots(running))
+    assert jobs.reserve(1000) == 85
+    assert jobs.reserve(1000, interactive=True) == 3

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nightmill.jobs.base.settings import Settings
-from nightmill.worker.assembly.sizes import CARDS, GIB, fit
+from nightmill.worker.assembly.forecast import CARDS, GIB, forecast
 from nightmill.worker.model.rope import Rope, RopeStyle
 from nightmill.worker.model.spec import Attention, FeedForward, LayerSpec, ModelSpec, Norm
 from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
@@ -68,7 +68,7 @@ def test_a_model_fits_as_the_page_says(row: tuple[str, ...]) -> None:
     assert parameters == SIZES[size][-1]
     assert float(fetched) == pytest.approx(parameters * BYTES_OF_Q8_0 / 1e9, abs=0.06)
     (card,) = (card for card in CARDS if card.name.endswith(f" {gigabytes}"))
-    found = fit(in_q8_0(size), card, Settings(), AUTO)
+    found = forecast(in_q8_0(size), card, Settings(), AUTO)
     assert float(weights) == pytest.approx(found.weights / GIB, abs=0.05)
     assert int(tokens.replace(",", "")) == pytest.approx(found.cache_tokens, rel=0.02)
     assert int(sequences) == pytest.approx(found.sequences[1024], rel=0.02)
@@ -79,7 +79,8 @@ def test_the_arithmetic_is_that_of_the_memory_plan() -> None:
     specs = [qwen(size) for size in SIZES]
     assert said("which is", "KiB") == [round(page_bytes(spec) / PAGE / 1024, 1) for spec in specs]
     workspaces = [
-        fit(in_q8_0(size), card, Settings(), AUTO).workspace for size, card in zip(SIZES, CARDS, strict=True)
+        forecast(in_q8_0(size), card, Settings(), AUTO).workspace
+        for size, card in zip(SIZES, CARDS, strict=True)
     ]
     assert said("needs", "GiB") == pytest.approx([size / GIB for size in workspaces], abs=0.06)
 

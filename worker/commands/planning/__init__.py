@@ -2,5 +2,5 @@
 
 survey     reads and tokenises every row, and keeps a random sample
 measure    runs the sample on the engine: the speed, and how long answers get
-forecast   from both to the time of the whole file
+playing    from both to the time of the whole file
 """

@@ -1,4 +1,4 @@
-"""Puts survey, measurement and forecast together into what `nightmill plan` reports."""
+"""Puts survey, measurement and the time that was played through together into a plan."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -10,16 +10,16 @@ import numpy as np
 from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.formats import InputFile
 from nightmill.jobs.request.spec import JobSpec
-from nightmill.worker.assembly.sizes import Fit
-from nightmill.worker.commands.planning.forecast import (
-    Forecast,
+from nightmill.worker.assembly.forecast import Forecast
+from nightmill.worker.commands.planning.measure import WARM_UP, Measurement, measure
+from nightmill.worker.commands.planning.playing import (
     Pages,
+    Playthrough,
     expected_lengths,
-    forecast,
     pages_needed,
+    play_through,
     prompts_of_answers,
 )
-from nightmill.worker.commands.planning.measure import WARM_UP, Measurement, measure
 from nightmill.worker.commands.planning.rows import bad_by_code
 from nightmill.worker.commands.planning.survey import Reader, Survey, survey
 from nightmill.worker.engine.engine import Engine
@@ -33,7 +33,7 @@ _SAMPLE_BATCHES = 4  # so that a full batch is seen at work, not only filling an
 class Estimate:
     """When the file will be done, from the speed that was measured."""
 
-    forecast: Forecast
+    played: Playthrough
     workers: int
     starts_at: datetime
     deadline_at: datetime | None
@@ -43,7 +43,7 @@ class Estimate:
     @property
     def done_at(self) -> datetime:
         """When the last row ends."""
-        return self.starts_at + timedelta(seconds=self.forecast.seconds)
+        return self.starts_at + timedelta(seconds=self.played.seconds)
 
     @property
     def fits(self) -> bool | None:
@@ -64,7 +64,7 @@ class Plan:
     """Pages that the answers need; if nothing was measured, with the longest answers that rows may have."""
     limits: RequestLimits
     estimate: Estimate | None
-    memory: Fit | None = None
+    memory: Forecast | None = None
     """The GPU's memory as a worker with these options would share it out."""
     template_fault: str | None = None
     """Which special tokens the model's chat template writes that stay out of reach, and what to do."""
@@ -124,7 +124,7 @@ class PlannedModel:
     reader: Reader
     limits: RequestLimits
     slots: int
-    memory: Fit | None = None
+    memory: Forecast | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +176,7 @@ def make_plan(
     if measured is not None:
         rows_at_once = _fitting(found, lengths, limits, slots)
         estimate = Estimate(
-            forecast=forecast(found, measured, slots=rows_at_once, workers=schedule.workers),
+            played=play_through(found, measured, slots=rows_at_once, workers=schedule.workers),
             workers=schedule.workers,
             starts_at=schedule.starts_at or schedule.now(),
             deadline_at=schedule.deadline_at,
@@ -205,7 +205,7 @@ def _fitting(found: Survey, lengths: Any, limits: RequestLimits, slots: int) -> 
 
 
 def _estimate_json(estimate: Estimate) -> JsonObject:
-    played = estimate.forecast
+    played = estimate.played
     deadline_at = estimate.deadline_at
     return {
         "seconds": round(played.seconds, 3),

@@ -83,7 +83,7 @@ def _describe_pages(plan: Plan) -> str:
 
 
 def _describe_estimate(estimate: Estimate) -> Iterator[str]:
-    played = estimate.forecast
+    played = estimate.played
     workers = "1 worker" if estimate.workers == 1 else f"{estimate.workers} workers"
     yield (
         f"speed          {played.tokens_per_second:,.0f} output tokens/s on {workers} with {played.slots:,} "

@@ -10,11 +10,12 @@ from nightmill.worker.model.spec import LayerSpec, ModelSpec
 from nightmill.worker.runners.base import FOUND
 from nightmill.worker.runners.gpu.device.device import Arena, Device, aligned
 from nightmill.worker.runners.gpu.device.operands import BYTE, ELEMENT, FLOAT, INT, Buffer
-from nightmill.worker.runners.gpu.kinds import layer_kinds
+from nightmill.worker.runners.gpu.kinds import layer_kinds, mixer_sizes
 from nightmill.worker.runners.gpu.precision import HALF, Precision
 from nightmill.worker.runners.gpu.products.formats import ModelFormats
 from nightmill.worker.runners.gpu.rows.norms import only_rms_norms
 from nightmill.worker.runners.gpu.shapes import Kind, padded_rows
+from nightmill.worker.runners.gpu.states.choice import StateMixers
 from nightmill.worker.runners.gpu.weights.layout import padded_vocab
 
 __all__ = ["LOGIT_ROWS", "Activations", "most_draws"]
@@ -24,9 +25,12 @@ LOGIT_ROWS = 512  # rows of logits computed and sampled at once
 _GIVEN_ROWS = 32  # beside the draws of all slots: 20 MB of logits for a vocabulary of 152,000
 
 
-def most_draws(slots: int) -> int:
-    """Tokens that a step may draw, or tell the log-probability of, if so many sequences run at once."""
-    return slots + _GIVEN_ROWS
+def most_draws(slots: int, prompt_grid: int = 1) -> int:
+    """Tokens that a step may draw, or tell the log-probability of, if so many sequences run at once.
+
+    prompt_grid  pieces of prompts, each token of which may be asked about, are at least so long
+    """
+    return slots + max(_GIVEN_ROWS, prompt_grid)
 
 
 class _Array(NamedTuple):
@@ -62,12 +66,12 @@ class Activations:
     x: Buffer  # the residual stream, float
     normed: Buffer  # what enters the head, elements
     entering: Buffer  # what enters a layer, normed: elements, or what its products read if its norms round
-    qkv: Buffer  # elements
-    mixed: Buffer  # what attention gives, elements
+    qkv: Buffer  # elements, also of what another mixer makes of its input
+    mixed: Buffer  # what a mixer gives, elements
     gate_up: Buffer  # elements; without a gate as wide as `activated`
     activated: Buffer  # elements
     x_drawing: Buffer  # of the residual stream, the rows that draw
-    mixed_drawing: Buffer  # of what attention gives, the rows that draw
+    mixed_drawing: Buffer  # of what a mixer gives, the rows that draw
     logits: Buffer  # float, LOGIT_ROWS of them
     drawn: Buffer  # int32: tokens drawn
     found: Buffer  # FOUND, as bytes: their log-probabilities
@@ -75,6 +79,9 @@ class Activations:
     statistics: Buffer  # of whole rows of queries and keys, float (rows, 2, 2)
     added: Buffer  # what a product gives where more than its sum with x is to be made of that, float
     quantised: Buffer  # what enters a product with rounded weights, if it was elements
+    gates: Buffer  # of attention, elements
+    controls: Buffer  # of mixers with states, float
+    work: Buffer  # what kernels of such mixers hand on among them, bytes
 
     @classmethod
     def allocate(
@@ -102,24 +109,26 @@ class Activations:
 
 def _widths(layer: LayerSpec) -> dict[str, int]:
     """Return the widths of the buffers that are as wide as a layer needs."""
-    attention, ffn = layer.attention, layer.feed_forward.width
+    ffn = layer.feed_forward.width
     inner = 2 * ffn if layer.feed_forward.gated else ffn
+    sizes = mixer_sizes(layer.mixer)
     return {
-        "qkv": attention.qkv, "mixed": attention.queries, "mixed_drawing": attention.queries,
-        "gate_up": inner, "activated": ffn,
+        "qkv": sizes.inputs, "mixed": sizes.outputs, "mixed_drawing": sizes.outputs, "gates": sizes.gates,
+        "controls": sizes.controls, "gate_up": inner, "activated": ffn,
     }  # fmt: skip
 
 
 def _arrays(spec: ModelSpec, precision: Precision, max_tokens: int, max_draws: int) -> dict[str, _Array]:
     tokens, draws = padded_rows(max_tokens), padded_rows(max_draws)
-    rows = dict.fromkeys(("qkv", "mixed", "gate_up", "activated"), tokens)
+    rows = dict.fromkeys(("qkv", "mixed", "gates", "gate_up", "activated"), tokens)
     rows["mixed_drawing"] = min(tokens, draws)
     widths = [_widths(layer) for layer in spec.layers]
-    whole = any(layer.attention.qk_norm_whole for layer in spec.layers)
+    whole = any(attention.qk_norm_whole for attention in spec.attentions)
+    controls = max(one["controls"] for one in widths)
     adds = any(Kind.ADDEND in layer_kinds(layer) for layer in spec.layers)
     rounded = ModelFormats(spec, precision).rounded
     read = ELEMENT if rounded is None else rounded.activations
-    rounds = rounded is not None and only_rms_norms(spec)
+    rounds = rounded is not None and only_rms_norms(spec) and not controls  # whose weights are elements
     widest = max(max(one["mixed"], one["activated"]) for one in widths)
     return {
         "tokens": _Array((tokens,), INT),
@@ -137,6 +146,8 @@ def _arrays(spec: ModelSpec, precision: Precision, max_tokens: int, max_draws: i
         "quantised": _Array(
             (tokens * (rounded is not None), max(widest, spec.width)), read, rounded is not None
         ),
+        "controls": _Array((tokens, controls), FLOAT),
+        "work": _Array((StateMixers.workspace(spec, tokens),), BYTE),
     }
 
 

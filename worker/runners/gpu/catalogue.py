@@ -10,6 +10,7 @@ from nightmill.worker.runners.gpu.attention.general import GeneralDecode
 from nightmill.worker.runners.gpu.attention.prefill import HopperPrefill, PortablePrefill
 from nightmill.worker.runners.gpu.attention.widening import Widening
 from nightmill.worker.runners.gpu.computed import refusal
+from nightmill.worker.runners.gpu.device.device import NamedGpu
 from nightmill.worker.runners.gpu.device.sources import Source, for_element
 from nightmill.worker.runners.gpu.precision import HALF, Precision
 from nightmill.worker.runners.gpu.products.formats import ModelFormats
@@ -19,6 +20,8 @@ from nightmill.worker.runners.gpu.rows.logits import LogitScale
 from nightmill.worker.runners.gpu.rows.norms import Norms
 from nightmill.worker.runners.gpu.rows.rotation import Rotation
 from nightmill.worker.runners.gpu.sampling.sampler import Sampler
+from nightmill.worker.runners.gpu.states.choice import StateMixers
+from nightmill.worker.runners.gpu.states.memory import States
 from nightmill.worker.runners.gpu.weights.dequantizer import Dequantizer
 from nightmill.worker.runners.kv_format import KvFormat
 
@@ -43,9 +46,9 @@ class Launcher(Protocol):
 
 _LAUNCHERS: tuple[type[Launcher], ...] = (
     Embedding, Norms, Activate, Rotation, LogitScale, DecodeAttention, HopperPrefill, PortablePrefill,
-    GeneralDecode, Sampler, Dequantizer,
+    GeneralDecode, StateMixers, States, Sampler, Dequantizer,
 )  # fmt: skip
-_LAST = (Norms, Activate, Rotation, PortablePrefill)
+_LAST = (Norms, Activate, Rotation, PortablePrefill, StateMixers)
 
 
 def sources_for(spec: ModelSpec, precision: Precision, *, hopper: bool) -> list[Source]:
@@ -68,7 +71,7 @@ def workspace_bytes(
     hopper: bool = True,
 ) -> int:
     """Device memory for activations, and that launchers keep; of an unknown GPU, as if it were a Hopper."""
-    attention = spec.layers[0].attention
+    attention = spec.attentions[0]
     needed = [
         Activations.workspace(spec, precision, max_tokens=max_tokens, max_draws=max_draws),
         ModelFormats(spec, precision).workspace(),
@@ -85,8 +88,11 @@ def workspace_bytes(
     return sum(needed)
 
 
-def check_spec(spec: ModelSpec, precision: Precision = HALF) -> None:
-    """Raise RunnerError, which names the part or the size, if kernels do not take a model."""
+def check_spec(spec: ModelSpec, precision: Precision = HALF, gpu: NamedGpu | None = None) -> None:
+    """Raise RunnerError, which names the part or the size, if kernels do not take a model.
+
+    gpu  that may lack what the precision needs
+    """
     problems = [refusal(spec)]
     if problems == [None]:  # launchers know nothing of what is refused
         problems += [launcher.refusal(spec) for launcher in _LAST]
@@ -95,6 +101,7 @@ def check_spec(spec: ModelSpec, precision: Precision = HALF) -> None:
         problems.append("layers with different heads")
     for problem in filter(None, problems):
         raise RunnerError(f"the CUDA kernels do not take {problem}; `--reference` generates without a GPU")
-    rounded = ModelFormats(spec, precision).rounded
-    if rounded is not None and (reason := rounded.refusal(spec)) is not None:
-        raise RunnerError(reason)
+    if (rounded := ModelFormats(spec, precision).rounded) is not None:
+        reason = rounded.refusal(spec) or (None if gpu is None else rounded.refusal_on(gpu))
+        if reason is not None:
+            raise RunnerError(reason)

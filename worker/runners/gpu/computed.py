@@ -1,35 +1,20 @@
 """Parts of a spec that the kernels compute: a model that has others is refused, not computed wrongly."""
 
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from typing import Any
 
-from nightmill.worker.model.spec import Activation, Attention, FeedForward, LayerSpec, ModelSpec
+from nightmill.worker.model.spec import Attention, LayerSpec, ModelSpec
 
 __all__ = ["refusal"]
 
 
 def refusal(spec: ModelSpec) -> str | None:
-    """Name the mixers or the fields of a spec that no kernel computes, or return None."""
-    layers = [
-        *dict.fromkeys(f"layers with {title}" for title in map(_other_mixer, spec.layers) if title),
-        *(["layers without a feed-forward network"] if not all(map(_feeds_forward, spec.layers)) else []),
-    ]
-    if layers:
-        return ", ".join(layers)
+    """Name the fields of a spec that no kernel computes, or return None."""
+    if not spec.attentions:
+        return "a model without a layer of attention"
     names = sorted(set(_differences(spec, _computed(spec))))
     return f"a model with its own {', '.join(names)}" if names else None
-
-
-def _other_mixer(layer: LayerSpec) -> str | None:
-    """Title of a mixer that is not attention."""
-    if layer.mixer is None:
-        return "nothing that mixes tokens"
-    return None if isinstance(layer.mixer, Attention) else layer.mixer.title
-
-
-def _feeds_forward(layer: LayerSpec) -> bool:
-    return layer.feed_forward.width > 0
 
 
 def _computed(spec: ModelSpec) -> ModelSpec:
@@ -55,21 +40,15 @@ def _computed(spec: ModelSpec) -> ModelSpec:
 def _computed_layer(layer: LayerSpec) -> LayerSpec:
     return LayerSpec(
         attention_norm=layer.attention_norm,
-        mixer=_computed_attention(layer.attention),
+        mixer=_computed_attention(layer.mixer) if isinstance(layer.mixer, Attention) else layer.mixer,
         attention_post_norm=layer.attention_post_norm,
         feed_forward_norm=layer.feed_forward_norm,
         feed_forward_norm_name=layer.feed_forward_norm_name,
-        feed_forward=_computed_feed_forward(layer.feed_forward),
+        feed_forward=layer.feed_forward,
         feed_forward_post_norm=layer.feed_forward_post_norm,
         residual_scale=layer.residual_scale,
         parallel=layer.parallel,
     )
-
-
-def _computed_feed_forward(feed_forward: FeedForward) -> FeedForward:
-    if feed_forward.activation in (Activation.SILU, Activation.GELU):
-        return feed_forward
-    return replace(feed_forward, activation=Activation.SILU)
 
 
 def _computed_attention(attention: Attention) -> Attention:
@@ -81,6 +60,7 @@ def _computed_attention(attention: Attention) -> Attention:
         bias=attention.bias,
         output_bias=attention.output_bias,
         fused=attention.fused,
+        gated=attention.gated and not (attention.fused or attention.bias),
         qk_norm=attention.qk_norm,
         # What norms of whole queries and keys need is summed before they are rotated.
         qk_norm_rotated=attention.qk_norm_rotated and not attention.qk_norm_whole,

@@ -1,39 +1,89 @@
-"""Kinds of the products that the layers of a model have."""
+"""Kinds and sizes of the products that the layers of a model have."""
 
 from typing import NamedTuple
 
-from nightmill.worker.model.spec import LayerSpec, ModelSpec, Norm
+from nightmill.worker.model.spec import (
+    Attention,
+    GatedDeltaNet,
+    LayerSpec,
+    Mamba2,
+    Mixer,
+    ModelSpec,
+    Norm,
+    ShortConv,
+)
 from nightmill.worker.runners.gpu.shapes import GATED, Kind
 
-__all__ = ["LayerKinds", "kinds_of", "layer_kinds"]
+__all__ = ["LayerKinds", "MixerSizes", "kinds_of", "layer_kinds", "mixer_sizes"]
 
 
 class LayerKinds(NamedTuple):
     """Kinds of a layer's products, beside that of queries, keys and values, which is PLAIN.
 
     RESIDUAL where a product is added to the residual stream as it is; ADDEND where a bias, a norm or a scale
-    comes between. PLAIN where the activation is no part of gate and up.
+    comes between. PLAIN where the activation is no part of gate and up. None where the layer has none.
     """
 
-    output: Kind
-    gate_up: Kind
-    down: Kind
+    output: Kind | None
+    gate_up: Kind | None
+    down: Kind | None
+
+
+class MixerSizes(NamedTuple):
+    """Numbers that a mixer has of a token, multiples of 8 those that a product gives.
+
+    inputs    queries, keys and values, or what another mixer makes of its input, but gates and controls
+    outputs   what it gives
+    gates     of what attention gives
+    controls  of a state: what its decays, betas and time steps are made of
+    """
+
+    inputs: int = 0
+    outputs: int = 0
+    gates: int = 0
+    controls: int = 0
+
+
+def mixer_sizes(mixer: Mixer | None) -> MixerSizes:
+    """Return the sizes of a mixer; all 0 where there is none."""
+    match mixer:
+        case None:
+            return MixerSizes()
+        case Attention():
+            own = mixer.queries
+            return MixerSizes(own + 2 * mixer.keys, own, own if mixer.gated else 0)
+        case GatedDeltaNet():
+            inputs, controls = mixer.convolved + mixer.values, _filled_up(mixer.controls)
+            return MixerSizes(_filled_up(inputs), mixer.values, 0, controls)
+        case Mamba2():
+            inputs, controls = mixer.inner + mixer.convolved, _filled_up(mixer.controls)
+            return MixerSizes(_filled_up(inputs), mixer.inner, 0, controls)
+        case ShortConv():
+            return MixerSizes(_filled_up(3 * mixer.width), mixer.width)
+
+
+def _filled_up(size: int) -> int:
+    return -(-size // 8) * 8
 
 
 def layer_kinds(layer: LayerSpec) -> LayerKinds:
     """Return the kinds of a layer's products."""
-    ffn = layer.feed_forward
-    fused = next(kind for kind, activation in GATED.items() if activation is ffn.activation)
-    return LayerKinds(
-        output=_added(layer, layer.attention_post_norm, bias=layer.attention.output_bias),
-        gate_up=fused if ffn.gated and not ffn.bias else Kind.PLAIN,
-        down=_added(layer, layer.feed_forward_post_norm, bias=ffn.bias),
-    )
+    ffn, mixer, output, gate_up, down = layer.feed_forward, layer.mixer, None, None, None
+    if mixer is not None:
+        bias = isinstance(mixer, Attention) and mixer.output_bias
+        output = _added(layer, layer.attention_post_norm, bias=bias)
+    if ffn.width:
+        fused = (kind for kind, activation in GATED.items() if activation is ffn.activation)
+        gate_up = next(fused, Kind.PLAIN) if ffn.gated and not ffn.bias else Kind.PLAIN
+        down = _added(layer, layer.feed_forward_post_norm, bias=ffn.bias)
+    return LayerKinds(output, gate_up, down)
 
 
 def kinds_of(spec: ModelSpec) -> frozenset[Kind]:
     """Return all kinds of products that a model has."""
-    return frozenset((Kind.PLAIN, Kind.FLOAT)).union(*map(layer_kinds, spec.layers))
+    found = {kind for layer in spec.layers for kind in layer_kinds(layer) if kind is not None}
+    controls = any(mixer_sizes(layer.mixer).controls for layer in spec.layers)
+    return frozenset((Kind.PLAIN, Kind.FLOAT, *([Kind.ADDEND] if controls else []))) | found
 
 
 def _added(layer: LayerSpec, after: Norm | None, *, bias: bool) -> Kind:

@@ -12,7 +12,7 @@ import numpy as np
 
 from nightmill.worker.model.spec import Attention, ModelSpec
 from nightmill.worker.runners.gpu.device.device import Arena, Device, aligned
-from nightmill.worker.runners.gpu.device.operands import ELEMENT, Buffer
+from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, Buffer
 from nightmill.worker.runners.kv_format import KvFormat
 
 __all__ = ["PAGE", "KvCache", "LayerCache", "page_bytes", "part_numbers"]
@@ -35,6 +35,10 @@ class LayerCache:
         return self.keys.shape[0]
 
 
+NO_PAGES = LayerCache(ABSENT, ABSENT)
+"""Stands for those of a layer without attention."""
+
+
 @dataclass(frozen=True, slots=True)
 class KvCache:
     """The pages of all layers; `tokens` (pages, PAGE) int32: of what they are."""
@@ -47,16 +51,20 @@ class KvCache:
         """Take the memory, zeroed: what is behind a context must be finite. Raises DeviceMemoryError."""
         kind = _NUMBERS[device.kv]
         shapes = [
-            (pages, layer.attention.kv_heads, part_numbers(layer.attention.head_dim, device.kv))
-            for layer in spec.layers
+            (pages, mixer.kv_heads, part_numbers(mixer.head_dim, device.kv))
+            if isinstance(mixer, Attention)
+            else None
+            for mixer in (layer.mixer for layer in spec.layers)
         ]
-        sizes = [math.prod(shape) * kind.itemsize for shape in shapes]
+        sizes = [0 if shape is None else math.prod(shape) * kind.itemsize for shape in shapes]
         arena = Arena(device, sum(2 * aligned(size) for size in sizes), "the KV cache")
         layers = tuple(
-            LayerCache(*(Buffer(arena.take(size), shape, kind) for _ in range(2)))
+            NO_PAGES
+            if shape is None
+            else LayerCache(*(Buffer(arena.take(size), shape, kind) for _ in range(2)))
             for shape, size in zip(shapes, sizes, strict=True)
         )
-        device.fill(layers[0].keys.address, 0, arena.size)
+        device.fill(arena.base, 0, arena.size)
         tokens = np.dtype(np.int32)
         address = device.allocate(pages * PAGE * tokens.itemsize, "the tokens of the KV cache")
         return cls(layers, Buffer(address, (pages, PAGE), tokens))
@@ -64,7 +72,8 @@ class KvCache:
 
 def page_bytes(spec: ModelSpec, kv: KvFormat = KvFormat.ELEMENT) -> int:
     """Bytes of a page: keys and values of all layers, and the tokens."""
-    return sum(2 * _part_bytes(layer.attention, kv) for layer in spec.layers) + 4 * PAGE
+    mixers = (layer.mixer for layer in spec.layers)
+    return sum(2 * _part_bytes(one, kv) for one in mixers if isinstance(one, Attention)) + 4 * PAGE
 
 
 def part_numbers(head_dim: int, kv: KvFormat) -> int:

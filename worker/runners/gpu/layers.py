@@ -1,27 +1,27 @@
 """The layers of a model, each bound once to its launchers, weights, pages and buffers.
 
-What a layer is made of follows from its spec alone: whether its products are fused with what comes after, and
-what is added to the residual stream, as it is or normed, scaled, with a bias.
+What a layer is made of follows from its spec alone: what mixes its tokens, if anything does, whether it has a
+feed-forward network, whether its products are fused with what comes after, and what is added to the residual
+stream, as it is or normed, scaled, with a bias.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from nightmill.worker.model.spec import FeedForward, LayerSpec, ModelSpec
 from nightmill.worker.runners.gpu.activations import Activations
-from nightmill.worker.runners.gpu.attention.choice import Attentions, Decode, Prefill
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import Buffer, Format, Matrix
-from nightmill.worker.runners.gpu.kinds import layer_kinds
+from nightmill.worker.runners.gpu.kinds import layer_kinds, mixer_sizes
 from nightmill.worker.runners.gpu.kv_cache import KvCache, LayerCache
+from nightmill.worker.runners.gpu.mixers import LayerMixer, Mixers
 from nightmill.worker.runners.gpu.products.chooser import Product, Products
 from nightmill.worker.runners.gpu.products.elements.few_rows import FewRows
-from nightmill.worker.runners.gpu.products.qkv import Qkv
 from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.rows.norms import Norms
-from nightmill.worker.runners.gpu.rows.rotation import Rotation
 from nightmill.worker.runners.gpu.shapes import Kind
+from nightmill.worker.runners.gpu.states.memory import States
+from nightmill.worker.runners.gpu.states.operands import LayerStates
 from nightmill.worker.runners.gpu.weights.layout import LayerWeights, NormWeight, Weights
 
 __all__ = ["Addition", "GateUp", "Layer", "LayerKernels", "Launchers", "bind_layers"]
@@ -93,18 +93,15 @@ class Addition:
 
 @dataclass(frozen=True, slots=True)
 class LayerKernels:
-    """The launchers of layers of one kind, but for norms, which all layers share.
+    """The launchers of layers of one kind, but for norms, which all layers share; None where it lacks a part.
 
-    decode, prefill  attention of drawn tokens, and of prompts
-    few              the fused kernels for steps of a few sequences, where they suit
+    few  the fused kernels for steps of a few sequences, where they suit
     """
 
-    qkv: Qkv
-    decode: Decode
-    prefill: Prefill
-    output: Product
-    gate_up: GateUp
-    down: Product
+    mixer: LayerMixer | None
+    output: Product | None
+    gate_up: GateUp | None
+    down: Product | None
     few: FewRows | None
 
 
@@ -112,7 +109,7 @@ class LayerKernels:
 class Layer:
     """A layer.
 
-    attended, fed  what attention, and the feed-forward network, end with
+    attended, fed  what its mixer, and the feed-forward network, end with; None where there is no such
     parallel       both read what attention's norm gives
     at             buffers as wide as it needs
     """
@@ -120,10 +117,16 @@ class Layer:
     kernels: LayerKernels
     weights: LayerWeights
     cache: LayerCache
-    attended: Addition
-    fed: Addition
+    states: LayerStates
+    attended: Addition | None
+    fed: Addition | None
     parallel: bool
     at: Activations
+
+    @property
+    def first_norm(self) -> NormWeight:
+        """The norm of what enters it."""
+        return self.weights.ffn_norm if self.attended is None else self.weights.attn_norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,53 +136,65 @@ class Launchers:
     products: Products
     norms: Norms
     activate: Activate
-    attentions: Attentions
+    mixers: Mixers
 
 
 def bind_layers(
-    device: Device, spec: ModelSpec, weights: Weights, cache: KvCache, at: Activations, launchers: Launchers,
-    *, max_context: int,
+    device: Device, spec: ModelSpec, weights: Weights, cache: KvCache, states: States, at: Activations,
+    launchers: Launchers,
 ) -> tuple[Layer, ...]:  # fmt: skip
     """Bind all layers; those alike, in weights' formats too, share launchers and what timing finds out."""
-    products, norms = launchers.products, launchers.norms
-    rotations = {
-        attention: Rotation(device, attention, max_context=max_context, statistics=at.statistics)
-        for attention in spec.attentions
-    }
+    products, norms, width = launchers.products, launchers.norms, spec.width
 
     def kernels_of(layer: LayerSpec, own: LayerWeights) -> LayerKernels:
-        attention, width, ffn = layer.attention, spec.width, layer.feed_forward
-        rotation, kinds = rotations[attention], layer_kinds(layer)
-        decode, prefill = launchers.attentions.of(attention)
-        few = FewRows.suits(layer, width, own.formats, hopper=device.hopper)
-        return LayerKernels(
-            qkv=Qkv(device, attention, own.qkv, products, rotation),
-            decode=decode,
-            prefill=prefill,
-            output=products.of(kinds.output, width, attention.queries, own.attn_output.format),
-            gate_up=GateUp(
-                products, launchers.activate, at.of(layer).gate_up, ffn, kinds.gate_up, own.gate_up
-            ),
-            down=products.of(kinds.down, width, ffn.width, own.ffn_down.format),
-            few=FewRows(device, layer, width, rotation.table) if few else None,
+        mixer, ffn, kinds, sizes = (
+            layer.mixer,
+            layer.feed_forward,
+            layer_kinds(layer),
+            mixer_sizes(layer.mixer),
         )
+        output = gate_up = down = few = None
+        if kinds.output is not None:
+            output = products.of(kinds.output, width, sizes.outputs, own.attn_output.format)
+        if kinds.gate_up is not None and kinds.down is not None:
+            inner = at.of(layer).gate_up
+            gate_up = GateUp(products, launchers.activate, inner, ffn, kinds.gate_up, own.gate_up)
+            down = products.of(kinds.down, width, ffn.width, own.ffn_down.format)
+        if fuses:
+            rotates = FewRows.suits(layer, width, own.formats, hopper=device.hopper)
+            few = FewRows(device, layer, width, launchers.mixers.angles_of(mixer) if rotates else None)
+        mixes = None if mixer is None else launchers.mixers.of(mixer, own)
+        return LayerKernels(mixes, output, gate_up, down, few)
 
-    def bound(layer: LayerSpec, own: LayerWeights, pages: LayerCache, following: NormWeight) -> Layer:
+    def bound(index: int, layer: LayerSpec, own: LayerWeights) -> Layer:
         kind = layer, own.formats
         if kind not in known:
             known[kind] = kernels_of(layer, own)
         kernels, kinds, scale = known[kind], layer_kinds(layer), layer.residual_scale
-        attended = Addition(
-            kernels.output, own.attn_output, norms, at.added if kinds.output is Kind.ADDEND else None,
-            own.attn_output_bias, own.attn_post_norm, scale, None if layer.parallel else own.ffn_norm,
+        following, attended, fed = entered[index + 1], None, None
+        if kernels.output is not None:
+            then = None if layer.parallel else own.ffn_norm
+            attended = Addition(
+                kernels.output, own.attn_output, norms, at.added if kinds.output is Kind.ADDEND else None,
+                own.attn_output_bias, own.attn_post_norm, scale,
+                following if kernels.down is None else then,
+            )  # fmt: skip
+        if kernels.down is not None:
+            fed = Addition(
+                kernels.down, own.ffn_down, norms, at.added if kinds.down is Kind.ADDEND else None,
+                own.ffn_down_bias, own.ffn_post_norm, scale, following,
+            )  # fmt: skip
+        return Layer(
+            kernels, own, cache.layers[index], states.layers[index], attended, fed, layer.parallel,
+            at.of(layer),
         )  # fmt: skip
-        fed = Addition(
-            kernels.down, own.ffn_down, norms, at.added if kinds.down is Kind.ADDEND else None,
-            own.ffn_down_bias, own.ffn_post_norm, scale, following,
-        )  # fmt: skip
-        return Layer(kernels, own, pages, attended, fed, layer.parallel, at.of(layer))
 
+    fuses = all(
+        FewRows.suits_products(layer, width, own.formats, hopper=device.hopper)
+        for layer, own in zip(spec.layers, weights.layers, strict=True)
+    )
     known: dict[tuple[LayerSpec, tuple[Format, ...]], LayerKernels] = {}
-    before = [*(own.attn_norm for own in weights.layers), weights.output_norm]
-    each = zip(spec.layers, weights.layers, cache.layers, pairwise(before), strict=True)
-    return tuple(bound(layer, own, pages, following) for layer, own, pages, (_, following) in each)
+    each = list(zip(spec.layers, weights.layers, strict=True))
+    entered = [own.ffn_norm if layer.mixer is None else own.attn_norm for layer, own in each]
+    entered.append(weights.output_norm)
+    return tuple(bound(index, layer, own) for index, (layer, own) in enumerate(each))

@@ -13,21 +13,26 @@ import numpy.typing as npt
 
 from nightmill.jobs.errors import ModelFileError
 from nightmill.worker.model.gguf.file import GgufFile
-from nightmill.worker.model.spec import ModelSpec, Norm, Role, Weight
+from nightmill.worker.model.spec import Attention, Mixer, ModelSpec, Norm, Role, Weight
 from nightmill.worker.runners.gpu.device.device import Arena, Device
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import ABSENT, FLOAT, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.precision import Precision
 from nightmill.worker.runners.gpu.products.formats import MatrixRounder, ModelFormats
+from nightmill.worker.runners.gpu.states.operands import MixerWeights
 from nightmill.worker.runners.gpu.weights.dequantizer import SUPPORTED, Dequantizer
-from nightmill.worker.runners.gpu.weights.head_order import HeadOrder
+from nightmill.worker.runners.gpu.weights.head_order import RowOrder
 from nightmill.worker.runners.gpu.weights.layout import (
+    NO_MATRIX,
     NO_NORM,
     LayerWeights,
     NormWeight,
     Run,
     Weights,
+    all_weights,
     formats_in,
+    layer_weights,
+    rows_of,
     runs_of,
     weight_bytes,
 )
@@ -52,7 +57,7 @@ def load_weights(
     Raises ModelFileError for a tensor type that is not supported and for weights beyond the element's range,
     DeviceMemoryError where the device has no room.
     """
-    for _, weight in spec.all_weights():
+    for _, weight in all_weights(spec):
         for name in weight.names:
             if (kind := file.tensors[name].kind) not in SUPPORTED:
                 file.fail(
@@ -113,15 +118,16 @@ class _Loader:
         )
 
     def _layer(self, index: int) -> LayerWeights:
-        layer, own = self._spec.layers[index], self._spec.layer_weights(index)
-        order = HeadOrder(layer.attention)
+        layer, own = self._spec.layers[index], layer_weights(self._spec, index)
+        mixer = layer.mixer
+        output = Role.ATTN_OUTPUT if isinstance(mixer, Attention) else Role.MIXER_OUTPUT
         return LayerWeights(
             attn_norm=self._norm(own, Role.ATTN_NORM, layer.attention_norm),
-            qkv=self._matrix(own, Role.QKV, order),
-            qkv_bias=self._vector(own, Role.QKV_BIAS, order),
-            q_norm=self._vector(own, Role.Q_NORM, order),
-            k_norm=self._vector(own, Role.K_NORM, order),
-            attn_output=self._matrix(own, Role.ATTN_OUTPUT),
+            qkv=self._matrix(own, Role.QKV, mixer),
+            qkv_bias=self._vector(own, Role.QKV_BIAS, mixer),
+            q_norm=self._vector(own, Role.Q_NORM, mixer),
+            k_norm=self._vector(own, Role.K_NORM, mixer),
+            attn_output=self._matrix(own, output),
             ffn_norm=self._norm(own, Role.FFN_NORM, layer.feed_forward_norm),
             gate_up=self._matrix(own, Role.GATE_UP),
             ffn_down=self._matrix(own, Role.FFN_DOWN),
@@ -130,18 +136,36 @@ class _Loader:
             gate_up_bias=self._vector(own, Role.GATE_UP_BIAS),
             ffn_down_bias=self._vector(own, Role.FFN_DOWN_BIAS),
             ffn_post_norm=self._norm(own, Role.FFN_POST_NORM, layer.feed_forward_post_norm),
+            attn_gate=self._matrix(own, Role.ATTN_GATE, mixer),
+            mixer_input=self._matrix(own, Role.MIXER_INPUT, mixer),
+            mixer_controls=self._matrix(own, Role.MIXER_CONTROLS, mixer),
+            mixer=self._mixer(own) if Role.MIXER_INPUT in own else None,
         )
 
-    def _matrix(self, own: dict[Role, Weight], role: Role, order: HeadOrder | None = None) -> Matrix:
-        weight, first, parts = own[role], 0, []
+    def _mixer(self, own: dict[Role, Weight]) -> MixerWeights:
+        """The small weights of a mixer with a state."""
+        return MixerWeights(
+            convolution=self._vector(own, Role.CONVOLUTION),
+            convolution_bias=self._vector(own, Role.CONVOLUTION_BIAS),
+            time_step_bias=self._vector(own, Role.TIME_STEP_BIAS),
+            decay=self._vector(own, Role.DECAY),
+            skip=self._vector(own, Role.SKIP),
+            norm=self._vector(own, Role.MIXER_NORM),
+        )
+
+    def _matrix(self, own: dict[Role, Weight], role: Role, mixer: Mixer | None = None) -> Matrix:
+        """mixer: whose tensors may have their rows in another order, or more than the weight."""
+        if role not in own:
+            return NO_MATRIX
+        weight, first, parts, order = own[role], 0, [], rows_of(mixer, role)
         for run in runs_of(self._spec, role, weight, self._precision):
             parts.append(self._run(run, first, order))
             first += run.rows
         if len(parts) == 1:
             return parts[0]
-        return Matrix(parts[0].address, weight.shape[0], weight.shape[1], Format.MIXED, parts=tuple(parts))
+        return Matrix(parts[0].address, first, weight.shape[1], Format.MIXED, parts=tuple(parts))
 
-    def _run(self, run: Run, first: int, order: HeadOrder | None) -> Matrix:
+    def _run(self, run: Run, first: int, order: RowOrder | None) -> Matrix:
         """Some tensors of a weight, from its row `first` on, as one matrix."""
         address, scales = map(self._arena.take, (run.bytes, run.format.scale_bytes(run.rows)))
         matrix = Matrix(address, run.rows, run.columns, run.format, scales)
@@ -170,11 +194,11 @@ class _Loader:
         bias = self._vector(own, Role(f"{role}_bias")) if norm.bias else ABSENT
         return NormWeight(self._vector(own, role), norm.eps, norm.centred, bias)
 
-    def _vector(self, own: dict[Role, Weight], role: Role, order: HeadOrder | None = None) -> Buffer:
-        """order: of the elements of heads, where the vector has such."""
+    def _vector(self, own: dict[Role, Weight], role: Role, mixer: Mixer | None = None) -> Buffer:
+        """mixer: the same."""
         if role not in own:
             return ABSENT
-        weight = own[role]
+        weight, order = own[role], rows_of(mixer, role)
         address, first = self._arena.take(math.prod(weight.shape) * FLOAT.itemsize), 0
         for name, shape in weight.parts:
             raw = self._arranged(name, first, shape[0], order)
@@ -183,7 +207,9 @@ class _Loader:
             first += shape[0]
         return Buffer(address, weight.shape, FLOAT)
 
-    def _arranged(self, name: str, first: int, rows: int, order: HeadOrder | None) -> npt.NDArray[np.uint8]:
-        """A tensor's bytes, of which those of heads' elements are in the GPU's order."""
+    def _arranged(self, name: str, first: int, rows: int, order: RowOrder | None) -> npt.NDArray[np.uint8]:
+        """A tensor's bytes, or those of some of its rows, in the GPU's order."""
         raw = self._file.raw(name)
-        return raw if order is None else order.arranged(raw, first, rows)
+        if order is None:
+            return raw
+        return order.arranged(raw, first, self._file.tensors[name].shape[0])

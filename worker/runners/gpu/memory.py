@@ -1,4 +1,7 @@
-"""Decides what goes where in the GPU's memory, before anything is loaded: weights, workspace, KV pages."""
+"""Decides what goes where in the GPU's memory before anything is loaded.
+
+Weights, workspace, the states of sequences, and what is left is for KV pages.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,11 +9,16 @@ from dataclasses import dataclass
 from nightmill.worker.runners.gpu.device.device import DeviceMemoryError
 from nightmill.worker.runners.gpu.kv_cache import PAGE
 
-__all__ = ["LEAST_TOKENS", "MemoryPlan", "RunnerSizes", "allowed", "plan_memory", "tokens_of_a_step"]
+__all__ = [
+    "LEAST_TOKENS", "MemoryPlan", "RunnerSizes", "StatePlan", "allowed", "plan_memory", "plan_states",
+    "tokens_of_a_step",
+]  # fmt: skip
 
 LEAST_TOKENS = 2048
 """Tokens of a step below which its limit is not lowered if memory is short (`tokens_of_a_step`)."""
 _LEAST_PAGES = 16
+_SNAPSHOT_SHARE = 4  # slots for each of which a snapshot is kept
+_EXPECTED_TOKENS = 1024  # of a sequence, for which a slot that takes memory is to find pages
 _GIB = 1 << 30
 
 
@@ -37,6 +45,24 @@ class RunnerSizes:
 
 
 @dataclass(frozen=True, slots=True)
+class StatePlan:
+    """Sequences at once, whose states fit, and snapshots of states; none if a model has no states.
+
+    bytes  that these take
+    binds  there would be more sequences if states were smaller
+    """
+
+    slots: int
+    snapshots: int = 0
+    bytes: int = 0
+    binds: bool = False
+
+    def __str__(self) -> str:
+        states = f"states of {_counted(self.slots, 'sequence')} and {_counted(self.snapshots, 'snapshot')}"
+        return f"{states} (as many as there is memory for)" if self.binds else states
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """Bytes by purpose. `free` was free before, `budget` of it may be used."""
 
@@ -46,12 +72,15 @@ class MemoryPlan:
     kv_pages: int
     budget: int
     free: int
+    states: StatePlan = StatePlan(0)
 
     def __str__(self) -> str:
-        rest = self.free - self.weights - self.workspace - self.cache
+        states = self.states
+        rest = self.free - self.weights - self.workspace - self.cache - states.bytes
         parts = {
             "weights": self.weights,
             "workspace": self.workspace,
+            **({str(states): states.bytes} if states.bytes else {}),
             f"KV cache of {self.kv_pages:,} pages": self.cache,
             "left free": rest,
         }
@@ -75,27 +104,67 @@ def tokens_of_a_step(most: int, least: int, workspace: Callable[[int], int], roo
     return tokens
 
 
-def plan_memory(sizes: RunnerSizes, *, weights: int, page: int, free: int, workspace: int) -> MemoryPlan:
+def plan_states(
+    sizes: RunnerSizes, *, page: int, room: int, bytes_of: Callable[[int, int], int]
+) -> StatePlan:
+    """Choose how many sequences have states: `sizes.slots`, or fewer, if they would leave too few pages.
+
+    page      bytes of a page of the KV cache (`page_bytes`)
+    room      bytes that weights and workspace leave
+    bytes_of  what states of so many slots and snapshots take; 0: the model has none
+
+    Of the fewest, one, nobody says here that it does not fit: `plan_memory` does.
+    """
+    if not bytes_of(1, 0):
+        return StatePlan(sizes.slots)
+
+    def taken(slots: int) -> int:
+        pages = -(-min(sizes.context, _EXPECTED_TOKENS) // PAGE) if sizes.kv_pages is None else 0
+        return bytes_of(slots, _snapshots(slots)) + slots * pages * page
+
+    fixed = (sizes.kv_pages or 0) * page
+    fewest, most = 1, sizes.slots
+    while fewest < most:  # the most that fit lie between
+        tried = (fewest + most + 1) // 2
+        fewest, most = (tried, most) if taken(tried) + fixed <= room else (fewest, tried - 1)
+    snapshots = _snapshots(fewest)
+    return StatePlan(fewest, snapshots, bytes_of(fewest, snapshots), fewest < sizes.slots)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
+def _snapshots(slots: int) -> int:
+    return -(-slots // _SNAPSHOT_SHARE)
+
+
+def plan_memory(
+    sizes: RunnerSizes, *, weights: int, page: int, free: int, workspace: int, states: StatePlan | None = None
+) -> MemoryPlan:
     """Plan for what `sizes.gpu_memory` allows of `free` bytes.
 
     sizes      more pages than all slots can fill are not taken
     weights    bytes that they take (`weight_bytes`)
     page       bytes of a page of the KV cache (`page_bytes`)
-    workspace  bytes of activations, of what kernels ask for, and of per-slot state
+    workspace  bytes of activations, of what kernels ask for, and of what sampling keeps of slots
+    states     of layers that have such, as `plan_states` planned them
 
     Raises DeviceMemoryError, with the numbers and the settings to change, where that cannot fit.
     """
     gpu_memory, kv_pages = sizes.gpu_memory, sizes.kv_pages
     budget = allowed(free, gpu_memory)
-    room = (budget - weights - workspace) // page - 1  # one page more is kept for padding
+    states = StatePlan(sizes.slots) if states is None else states
+    room = (budget - weights - workspace - states.bytes) // page - 1  # one page more is kept for padding
     wanted = sizes.slots * -(-sizes.context // PAGE) if kv_pages is None else kv_pages
     least = min(wanted, _LEAST_PAGES) if kv_pages is None else kv_pages
     if room < least:
         raise DeviceMemoryError(
             f"the model does not fit: weights {weights:,} bytes, workspace {workspace:,} (for steps of "
-            f"{sizes.max_tokens:,} tokens), at least {least} KV pages of {page:,}; {free:,} bytes are free, "
+            f"{sizes.max_tokens:,} tokens), {f'{states} {states.bytes:,}, ' if states.bytes else ''}"
+            f"at least {least} KV pages of {page:,}; {free:,} bytes are free, "
             f"of which --gpu-memory {gpu_memory:,} allows {budget:,}. Lower --max-sequences or --context, "
             "raise --gpu-memory, or end what else runs on this GPU"
         )
     pages = min(wanted, room)
-    return MemoryPlan(weights, workspace, (pages + 1) * page, pages, budget, free)
+    return MemoryPlan(weights, workspace, (pages + 1) * page, pages, budget, free, states)

@@ -2,11 +2,12 @@
 
 The residual stream x and logits are float; what enters a product, and what leaves it, is elements, summed in
 float. Any spec is computed by norm, product, what is done to heads before they are cached, attention
-(one kernel for drawn tokens, one for prompts), product, sum, norm, gate and up, activation, product, sum. Of
+(one kernel for drawn tokens, one for prompts), product, sum, norm, gate and up, activation, product, sum. In
+place of attention there may be a state (`mixers`), and a layer may have one of its two halves alone. Of
 these, kernels that suit the model have several in one launch: rotation in the product before it (`Qkv`), the
 activation in gate and up (`GateUp`), the sum in the product, or scale and norms around the sum (`Addition`),
-and in steps of a few sequences a whole layer in five launches (`FewRows`). After attention, the last layer
-goes on with the rows that draw alone.
+and in steps of a few sequences a whole layer in five launches (`FewRows`). Once tokens have been mixed for
+the last time, only the rows that draw go on.
 """
 
 from dataclasses import dataclass
@@ -62,6 +63,7 @@ class Model:
         self._history = history
         self._at = at
         self._has_few = all(layer.kernels.few is not None for layer in layers)
+        self._last_mixing = max(index for index, layer in enumerate(layers) if layer.attended is not None)
 
     @property
     def weights(self) -> Weights:
@@ -93,26 +95,29 @@ class Model:
 
         Overwrites activations, waits for the device.
         """
-        at, first = self._at, self.layers[0].weights
+        at, first = self._at, self.layers[0].first_norm
 
         def norm() -> None:
-            self.shared.norms(at.x, first.attn_norm, at.entering, rows)
+            self.shared.norms(at.x, first, at.entering, rows)
 
         self.head.tune(at.normed, [self._weights.head], at.logits, min(draws, LOGIT_ROWS), norm)
         kinds: dict[LayerKernels, list[Layer]] = {}
         for layer in self.layers:
             kinds.setdefault(layer.kernels, []).append(layer)
         for kernels, layers in kinds.items():
-            own, weights = layers[0].at, [layer.weights for layer in layers]
+            first_layer, own, weights = layers[0], layers[0].at, [layer.weights for layer in layers]
             few = self._has_few and rows <= MAX_ROWS
-            if not few:
-                kernels.qkv.tune(at.entering, weights, own.qkv, layers[0].cache, at.no_rows, rows, norm)
-                sums = layers[0].attended.added or at.x
+            if not few and kernels.mixer is not None:
+                kernels.mixer.tune(at.entering, layers, rows, norm)
+            if not few and kernels.output is not None and first_layer.attended is not None:
+                sums = first_layer.attended.added or at.x
                 kernels.output.tune(own.mixed, [w.attn_output for w in weights], sums, rows, norm)
+            if not few and kernels.gate_up is not None:
                 kernels.gate_up.tune(at.entering, weights, own.activated, rows, norm)
-            if not few or rows > _FEWEST_ROWS:
-                sums = layers[0].fed.added or at.x
-                kernels.down.tune(own.activated, [w.ffn_down for w in weights], sums, rows, norm)
+            down = kernels.down if not few or rows > _FEWEST_ROWS else None
+            if down is not None and first_layer.fed is not None:
+                sums = first_layer.fed.added or at.x
+                down.tune(own.activated, [w.ffn_down for w in weights], sums, rows, norm)
 
     def forward(self, inputs: StepInputs, shape: StepShape) -> None:
         """Queue a step's layers, up to the norm of the rows that draw."""
@@ -167,48 +172,46 @@ class Model:
                 sampler.log_probabilities(at.logits, rows, draws, drawn, at.found.from_row(first))
 
     def _any_rows(self, inputs: StepInputs, shape: StepShape) -> None:
-        """Queue all layers; the last one computes no more than the rows that draw need."""
-        at, x, rows, norms, last = self._at, self._at.x, shape.tokens, self.shared.norms, self.layers[-1]
-        entering = at.entering
-        norms(x, self.layers[0].weights.attn_norm, entering, rows)
-        for layer in self.layers:
+        """Queue all layers; after the last mixer no more is computed than the rows that draw need."""
+        at, x, rows, norms = self._at, self._at.x, shape.tokens, self.shared.norms
+        entering, last = at.entering, self.layers[-1]
+        norms(x, self.layers[0].first_norm, entering, rows)
+        for index, layer in enumerate(self.layers):
             kernels, weights, own = layer.kernels, layer.weights, layer.at
-            kernels.qkv(entering, weights, inputs, own.qkv, layer.cache, rows)
-            if layer is last and not shape.draws:
-                break
-            self._attention(layer, inputs, shape)
-            mixed = own.mixed
-            if layer is last and shape.gathers:
-                rows, mixed = shape.draws, own.mixed_drawing
-                self.shared.embedding.gather_rows(own.mixed, inputs.rows, mixed, rows)
-                x = self._gathered(inputs, shape)
-                if layer.parallel:
-                    norms(x, weights.attn_norm, entering, rows)
-            layer.attended(mixed, x, entering, rows)
-            kernels.gate_up(entering, weights, own.activated, rows)
-            layer.fed(own.activated, x, at.normed if layer is last else entering, rows)
+            if kernels.mixer is not None and layer.attended is not None:
+                mixed, ends = own.mixed, index == self._last_mixing
+                kernels.mixer.enter(entering, layer, inputs, rows)
+                if ends and not shape.draws and kernels.mixer.entering_is_enough:
+                    return
+                kernels.mixer.mix(layer, inputs, shape)
+                if ends and not shape.draws:
+                    return
+                if ends and shape.gathers:
+                    rows, mixed = shape.draws, own.mixed_drawing
+                    self.shared.embedding.gather_rows(own.mixed, inputs.rows, mixed, rows)
+                    x = self._gathered(inputs, shape)
+                    if layer.parallel:
+                        norms(x, weights.attn_norm, entering, rows)
+                is_end = layer is last and layer.fed is None
+                layer.attended(mixed, x, at.normed if is_end else entering, rows)
+            if kernels.gate_up is not None and layer.fed is not None:
+                kernels.gate_up(entering, weights, own.activated, rows)
+                layer.fed(own.activated, x, at.normed if layer is last else entering, rows)
 
     def _few_rows(self, inputs: StepInputs, shape: StepShape) -> None:
-        """Queue all layers for a few drawn tokens, each layer from its norm on in five launches."""
+        """Queue all layers for a few drawn tokens, each layer from its norm on in few launches."""
         x, rows = self._at.x, shape.tokens
         for layer in self.layers:
-            few, weights, own = layer.kernels.few, layer.weights, layer.at
-            assert few is not None
-            few.qkv(x, weights, inputs, own.qkv, layer.cache, rows)
-            self._attention(layer, inputs, shape)
+            kernels, weights, own = layer.kernels, layer.weights, layer.at
+            few, mixer, down = kernels.few, kernels.mixer, kernels.down
+            assert few is not None and mixer is not None and down is not None
+            mixer.enter_few(few, x, layer, inputs, rows)
+            mixer.mix(layer, inputs, shape)
             few.residual(own.mixed, weights.attn_output, x, rows)
             few.swiglu(x, weights, own.activated, rows)
-            down = few.residual if rows <= _FEWEST_ROWS else layer.kernels.down
-            down(own.activated, weights.ffn_down, x, rows)
+            (few.residual if rows <= _FEWEST_ROWS else down)(own.activated, weights.ffn_down, x, rows)
         x = self._gathered(inputs, shape) if shape.gathers else x
         self.shared.norms(x, self._weights.output_norm, self._at.normed, shape.draws)
-
-    def _attention(self, layer: Layer, inputs: StepInputs, shape: StepShape) -> None:
-        """Queue attention of the drawn tokens, and of the chunks of prompts."""
-        if shape.drawn:
-            layer.kernels.decode(layer.at.qkv, layer.cache, inputs, shape, layer.at.mixed)
-        if shape.tiles:
-            layer.kernels.prefill(layer.at.qkv, layer.cache, inputs, shape, layer.at.mixed)
 
     def _gathered(self, inputs: StepInputs, shape: StepShape) -> Buffer:
         """The residual stream of the rows that draw."""

@@ -27,26 +27,21 @@ from nightmill.worker.runners.base import (
     masked_draws,
     wants_logprobs,
 )
-from nightmill.worker.runners.gpu.activations import LOGIT_ROWS, Activations, most_draws
+from nightmill.worker.runners.gpu.activations import LOGIT_ROWS, Activations
 from nightmill.worker.runners.gpu.arithmetic import arithmetic_of
 from nightmill.worker.runners.gpu.attention.choice import Attentions
 from nightmill.worker.runners.gpu.attention.pieces import whole_pieces
-from nightmill.worker.runners.gpu.catalogue import check_spec, sources_for, workspace_bytes
+from nightmill.worker.runners.gpu.catalogue import check_spec, sources_for
 from nightmill.worker.runners.gpu.device.compiler import compile_all
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.graphs import Graph, bucket_of, buckets
-from nightmill.worker.runners.gpu.kv_cache import PAGE, KvCache, page_bytes
+from nightmill.worker.runners.gpu.kv_cache import PAGE, KvCache
 from nightmill.worker.runners.gpu.layers import Launchers, bind_layers
 from nightmill.worker.runners.gpu.loading import load_weights
-from nightmill.worker.runners.gpu.memory import (
-    LEAST_TOKENS,
-    MemoryPlan,
-    RunnerSizes,
-    allowed,
-    plan_memory,
-    tokens_of_a_step,
-)
+from nightmill.worker.runners.gpu.memory import RunnerSizes, allowed
+from nightmill.worker.runners.gpu.mixers import Mixers
 from nightmill.worker.runners.gpu.model import Model, Shared
+from nightmill.worker.runners.gpu.planning import RunnerPlanner, prompt_grid
 from nightmill.worker.runners.gpu.precision import HALF, Precision
 from nightmill.worker.runners.gpu.products.chooser import Products
 from nightmill.worker.runners.gpu.products.formats import ModelFormats
@@ -59,9 +54,10 @@ from nightmill.worker.runners.gpu.sampling.sampler import Sampler
 from nightmill.worker.runners.gpu.sampling.slots import SlotTable
 from nightmill.worker.runners.gpu.self_test import check_products, checked_products
 from nightmill.worker.runners.gpu.shapes import MANY_ROWS
+from nightmill.worker.runners.gpu.states.memory import States
 from nightmill.worker.runners.gpu.steps import PADDING, StepBuffers, StepInputs, StepShape, padded_lengths
 from nightmill.worker.runners.gpu.weights.choice import choose_weights
-from nightmill.worker.runners.gpu.weights.layout import padded_vocab, weight_bytes
+from nightmill.worker.runners.gpu.weights.layout import padded_vocab
 from nightmill.worker.runners.starting import Progress, StartStep, no_progress
 
 __all__ = ["CudaRunner", "Launching"]
@@ -114,18 +110,17 @@ class CudaRunner:
         precision: Precision = HALF, launching: Launching = Launching(),
         report: Callable[[str], None] = log.info, progress: Progress = no_progress,
     ) -> None:  # fmt: skip
-        slots, max_tokens, max_draws = sizes.slots, sizes.max_tokens, sizes.max_draws
+        slots, max_tokens = sizes.slots, sizes.max_tokens
         if max_tokens < slots:
             raise ValueError(f"a step of {max_tokens} tokens cannot hold one token of each of {slots} slots")
         began = time.monotonic()
         self.page_size = PAGE
         self.slots = slots
         self.depth = sizes.depth
-        self.prompt_grid, self.snapshots = 1, 0
+        self.prompt_grid, self.snapshots = prompt_grid(spec), 0
         self.vocab = spec.vocab
         self._row_of_logits = padded_vocab(spec)
         self.max_tokens = max_tokens
-        self.max_draws = max(most_draws(slots) if max_draws is None else max_draws, slots)
         self._context = min(sizes.context, spec.context_length)
         self._report = report
         self._progress = progress
@@ -155,54 +150,36 @@ class CudaRunner:
         )
 
     def _build(self, file: GgufFile, spec: ModelSpec, precision: Precision, sizes: RunnerSizes) -> None:
-        device, slots, context = self.device, self.slots, self._context
-        gpu_memory = sizes.gpu_memory
+        device, context, gpu_memory = self.device, self._context, sizes.gpu_memory
         precision, why = choose_weights(spec, precision, allowed(device.free_memory(), gpu_memory))
         self._report(f"weights {why}")
         self.precision = precision  # as they were chosen
-        check_spec(spec, precision)
+        check_spec(spec, precision, device)
         formats = ModelFormats(spec, precision)
-        if formats.rounded is not None and (reason := formats.rounded.refusal_on(device)) is not None:
-            raise RunnerError(reason)
         sources = sources_for(spec, precision, hopper=device.hopper)
         self._progress(StartStep.COMPILING, "")
         compile_all(sources, device.architecture, report=self._compiled)  # each is then in the cache
         self._progress(StartStep.STARTING, "planning the memory")
         free = device.free_memory()
         attentions = Attentions(device, spec, max_context=context)
-        self._decode = decode = attentions.decode
+        self._decode = attentions.decode
         self._prefill = attentions.prefill
-        rows = max(self.max_tokens, decode.most_pieces(slots))
+        rows = max(sizes.max_tokens, self._decode.most_pieces(sizes.slots))
         if rows > _MOST_ROWS:
             raise RunnerError(
-                f"{slots:,} sequences in steps of up to {self.max_tokens:,} tokens may need {rows:,} rows "
-                f"of blocks in one launch; a GPU takes {_MOST_ROWS:,}: lower --max-sequences"
+                f"{sizes.slots:,} sequences in steps of up to {sizes.max_tokens:,} tokens may need {rows:,} "
+                f"rows of blocks in one launch; a GPU takes {_MOST_ROWS:,}: lower --max-sequences"
             )
-        step = {
-            "slots": slots, "table_width": -(-context // PAGE), "max_pieces": decode.most_pieces(slots),
-            "max_draws": self.max_draws,
-        }  # fmt: skip
-        slot_bytes = SlotTable.bytes(slots, spec.vocab) + MaskBuffers.bytes(spec.vocab, LOGIT_ROWS)
-
-        def workspace(max_tokens: int) -> int:
-            return slot_bytes + StepBuffers.bytes(max_tokens=max_tokens, **step) + workspace_bytes(
-                spec, precision, device.multiprocessors, slots=slots, max_context=context,
-                max_tokens=max_tokens, max_draws=self.max_draws, hopper=device.hopper,
-            )  # fmt: skip
-
-        weights_size = weight_bytes(spec, precision)
-        if sizes.kv_pages is None:
-            room = allowed(free, gpu_memory) - weights_size
-            least = max(slots, LEAST_TOKENS)
-            self.max_tokens = tokens_of_a_step(self.max_tokens, least, workspace, room)
-        self.memory: MemoryPlan = plan_memory(
-            replace(sizes, context=context, max_tokens=self.max_tokens), weights=weights_size,
-            page=page_bytes(spec, precision.kv), free=free, workspace=workspace(self.max_tokens),
-        )  # fmt: skip
+        planner = RunnerPlanner(
+            spec, precision, device.multiprocessors, self._decode.most_pieces, hopper=device.hopper
+        )
+        plan = planner.plan(replace(sizes, context=context), free)
+        self.memory, bounds = plan.memory, plan.bounds
+        self.max_tokens, self.max_draws = bounds.max_tokens, bounds.max_draws
+        self.slots = slots = bounds.slots
+        self.kv_pages, self.snapshots = self.memory.kv_pages, self.memory.states.snapshots
         draws = {"max_tokens": self.max_tokens, "max_draws": self.max_draws}
-        step |= {"max_tokens": self.max_tokens}
         self._report(f"memory of {device.name}: {self.memory}")
-        self.kv_pages = self.memory.kv_pages
         self._prefill.reserve(slots=slots, max_context=context, max_tokens=self.max_tokens, depth=self.depth)
         at = Activations.allocate(device, spec, precision, **draws)
         norms, activate = Norms(device, spec), Activate(device)
@@ -211,12 +188,14 @@ class CudaRunner:
         weights = load_weights(device, file, spec, precision, report=self._report)
         self._progress(StartStep.STARTING, "binding the layers")
         cache = KvCache.allocate(device, spec, self.kv_pages + 1)  # one more for rows of padding
-        launchers = Launchers(products, norms, activate, attentions)
-        layers = bind_layers(device, spec, weights, cache, at, launchers, max_context=context)
+        self._states = States(device, spec, slots=slots, snapshots=self.snapshots, depth=self.depth)
+        mixers = Mixers(device, spec, products, activate, attentions, at, max_context=context)
+        launchers = Launchers(products, norms, activate, mixers)
+        layers = bind_layers(device, spec, weights, cache, self._states, at, launchers)
         sampler = Sampler(device, spec.vocab, max_rows=LOGIT_ROWS)
         self._slots = SlotTable(device, sampler, slots=slots, vocab=spec.vocab, depth=self.depth)
         self._masks = MaskBuffers(device, vocab=spec.vocab, rows=LOGIT_ROWS, depth=self.depth)
-        self._steps = StepBuffers(device, padding_page=self.kv_pages, depth=self.depth, **step)
+        self._steps = StepBuffers(device, bounds, padding_page=self.kv_pages, depth=self.depth)
         embedding = Embedding(device, spec.vocab, spec.embedding_scale)
         shared = Shared(embedding, norms, LogitScale(device, spec), sampler)
         self._model = Model(spec, weights, shared, layers, products, self._slots.address, cache.tokens, at)
@@ -244,9 +223,11 @@ class CudaRunner:
             )
         turn, self._turn = self._turn, (self._turn + 1) % self.depth
         self._slots.admit(batch.admissions, turn)
+        self._states.begin(batch.admissions, turn)
         self._waits_for_masks = len(masked_draws(batch.draws)) > 0
         replays = self._graphs and len(batch.slots) == batch.drawn == len(batch.draws)
         launch = self._replay(turn, batch) if replays else self._launch_kernels(turn, batch)
+        self._states.save(batch.snapshots, turn)
         self._pending.append(launch)
         if not self._waits_for_masks:
             self._return_tokens(launch)

@@ -6,22 +6,25 @@ over rows of the file. So a kernel that does not suit a shape is found by the wo
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 from gguf.quants import dequantize
 
 from nightmill.worker.model.gguf.file import GgufFile
-from nightmill.worker.model.spec import Activation, ModelSpec, Role, Weight
+from nightmill.worker.model.spec import Activation, Attention, ModelSpec, Role, Weight
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, Buffer, Matrix
+from nightmill.worker.runners.gpu.kinds import mixer_sizes
 from nightmill.worker.runners.gpu.layers import LayerKernels
+from nightmill.worker.runners.gpu.mixers import AttentionMixer, StateMixer
 from nightmill.worker.runners.gpu.model import Model
 from nightmill.worker.runners.gpu.shapes import padded_rows
-from nightmill.worker.runners.gpu.steps import StepInputs
-from nightmill.worker.runners.gpu.weights.head_order import HeadOrder
+from nightmill.worker.runners.gpu.steps import NO_INPUTS
+from nightmill.worker.runners.gpu.weights.head_order import HeadOrder, RowOrder
+from nightmill.worker.runners.gpu.weights.layout import layer_weights, rows_of
 from nightmill.worker.runners.reference import ops
 from nightmill.worker.runners.reference.rounding import as_fp8
 from nightmill.worker.runners.starting import SelfTestError
@@ -111,19 +114,26 @@ def checked_products(
         if kernels in seen:
             continue
         seen.add(kernels)
-        own, order = spec.layer_weights(index), HeadOrder(spec.layers[index].attention)
-        gated = kernels.gate_up.product.activation
+        own, mixer, used = layer_weights(spec, index), kernels.mixer, spec.layers[index].mixer
+        qkv = mixer.qkv if isinstance(mixer, AttentionMixer) else None
+        gate_up = None if kernels.gate_up is None else kernels.gate_up.product
+        gated = None if gate_up is None else gate_up.activation
         inner = layer.at.activated if gated else layer.at.gate_up
+        output = Role.MIXER_OUTPUT if qkv is None else Role.ATTN_OUTPUT
+        gates = mixer.gates if isinstance(mixer, AttentionMixer) else None
+        entering = mixer.input if isinstance(mixer, StateMixer) else None
         for role, product, matrix, y, activation in (
-            (Role.QKV, kernels.qkv.product, weights.qkv, layer.at.qkv, None),
-            (Role.ATTN_OUTPUT, kernels.output, weights.attn_output, at.x, None),
-            (Role.GATE_UP, kernels.gate_up.product, weights.gate_up, inner, gated),
+            (Role.QKV, None if qkv is None else qkv.product, weights.qkv, layer.at.qkv, None),
+            (Role.ATTN_GATE, gates, weights.attn_gate, layer.at.gates, None),
+            (Role.MIXER_INPUT, entering, weights.mixer_input, layer.at.qkv, None),
+            (output, kernels.output, weights.attn_output, at.x, None),
+            (Role.GATE_UP, gate_up, weights.gate_up, inner, gated),
             (Role.FFN_DOWN, kernels.down, weights.ffn_down, at.x, None),
         ):
-            if not matrix.format.plain:
-                rows = FileRows(file, own[role], order if role is Role.QKV else None)
+            if product is not None and not matrix.format.plain:
+                rows = FileRows(file, own[role], rows_of(used, role))
                 yield CheckedProduct(_name(role, matrix, index), product, matrix, y, activation, rows)
-        if kernels.qkv.takes_packed and spec.layers[index].attention.rope.magnitude == 1:
+        if qkv is not None and qkv.takes_packed and isinstance(used, Attention) and used.rope.magnitude == 1:
             yield _fused_qkv(device, model, spec, file, index)
     head = model.weights.head
     if not head.format.plain:
@@ -137,18 +147,21 @@ def _fused_qkv(device: Device, model: Model, spec: ModelSpec, file: GgufFile, in
 
     Keys and values are for no row of the pages, so these stay as they are.
     """
-    layer, attention, own = model.layers[index], spec.layers[index].attention, spec.layer_weights(index)
+    layer, attention, own = model.layers[index], spec.layers[index].attention, layer_weights(spec, index)
     order, no_rows = HeadOrder(attention), model.activations.no_rows
-    nowhere = dict.fromkeys(StepInputs.__dataclass_fields__, 0)
-    inputs = StepInputs(**nowhere | {"positions": no_rows.address, "cache_rows": no_rows.address})
+    mixer = layer.kernels.mixer
+    assert isinstance(mixer, AttentionMixer)
+    qkv = mixer.qkv
+    inputs = replace(NO_INPUTS, positions=no_rows.address, cache_rows=no_rows.address)
 
     def product(x: Buffer, weight: Matrix, y: Buffer, rows: int) -> None:
         device.fill(no_rows.address, 0xFF, no_rows.dtype.itemsize * padded_rows(rows))
-        layer.kernels.qkv(x, layer.weights, inputs, y, layer.cache, rows)
+        qkv(x, layer.weights, inputs, y, layer.cache, rows)
 
     bias = None
     if Role.QKV_BIAS in own:
-        bias = FileRows(file, own[Role.QKV_BIAS], order)(np.arange(attention.qkv, dtype=np.int64))[:, 0]
+        rows = np.arange(mixer_sizes(attention).inputs, dtype=np.int64)
+        bias = FileRows(file, own[Role.QKV_BIAS], order)(rows)[:, 0]
     matrix = layer.weights.qkv
     return CheckedProduct(
         f"rotated {_name(Role.QKV, matrix, index)}", product, matrix, layer.at.qkv, None,
@@ -159,7 +172,7 @@ def _fused_qkv(device: Device, model: Model, spec: ModelSpec, file: GgufFile, in
 class FileRows:
     """Rows of a weight as the file has them, by their numbers on the GPU; rows that the file lacks are 0."""
 
-    def __init__(self, file: GgufFile, weight: Weight, order: HeadOrder | None = None) -> None:
+    def __init__(self, file: GgufFile, weight: Weight, order: RowOrder | None = None) -> None:
         self._file, self._weight, self._order = file, weight, order
 
     def __call__(self, rows: Indices) -> Floats:
@@ -169,15 +182,16 @@ class FileRows:
         for name, (count, *_) in self._weight.parts:
             inside = (rows >= first) & (rows < first + count)
             if inside.any():
-                places = self._places(first, count)[rows[inside] - first]
-                raw = GgufFile.raw(self._file, name).reshape(count, -1)[places]  # not as weights are loaded
+                places = self._places(first, self._file.tensors[name].shape[0])[rows[inside] - first]
+                raw = GgufFile.raw(self._file, name)  # not as weights are loaded
+                raw = raw.reshape(self._file.tensors[name].shape[0], -1)[places]
                 numbers = dequantize(np.ascontiguousarray(raw), self._file.tensors[name].kind)
                 found[inside] = numbers.reshape(len(places), columns)
             first += count
         return found
 
     def _places(self, first: int, count: int) -> Indices:
-        """Return the row of the file's tensor that each row on the GPU is."""
+        """Return the row of the file's tensor, which has `count`, that each row on the GPU is."""
         numbers = np.arange(count, dtype=np.int64)
         if self._order is None:
             return numbers

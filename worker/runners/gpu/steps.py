@@ -4,7 +4,7 @@ Block tables are copied apart, row by row into rows of fixed length, so that a c
 the same place however many pages the longest sequence has.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,9 +13,21 @@ import numpy.typing as npt
 from nightmill.worker.runners.base import DRAW, NO_LOGPROBS, NOT_GIVEN, UNMASKED, IntArray, StepBatch
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.kv_cache import PAGE
+from nightmill.worker.runners.gpu.states.operands import StepPieces
+from nightmill.worker.runners.gpu.states.pieces import NO_STATE_PIECES, pieces_on_device, state_pieces
 
-__all__ = ["PADDING", "PromptGroup", "StepBuffers", "StepInputs", "StepShape", "padded_lengths"]
+__all__ = [
+    "NO_INPUTS",
+    "PADDING",
+    "PromptGroup",
+    "StepBounds",
+    "StepBuffers",
+    "StepInputs",
+    "StepShape",
+    "padded_lengths",
+]
 
+NO_STEP_PIECES = StepPieces()
 _ALIGN = 64  # int32 words
 _DRAW_WORDS = DRAW.itemsize // 4
 
@@ -75,27 +87,48 @@ class StepInputs:
     draws: int  # (R,) DRAW
     tiles: int  # (tiles, 2) the pieces of prompts that prefill attention computes
     pieces: int  # (pieces, 4) the pieces of contexts that decode attention computes
+    pieces_of_states: StepPieces = NO_STEP_PIECES
+
+
+NO_INPUTS = StepInputs(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+"""Those of no step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBounds:
+    """The most that a step may have.
+
+    table_width  pages of a sequence
+    max_pieces   room for `StepInputs.pieces`
+    states       layers have states, for which a step is divided into pieces
+    """
+
+    max_tokens: int
+    max_draws: int
+    slots: int
+    table_width: int
+    max_pieces: int
+    states: bool = False
+
+    @property
+    def words(self) -> int:
+        """Words of the arrays of such a step."""
+        rows = max(self.slots, 1)
+        sizes = (self.max_tokens, rows, self.max_draws, self.max_tokens, self.max_pieces)
+        return _layout(*sizes, rows * self.states)[1]
 
 
 class StepBuffers:
-    """Staging for `depth` outstanding steps.
+    """Staging for `depth` outstanding steps; `padding_page`: the page that padding tokens are written to."""
 
-    max_tokens, max_draws, slots  bounds of a step; table_width: the most pages of a sequence
-    max_pieces         room for `StepInputs.pieces`
-    padding_page       the page that padding tokens are written to
-    """
-
-    def __init__(
-        self, device: Device, *, max_tokens: int, max_draws: int, slots: int, table_width: int,
-        max_pieces: int, padding_page: int, depth: int,
-    ) -> None:  # fmt: skip
+    def __init__(self, device: Device, bounds: StepBounds, *, padding_page: int, depth: int) -> None:
         self._device = device
-        self._slots = slots
+        self._slots = bounds.slots
+        self._states = bounds.states
         self._padding_page = padding_page
         self._padding_row = padding_page * PAGE
-        self.table_width = table_width
-        rows = max(slots, 1)
-        words = _layout(max_tokens, rows, max_draws, max_tokens, max_pieces)[1]
+        self.table_width = table_width = bounds.table_width
+        rows, words = max(bounds.slots, 1), bounds.words
         self._packed = device.allocate(4 * words, "a step's arrays")
         self._tables = device.allocate(4 * rows * table_width, "page tables")
         self._numbers = np.arange(rows + 1, dtype=np.int32)
@@ -103,17 +136,22 @@ class StepBuffers:
         self._host_tables = [device.pinned((rows, table_width), np.int32) for _ in range(depth)]
 
     @staticmethod
-    def bytes(*, max_tokens: int, max_draws: int, slots: int, table_width: int, max_pieces: int) -> int:
+    def bytes(bounds: StepBounds) -> int:
         """Device memory that the buffers take."""
-        words = _layout(max_tokens, slots, max_draws, max_tokens, max_pieces)[1]
-        return 4 * (words + slots * table_width) + 1024
+        return 4 * (bounds.words + max(bounds.slots, 1) * bounds.table_width) + 1024
 
     def write(
         self, turn: int, batch: StepBatch, shape: StepShape, tiles: IntArray, pieces: IntArray
     ) -> StepInputs:
-        """Queue the copy of a batch; `turn`: a buffer whose earlier copies are done."""
+        """Queue the copy of a batch; `turn`: a buffer whose earlier copies are done.
+
+        Raises RunnerError where states are to begin with a prompt's token that they cannot begin with.
+        """
         lengths = np.diff(batch.sequence_starts)
-        offsets, words = _layout(shape.tokens, shape.sequences, shape.draws, shape.tiles, shape.pieces)
+        states = state_pieces(batch) if self._states else NO_STATE_PIECES
+        offsets, words = _layout(
+            shape.tokens, shape.sequences, shape.draws, shape.tiles, shape.pieces, states.pieces
+        )
         host = self._host[turn]
         arrays: tuple[npt.NDArray[np.integer[Any]], ...] = (
             batch.tokens,
@@ -126,13 +164,16 @@ class StepBuffers:
             batch.draws.view(np.int32),
             tiles.reshape(-1),
             pieces.reshape(-1),
+            states.arrays.reshape(-1),
         )
         for offset, array in zip(offsets, arrays, strict=True):
             host[offset : offset + len(array)] = array
         tables = self._host_tables[turn]
         count, width = batch.page_tables.shape
         tables[:count, :width] = batch.page_tables
-        return self._send(turn, offsets, words, count, width)
+        inputs, at = self._send(turn, offsets, words, count, width), self._packed + 4 * offsets[-1]
+        through = pieces_on_device(at, states.pieces, states.drawn, states.prompt_rows)
+        return replace(inputs, pieces_of_states=through)
 
     def write_padded(self, turn: int, batch: StepBatch, size: int, pieces: IntArray, room: int) -> StepInputs:
         """Queue a batch in which every sequence decodes one token and draws the next, padded to `size`.
@@ -140,7 +181,7 @@ class StepBuffers:
         pieces  for the contexts of `padded_lengths`, padded to `room`
         """
         count = len(batch.slots)
-        offsets, words = _layout(size, size, size, 0, room)
+        offsets, words = _layout(size, size, size, 0, room, size * self._states)
         host = self._host[turn]
         arrays: tuple[tuple[IntArray, int], ...] = (
             (batch.tokens, 0),
@@ -157,20 +198,43 @@ class StepBuffers:
         draws = host[offsets[7] : offsets[7] + _DRAW_WORDS * size].view(DRAW)
         draws[:count] = batch.draws
         draws[count:] = (0, self._slots, 0, UNMASKED, NOT_GIVEN, NO_LOGPROBS)
-        host[offsets[-1] : offsets[-1] + 4 * room] = -1
-        host[offsets[-1] : offsets[-1] + pieces.size] = pieces.reshape(-1)
+        host[offsets[9] : offsets[9] + 4 * room] = -1
+        host[offsets[9] : offsets[9] + pieces.size] = pieces.reshape(-1)
+        if self._states:
+            states = host[offsets[10] : offsets[10] + 4 * size].reshape(4, size)
+            states[:, count:] = 0
+            ones = np.ones(count, dtype=np.int32)
+            states[:, :count] = self._numbers[:count], ones, batch.slots, batch.positions
         tables = self._host_tables[turn]
         width = batch.page_tables.shape[1]
         tables[:count, :width] = batch.page_tables
         tables[count:size, 0] = self._padding_page
-        return self._send(turn, offsets, words, size, width)
+        inputs, at = self._send(turn, offsets, words, size, width), self._packed + 4 * offsets[-1]
+        if not self._states:
+            return inputs
+        return replace(inputs, pieces_of_states=pieces_on_device(at, size, size, 0))
 
     def _send(self, turn: int, offsets: list[int], words: int, rows: int, width: int) -> StepInputs:
         self._device.copy_in(self._packed, self._host[turn][:words])
         pitch = 4 * self.table_width
         self._device.copy_rows_in(self._tables, pitch, self._host_tables[turn][:rows], 4 * width)
-        addresses = (self._packed + 4 * offset for offset in offsets)
-        return StepInputs(self._tables, self.table_width, *addresses)
+        tokens, slots, positions, cache_rows, starts, contexts, drawing, draws, tiles, pieces = (
+            self._packed + 4 * offset for offset in offsets[:-1]
+        )
+        return StepInputs(
+            self._tables,
+            self.table_width,
+            tokens,
+            slots,
+            positions,
+            cache_rows,
+            starts,
+            contexts,
+            drawing,
+            draws,
+            tiles,
+            pieces,
+        )
 
 
 def padded_lengths(batch: StepBatch, size: int) -> IntArray:
@@ -180,9 +244,17 @@ def padded_lengths(batch: StepBatch, size: int) -> IntArray:
     return lengths
 
 
-def _layout(tokens: int, sequences: int, draws: int, tiles: int, pieces: int) -> tuple[list[int], int]:
-    """Offsets of the arrays in `StepInputs`' order, but for the tables, and the words in all."""
-    sizes = (tokens,) * 4 + (sequences + 1, sequences, draws, _DRAW_WORDS * draws, 2 * tiles, 4 * pieces)
+def _layout(
+    tokens: int, sequences: int, draws: int, tiles: int, pieces: int, states: int
+) -> tuple[list[int], int]:
+    """Offsets of the arrays in `StepInputs`' order, but for the tables, and the words in all.
+
+    The last are those of `states` pieces that go through states.
+    """
+    sizes = (
+        *(tokens,) * 4, sequences + 1, sequences, draws, _DRAW_WORDS * draws, 2 * tiles, 4 * pieces,
+        4 * states,
+    )  # fmt: skip
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)

@@ -62,7 +62,10 @@ class ReferenceModel:
         self._cache = cache
         self._states = states
         self._trace = trace
-        self._layers = [_load(file, spec.layer_weights(index), fp8=fp8) for index in range(len(spec.layers))]
+        self._layers = [
+            _load(file, spec.layer_weights(index), fp8=fp8, controls=layer.controls)
+            for index, layer in enumerate(spec.layers)
+        ]
         norm = spec.output_norm.weights(Role.OUTPUT_NORM, spec.output_norm_name, spec.width)
         self._output_norm = _load(file, norm)
         self._embedding = file.array("token_embd.weight")
@@ -72,6 +75,9 @@ class ReferenceModel:
             for index, layer in enumerate(self._layers)
             for role, weight in spec.layer_weights(index).items()
             if weight.is_matrix
+        }
+        shapes |= {
+            one.shape: one for own in self._layers if (one := own.get(Role.MIXER_CONTROLS)) is not None
         }
         self._tiled = not all(map(ops.rows_are_independent, (*shapes.values(), self._head)))
         ropes = {attention.rope for attention in spec.attentions}
@@ -121,6 +127,9 @@ class ReferenceModel:
         if isinstance(mixer, Attention):
             return self._attend(index, mixer, weights, x, places, rotations)
         inputs = self._linear(x, weights[Role.MIXER_INPUT])
+        if Role.MIXER_CONTROLS in weights:
+            controls = ops.linear(x, weights[Role.MIXER_CONTROLS], tiled=self._tiled)
+            inputs = np.concatenate([inputs, controls], axis=1)
         mixed = mix(mixer, weights, inputs, self._states.layers[index], flow)
         return self._linear(mixed, weights[Role.MIXER_OUTPUT])
 
@@ -181,8 +190,11 @@ def _scaled(x: ops.FloatArray, scale: float) -> ops.FloatArray:
     return x if scale == 1.0 else x * x.dtype.type(scale)
 
 
-def _load(file: GgufFile, weights: Mapping[Role, Weight], *, fp8: bool = False) -> Weights:
-    """Read weights; matrices become (inputs, outputs): tokens are rows, and multiply from the left."""
+def _load(file: GgufFile, weights: Mapping[Role, Weight], *, fp8: bool = False, controls: int = 0) -> Weights:
+    """Read weights; matrices become (inputs, outputs): tokens are rows, and multiply from the left.
+
+    In FP8, so many last rows of MIXER_INPUT are a matrix of their own, which is not rounded.
+    """
 
     def load(weight: Weight) -> FloatArray:
         stacked = np.concatenate([file.array(name) for name in weight.names])
@@ -190,4 +202,9 @@ def _load(file: GgufFile, weights: Mapping[Role, Weight], *, fp8: bool = False) 
             return stacked
         return np.ascontiguousarray((as_fp8(stacked) if fp8 else stacked).T)
 
-    return {role: load(weight) for role, weight in weights.items()}
+    loaded = {role: load(weight) for role, weight in weights.items()}
+    if fp8 and controls:
+        stacked = np.concatenate([file.array(name) for name in weights[Role.MIXER_INPUT].names])
+        loaded[Role.MIXER_INPUT] = np.ascontiguousarray(loaded[Role.MIXER_INPUT][:, :-controls])
+        loaded[Role.MIXER_CONTROLS] = np.ascontiguousarray(stacked[-controls:].T)
+    return loaded

@@ -42,6 +42,9 @@ inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return
 inline float __int_as_float(uint32_t bits) { return bits_as<float>(bits); }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline float __frcp_rn(float a) { return 1.0f / a; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __ull2float_rn(unsigned long long value) { return static_cast<float>(value); }
+inline uint32_t __umulhi(uint32_t a, uint32_t b) { return static_cast<uint32_t>(uint64_t(a) * b >> 32); }
 inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t which) {
     const uint64_t bytes = uint64_t(high) << 32 | low;
     uint32_t result = 0;
@@ -57,6 +60,7 @@ inline Value __ldcg(const Value* source) {
     return *source;
 }
 inline unsigned atomicAdd(unsigned* target, int value) { return std::exchange(*target, *target + value); }
+inline unsigned atomicOr(unsigned* target, unsigned value) { return std::exchange(*target, *target | value); }
 inline void __threadfence() {}
 inline size_t __cvta_generic_to_shared(const void* pointer) { return reinterpret_cast<size_t>(pointer); }
 
@@ -157,10 +161,11 @@ inline void run_block(int block_threads, const std::function<void()>& launched) 
 
 template <typename Value>
 inline Value from_lane(Value value, int other) {
-    static_assert(sizeof(Value) == 4, "one word");
-    told[now][0] = bits_as<uint32_t>(value);
+    static_assert(sizeof(Value) <= sizeof told[0], "so many words are told");
+    memcpy(told[now], &value, sizeof(Value));
     meet_warp();
-    const Value result = bits_as<Value>(told[first_of_warp() + other][0]);
+    Value result;
+    memcpy(&result, told[first_of_warp() + other], sizeof(Value));
     meet_warp();
     return result;
 }

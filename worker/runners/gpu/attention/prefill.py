@@ -143,8 +143,7 @@ class PortablePrefill:
     @staticmethod
     def refusal(spec: ModelSpec) -> str | None:
         """Return the part of a model that no prefill attention takes, or None."""
-        attention = spec.layers[0].attention
-        group = attention.heads // attention.kv_heads
+        group = max((one.heads // one.kv_heads for one in spec.attentions), default=1)
         return f"{group} query heads to a KV head (at most {TILE_ROWS})" if group > TILE_ROWS else None
 
     def reserve(self, *, slots: int, max_context: int, max_tokens: int, depth: int) -> None:

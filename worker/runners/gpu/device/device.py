@@ -16,7 +16,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -307,13 +307,13 @@ class Device:
 
 
 class Arena:
-    """One allocation, given out in pieces of 256-byte alignment; nothing is given back."""
+    """One allocation, given out from `base` on in pieces of 256-byte alignment; nothing is given back."""
 
     def __init__(self, device: Device, size: int, purpose: str) -> None:
         self.size = size
         self.used = 0
         self._purpose = purpose
-        self._base = device.allocate(size, purpose)
+        self.base = device.allocate(size, purpose)
 
     def take(self, size: int) -> int:
         """The address of `size` bytes. Raises DeviceMemoryError where the arena was planned too small."""
@@ -323,12 +323,21 @@ class Arena:
             raise DeviceMemoryError(
                 f"the memory for {self._purpose} was planned too small: {self.used:,} of {self.size:,} bytes"
             )
-        return self._base + start
+        return self.base + start
 
 
 def aligned(size: int) -> int:
     """`size` rounded up to what an arena gives out."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+class NamedGpu(Protocol):
+    """A GPU by its name, and whether kernels for Hopper run on it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def hopper(self) -> bool: ...
 
 
 def device_count() -> int:

@@ -97,7 +97,7 @@ class Products:
         self._elements = elements
         self._launchers = [one for one in (elements, packed, rounded) if one is not None]
         self.takes_packed = packed is not None and packed.multiplies
-        """Whether kernels multiply packed weights as they are."""
+        """True if kernels multiply packed weights as they are."""
         self.clock = KernelClock(device, elements.scratch, ElementProducts.workspace())
         self._format = device.element.format
         self._known: dict[tuple[Kind, int, int, Format], Product] = {}

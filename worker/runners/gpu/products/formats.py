@@ -15,11 +15,11 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType
 
 from nightmill.worker.model.spec import ModelSpec
-from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.device import Device, NamedGpu
 from nightmill.worker.runners.gpu.device.operands import Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.device.sources import Source
 from nightmill.worker.runners.gpu.kinds import kinds_of
-from nightmill.worker.runners.gpu.precision import Precision
+from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.products.chooser import Products
 from nightmill.worker.runners.gpu.products.elements.format import ElementProducts
 from nightmill.worker.runners.gpu.products.fp8.format import Fp8Format
@@ -29,7 +29,7 @@ from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.shapes import Kind, ProductLauncher
 from nightmill.worker.runners.gpu.weights.dequantizer import Dequantizer
 
-__all__ = ["MatrixRounder", "ModelFormats", "RoundedFormat"]
+__all__ = ["MatrixRounder", "ModelFormats", "RoundedFormat", "rounded_format"]
 
 
 class MatrixRounder(Protocol):
@@ -57,6 +57,15 @@ class RoundedFormat(Protocol):
         """Type of the rows that its products read."""
         ...
 
+    @property
+    def layer_seconds(self) -> float:
+        """Time of a layer's launches in a step beyond those of elements, for forecasts."""
+        ...
+
+    def speedup(self, width: int) -> float:
+        """Rate of products of many rows over that of elements, by the model's width."""
+        ...
+
     def sources(self, spec: ModelSpec, *, hopper: bool) -> list[Source]:
         """Kernel files of a model whose layers have this format."""
         ...
@@ -65,7 +74,7 @@ class RoundedFormat(Protocol):
         """Reason why the kernels do not take a model, for a person; None if they do."""
         ...
 
-    def refusal_on(self, device: Device) -> str | None:
+    def refusal_on(self, gpu: NamedGpu) -> str | None:
         """Reason why a GPU cannot multiply it, for a person; None if it can."""
         ...
 
@@ -81,6 +90,11 @@ class RoundedFormat(Protocol):
 _ROUNDED: Mapping[Format, RoundedFormat] = {Format.FP8: Fp8Format()}
 
 
+def rounded_format(weights: WeightsFormat) -> RoundedFormat | None:
+    """The format that layers are rounded to; None if they are elements, or packed as in the file."""
+    return None if weights.rounded is None else _ROUNDED[weights.rounded]
+
+
 @dataclass(frozen=True, slots=True)
 class ModelFormats:
     """The formats of the weights of a model, at the precision of a runner."""
@@ -91,8 +105,7 @@ class ModelFormats:
     @property
     def rounded(self) -> RoundedFormat | None:
         """The format that layers are rounded to; None if they are elements, or packed as in the file."""
-        rounded = self.precision.weights.rounded
-        return None if rounded is None else _ROUNDED[rounded]
+        return rounded_format(self.precision.weights)
 
     def sources(self, *, hopper: bool) -> list[Source]:
         """Kernel files of all products; those that compile longest first."""

@@ -53,7 +53,7 @@ class Qkv:
             self._every += [_Choice(partial(fused.run, tile)) for tile in fused.tiles]
         suits = PackedQkv.suits(attention, weight.formats, device.kv, hopper=device.hopper)
         self.takes_packed = suits and products.takes_packed
-        """Whether a kernel multiplies and rotates with packed weights."""
+        """True if a kernel multiplies and rotates with packed weights."""
         if self.takes_packed:
             packed = PackedQkv(device, attention, weight.formats, rotation.table)
             tiles = (tile for tile in packed.tiles if tile.takes(weight.columns))
@@ -74,6 +74,12 @@ class Qkv:
             padded = padded_rows(rows)
             kernel = self._kernels.get(padded) or self._choose(padded)
             kernel(x, layer, inputs.positions, inputs.cache_rows, qkv, cache, rows)
+
+    def finish(
+        self, layer: LayerWeights, inputs: StepInputs, qkv: Buffer, cache: LayerCache, rows: int
+    ) -> None:
+        """Queue what is done to the product of `rows` tokens, which is in qkv."""
+        self._rotation(qkv, layer, inputs.positions, inputs.cache_rows, cache, rows)
 
     def tune(
         self, x: Buffer, layers: Sequence[LayerWeights], qkv: Buffer, cache: LayerCache, no_rows: Buffer,

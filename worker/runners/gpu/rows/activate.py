@@ -1,4 +1,4 @@
-"""Activations of a feed-forward network between its matrices, if no product has them inside."""
+"""Activations between matrices, if no product has them inside, and the gates of attention."""
 
 from nightmill.worker.model.spec import Activation, ModelSpec
 from nightmill.worker.runners.gpu.device.device import Device
@@ -11,6 +11,7 @@ __all__ = ["COMPUTED", "Activate"]
 _KERNELS = {
     (Activation.SILU, True): "swiglu", (Activation.GELU, True): "geglu",
     (Activation.SILU, False): "silu", (Activation.GELU, False): "gelu",
+    (Activation.RELU_SQUARED, True): "reglu_squared", (Activation.RELU_SQUARED, False): "relu_squared",
 }  # fmt: skip
 
 
@@ -24,6 +25,7 @@ class Activate:
     def __init__(self, device: Device) -> None:
         kernels = KernelPairs(device, source_of("activate"))
         self._kernels = {which: kernels.function(name, "PPPii") for which, name in _KERNELS.items()}
+        self._open = kernels.function("open_gates", "PPi")
 
     @staticmethod
     def sources(spec: ModelSpec, *, hopper: bool) -> list[Source]:
@@ -53,3 +55,8 @@ class Activate:
                 blocks_for(rows * width // 8), (256, 1, 1), inner.address, bias.address, out.address, rows,
                 width,
             )  # fmt: skip
+
+    def open_gates(self, mixed: Buffer, gates: Buffer, rows: int) -> None:
+        """Queue mixed (rows, width) elements to be multiplied by the sigmoids of gates (rows, width)."""
+        if chunks := rows * mixed.shape[1] // 8:
+            self._open.of(rows)(blocks_for(chunks), (256, 1, 1), mixed.address, gates.address, chunks)

@@ -83,7 +83,7 @@ def _shape(width: int) -> tuple[int, tuple[int, int, int]]:
 
 def only_rms_norms(spec: ModelSpec) -> bool:
     """Return whether nothing is done between products but RMS norms, without biases."""
-    norms = [spec.output_norm, *(layer.attention_norm for layer in spec.layers)]
-    norms += [layer.feed_forward_norm for layer in spec.layers if not layer.parallel]
+    norms = [spec.output_norm, *(layer.attention_norm for layer in spec.layers if layer.mixer is not None)]
+    norms += [one.feed_forward_norm for one in spec.layers if one.feed_forward.width and not one.parallel]
     plain = all(norm is not None and not norm.centred and not norm.bias for norm in norms)
     return plain and not any(Kind.ADDEND in layer_kinds(layer) for layer in spec.layers)

@@ -1,4 +1,6 @@
-"""Order of the elements of queries' and keys' heads on the GPU."""
+"""Which rows of a file's tensors come where on the GPU."""
+
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -6,7 +8,26 @@ import numpy.typing as npt
 from nightmill.worker.model.rope import RopeStyle
 from nightmill.worker.model.spec import Attention
 
-__all__ = ["HeadOrder"]
+__all__ = ["HeadOrder", "RowOrder", "RowRange"]
+
+
+class RowOrder(Protocol):
+    """The rows of a tensor that are wanted, in the order in which they are."""
+
+    def arranged(self, raw: npt.NDArray[np.uint8], first: int, rows: int) -> npt.NDArray[np.uint8]:
+        """Their bytes, of a tensor of `rows` rows; in a stack of tensors it begins at row `first`."""
+        ...
+
+
+class RowRange:
+    """The rows of a tensor from `first` to before `end`; None: to the last."""
+
+    def __init__(self, first: int, end: int | None) -> None:
+        self._range = slice(first, end)
+
+    def arranged(self, raw: npt.NDArray[np.uint8], first: int, rows: int) -> npt.NDArray[np.uint8]:
+        """The bytes of these rows, as `RowOrder` says."""
+        return raw.reshape(rows, -1)[self._range].reshape(-1)
 
 
 class HeadOrder:
@@ -16,9 +37,13 @@ class HeadOrder:
     pairs are i and i + N / 2: the halves of that part move to the beginnings of the head's halves, and what
     is not rotated fills these up. Scores are sums over the elements of a head, so any order will do in which
     queries and keys agree. Other heads stay as they are.
+
+    Where a gate comes after each head's query in the file, it takes queries alone, or `gates` alone, which
+    stay in their order.
     """
 
-    def __init__(self, attention: Attention) -> None:
+    def __init__(self, attention: Attention, *, gates: bool = False) -> None:
+        self._attention, self._gates = attention, gates
         head, rotated = attention.head_dim, attention.rope.dim
         self._moves = attention.rope.style is RopeStyle.HALVES and 0 < rotated < head
         self._head = head
@@ -29,7 +54,10 @@ class HeadOrder:
 
     def arranged(self, raw: npt.NDArray[np.uint8], first: int, rows: int) -> npt.NDArray[np.uint8]:
         """The bytes of a tensor of `rows` rows: of those of all heads, or of a norm, from row `first` on."""
-        if not self._moves:
+        if self._attention.gated and rows == self._attention.gated_queries:
+            halves = raw.reshape(self._attention.heads, 2, -1)
+            raw, rows = np.ascontiguousarray(halves[:, int(self._gates)]).reshape(-1), rows // 2
+        if not self._moves or self._gates:
             return raw
         places = np.arange(rows)
         turned = min(max(self._rows - first, 0), rows)

@@ -1,17 +1,29 @@
 """A model's weights as operands of launchers, and how much memory they take."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from nightmill.worker.model.spec import ModelSpec, Role, Shape, Weight
+from nightmill.worker.model.spec import (
+    Attention,
+    GatedDeltaNet,
+    Mamba2,
+    Mixer,
+    ModelSpec,
+    Role,
+    Shape,
+    Weight,
+)
 from nightmill.worker.runners.gpu.device.device import aligned
 from nightmill.worker.runners.gpu.device.operands import ABSENT, FLOAT, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
+from nightmill.worker.runners.gpu.states.operands import MixerWeights
+from nightmill.worker.runners.gpu.weights.head_order import HeadOrder, RowOrder, RowRange
 
 __all__ = [
-    "NO_NORM", "LayerWeights", "NormWeight", "Run", "Weights", "formats_in", "padded_vocab", "runs_of",
-    "stored", "weight_bytes",
+    "NO_MATRIX", "NO_NORM", "LayerWeights", "NormWeight", "Run", "Weights", "all_weights", "formats_in",
+    "layer_weights", "padded_vocab", "rows_of", "runs_of", "stored", "weight_bytes",
 ]  # fmt: skip
 
 
@@ -31,18 +43,20 @@ class NormWeight:
 
 
 NO_NORM = NormWeight(ABSENT, 0.0)
+NO_MATRIX = Matrix(0, 0, 0)
+"""Stands for a matrix that a layer does not have."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """The weights of one block; ABSENT those that the model lacks."""
+    """The weights of one block; ABSENT or NO_MATRIX those that the model lacks."""
 
-    attn_norm: NormWeight
+    attn_norm: NormWeight  # before the mixer, whichever it is
     qkv: Matrix  # ((heads + 2 kv_heads) head_dim, width)
     qkv_bias: Buffer  # float ((heads + 2 kv_heads) head_dim,)
     q_norm: Buffer  # float (head_dim,), or of all heads
     k_norm: Buffer  # the same
-    attn_output: Matrix  # (width, heads head_dim)
+    attn_output: Matrix  # (width, heads head_dim), or of another mixer's output
     ffn_norm: NormWeight
     gate_up: Matrix  # (2 ffn_width, width): rows of gate, if there is one, then of up
     ffn_down: Matrix  # (width, ffn_width)
@@ -51,12 +65,17 @@ class LayerWeights:
     gate_up_bias: Buffer = ABSENT  # float, as long as gate_up has rows
     ffn_down_bias: Buffer = ABSENT  # float (width,)
     ffn_post_norm: NormWeight = NO_NORM
+    attn_gate: Matrix = NO_MATRIX  # (heads head_dim, width)
+    mixer_input: Matrix = NO_MATRIX  # filled up with rows of 0, as `stored` says
+    mixer_controls: Matrix = NO_MATRIX  # the same
+    mixer: MixerWeights | None = None  # what else a mixer with a state has
 
     @property
     def formats(self) -> tuple[Format, ...]:
         """Formats of its matrices and their parts, in the order of their use."""
-        matrices = (self.qkv, self.attn_output, self.gate_up, self.ffn_down)
-        return tuple(format_ for matrix in matrices for format_ in matrix.formats)
+        first = (self.qkv, self.attn_gate, self.mixer_input, self.mixer_controls)
+        matrices = (*first, self.attn_output, self.gate_up, self.ffn_down)
+        return tuple(format_ for matrix in matrices if matrix.rows for format_ in matrix.formats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +93,7 @@ class Run:
     """Tensors of a weight that follow each other and are kept in one format.
 
     parts  their names and shapes
-    rows   of the matrix that they make, some more than theirs where it is the LM head
+    rows   of the matrix that they make, some more than theirs where products need that (`stored`)
     """
 
     format: Format
@@ -88,6 +107,46 @@ class Run:
         return self.format.bytes(self.rows, self.columns)
 
 
+def layer_weights(spec: ModelSpec, index: int) -> dict[Role, Weight]:
+    """Return the weights of a layer as they are kept here: gates and controls are matrices of their own.
+
+    So controls stay float, and a gate for each of a layer's heads takes nothing from what computes others.
+    Where they are rows of a tensor that has more, `rows_of` says which.
+    """
+    weights, mixer = spec.layer_weights(index), spec.layers[index].mixer
+    if isinstance(mixer, Attention) and mixer.gated:
+        (queries, _), *others = weights[Role.QKV].parts
+        half = queries, (mixer.queries, spec.width)
+        weights |= {Role.QKV: Weight((half, *others)), Role.ATTN_GATE: Weight((half,))}
+    elif isinstance(mixer, GatedDeltaNet):
+        *inputs, beta, alpha = weights[Role.MIXER_INPUT].parts
+        weights |= {Role.MIXER_INPUT: Weight(tuple(inputs)), Role.MIXER_CONTROLS: Weight((beta, alpha))}
+    elif isinstance(mixer, Mamba2):
+        ((name, _),) = weights[Role.MIXER_INPUT].parts
+        first, steps = (
+            Weight(((name, (rows, spec.width)),)) for rows in (mixer.inner + mixer.convolved, mixer.controls)
+        )
+        weights |= {Role.MIXER_INPUT: first, Role.MIXER_CONTROLS: steps}
+    return weights
+
+
+def rows_of(mixer: Mixer | None, role: Role) -> RowOrder | None:
+    """Return which rows of a tensor of the file a weight of this role has, in which order; None: as it is."""
+    if isinstance(mixer, Attention) and role in _OF_HEADS:
+        return HeadOrder(mixer, gates=role is Role.ATTN_GATE)
+    if isinstance(mixer, Mamba2) and role in _FILLED_UP:
+        first = mixer.inner + mixer.convolved
+        return RowRange(first, None) if role is Role.MIXER_CONTROLS else RowRange(0, first)
+    return None
+
+
+def all_weights(spec: ModelSpec) -> Iterator[tuple[Role, Weight]]:
+    """Every weight as it is kept here, in the order in which they are used but for the head's."""
+    yield from spec.weights().items()
+    for index in range(len(spec.layers)):
+        yield from layer_weights(spec, index).items()
+
+
 def runs_of(spec: ModelSpec, role: Role, weight: Weight, precision: Precision) -> list[Run]:
     """Return the runs that a matrix is stored as: one, unless its tensors are in different packed formats.
 
@@ -96,17 +155,18 @@ def runs_of(spec: ModelSpec, role: Role, weight: Weight, precision: Precision) -
     layers are rounded to a format (`WeightsFormat.rounded`), their matrices are, and the others are elements.
     """
     if (rounded := precision.weights.rounded) is not None and role in _OF_LAYERS:
-        return [Run(rounded, weight.parts, weight.shape[0], weight.shape[1])]
+        return [Run(rounded, weight.parts, stored(spec, role, weight)[0], weight.shape[1])]
     element = precision.element.format
     names = [spec.tensor_types.get(name, "") for name in weight.names]
-    stay = precision.weights is WeightsFormat.FILE and all(name in _PACKED for name in names)
+    packs = precision.weights is WeightsFormat.FILE and role is not Role.MIXER_CONTROLS
+    stay = packs and all(name in _PACKED for name in names)
     formats = [_PACKED[name] for name in names] if stay else [element] * len(names)
     runs = []
     for format_, group in groupby(zip(formats, weight.parts, strict=True), lambda pair: pair[0]):
         parts = tuple(part for _, part in group)
         runs.append(Run(format_, parts, sum(shape[0] for _, shape in parts), weight.shape[1]))
-    if len(runs) == 1:
-        return [replace(runs[0], rows=stored(spec, role, weight)[0])]
+    more = stored(spec, role, weight)[0] - weight.shape[0]
+    runs[-1] = replace(runs[-1], rows=runs[-1].rows + more)
     return runs
 
 
@@ -114,7 +174,7 @@ def formats_in(spec: ModelSpec, precision: Precision, *roles: Role) -> set[Forma
     """Return all formats of a model's matrices, or of those with these roles, by parts if they are MIXED."""
     return {
         run.format
-        for role, weight in spec.all_weights()
+        for role, weight in all_weights(spec)
         if weight.is_matrix and (role in roles or not roles)
         for run in runs_of(spec, role, weight, precision)
     }
@@ -129,15 +189,21 @@ def padded_vocab(spec: ModelSpec) -> int:
 
 
 def stored(spec: ModelSpec, role: Role, weight: Weight) -> tuple[int, ...]:
-    """The shape on the device: the LM head has rows more than in the file, which no token has."""
+    """The shape on the device.
+
+    The LM head, and what is made of a mixer's input, have rows of 0 behind those of the file, up to a
+    multiple of 8.
+    """
     head = Role.EMBEDDING if spec.tied_head else Role.HEAD
-    return (padded_vocab(spec), *weight.shape[1:]) if role is head else weight.shape
+    if role is head:
+        return (padded_vocab(spec), *weight.shape[1:])
+    return (-(-weight.shape[0] // 8) * 8, *weight.shape[1:]) if role in _FILLED_UP else weight.shape
 
 
 def weight_bytes(spec: ModelSpec, precision: Precision) -> int:
     """Return the bytes that the weights take on the device."""
     return sum(
-        aligned(size) for role, weight in spec.all_weights() for size in _sizes(spec, role, weight, precision)
+        aligned(size) for role, weight in all_weights(spec) for size in _sizes(spec, role, weight, precision)
     )
 
 
@@ -150,4 +216,9 @@ def _sizes(spec: ModelSpec, role: Role, weight: Weight, precision: Precision) ->
 
 _PACKED = {format_.name: format_ for format_ in Format if format_.packed}
 """Formats by GGUF's names of types."""
-_OF_LAYERS = (Role.QKV, Role.ATTN_OUTPUT, Role.GATE_UP, Role.FFN_DOWN)
+_OF_HEADS = (Role.QKV, Role.QKV_BIAS, Role.Q_NORM, Role.K_NORM, Role.ATTN_GATE)
+_FILLED_UP = (Role.MIXER_INPUT, Role.MIXER_CONTROLS)
+_OF_LAYERS = (  # controls stay elements: decays are powers of what they give
+    Role.QKV, Role.ATTN_GATE, Role.MIXER_INPUT, Role.ATTN_OUTPUT, Role.MIXER_OUTPUT, Role.GATE_UP,
+    Role.FFN_DOWN,
+)  # fmt: skip

@@ -6,16 +6,17 @@ They give the bits of the kernels that serve larger steps.
 from collections.abc import Iterable
 from dataclasses import replace
 
-from nightmill.worker.model.spec import FeedForward, LayerSpec, ModelSpec, Norm
+from nightmill.worker.model.spec import Attention, FeedForward, LayerSpec, ModelSpec, Norm
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import Function, Module
-from nightmill.worker.runners.gpu.device.operands import Buffer, Format, Matrix
+from nightmill.worker.runners.gpu.device.operands import FLOAT, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.device.sources import Source, rotated, source_of
+from nightmill.worker.runners.gpu.kinds import mixer_sizes
 from nightmill.worker.runners.gpu.kv_cache import LayerCache
 from nightmill.worker.runners.gpu.rows.rotation import KvWrite
 from nightmill.worker.runners.gpu.shapes import first_sum
 from nightmill.worker.runners.gpu.steps import StepInputs
-from nightmill.worker.runners.gpu.weights.layout import LayerWeights
+from nightmill.worker.runners.gpu.weights.layout import LayerWeights, NormWeight
 from nightmill.worker.runners.kv_format import KvFormat
 
 __all__ = ["MAX_ROWS", "FewRows"]
@@ -35,61 +36,101 @@ _BLOCK, _LARGE_BLOCK = (128, 1, 1), (256, 1, 1)
 class FewRows:
     """The operations of steps of up to MAX_ROWS tokens, one a sequence, in layers of one kind.
 
-    angles  the rotation table of such layers
+    angles  the rotation table of layers whose attention is only rotated, which `qkv` does; None: `input`
+            makes what another mixer reads
     """
 
-    def __init__(self, device: Device, layer: LayerSpec, width: int, angles: Buffer) -> None:
-        self._attention = layer.attention
+    def __init__(self, device: Device, layer: LayerSpec, width: int, angles: Buffer | None) -> None:
         self._width, self._ffn = width, layer.feed_forward.width
         self._angles = angles
-        self._write = KvWrite(device, layer.attention) if device.kv is KvFormat.FP8 else None
+        rotates = angles is not None
+        self._write = KvWrite(device, layer.attention) if rotates and device.kv is KvFormat.FP8 else None
+        self._heads = (layer.attention.heads, layer.attention.kv_heads) if rotates else (0, 0)
         self._groups = _groups(width, self._ffn, device.multiprocessors)
-        module = Module.of(device, _source(layer))
+        module = Module.of(device, _source(layer if rotates else None))
         most = max(_most_shared(layer, width), _swiglu_shared(width, self._groups, MAX_ROWS))
 
         def function(name: str, arguments: str) -> Function:
             return module.function(name, arguments, shared=most, dependent=True, all_shared=True)
 
         self._residual = function("few_residual", "PPPiiii")
+        self._input = {held: function(f"few_input_{held}", "PPfPPiPPiiii") for held in _HELD}
         self._qkv = {held: function(f"few_qkv_{held}", "PPfPPPPPiPPPiiii") for held in _HELD}
         self._swiglu = {held: function(f"few_swiglu_{held}", "PPfPPiiiiPi") for held in _HELD}
 
     @staticmethod
     def suits(layer: LayerSpec, width: int, formats: Iterable[Format], *, hopper: bool) -> bool:
-        """Return whether the kernels take a layer.
+        """Return whether the kernels take a layer with all that is done to its heads.
 
         On Hopper, with weights that are elements, heads of 64 or 128, RMS norms before attention and SwiGLU
         and nowhere else, sizes in multiples of 32, and rows that fit a block.
         """
-        attention = layer.attention
+        heads = isinstance(layer.mixer, Attention) and layer.mixer.head_dim in _HEADS
+        return heads and _is_plain(layer) and FewRows.suits_products(layer, width, formats, hopper=hopper)
+
+    @staticmethod
+    def suits_products(layer: LayerSpec, width: int, formats: Iterable[Format], *, hopper: bool) -> bool:
+        """Return whether the kernels take the products of a layer, with norms, whatever mixes its tokens."""
+        outputs, ffn = mixer_sizes(layer.mixer).outputs, layer.feed_forward.width
         return (
             hopper
             and all(format_.plain for format_ in formats)
-            and attention.head_dim in _HEADS
-            and _is_plain(layer)
-            and not any(size % _DEPTH for size in (width, attention.queries, layer.feed_forward.width))
+            and _has_plain_products(layer)
+            and not any(size % _DEPTH for size in (width, outputs, ffn))
+            and (first_sum(_ROWS, width) == width or not mixer_sizes(layer.mixer).controls)
             and _most_shared(layer, width) <= _MAX_SHARED
         )
 
+    @property
+    def rotates(self) -> bool:
+        """True if `qkv` does all that comes before attention."""
+        return self._angles is not None
+
     @classmethod
     def sources(cls, spec: ModelSpec, *, hopper: bool) -> list[Source]:
-        """List the kernel files for a model."""
-        suited = (one for one in spec.layers if cls.suits(one, spec.width, [Format.F16], hopper=hopper))
-        return list(dict.fromkeys(_source(layer) for layer in suited))
+        """List the kernel files for a model, if they take all of its layers."""
+        formats, width = [Format.F16], spec.width
+        if not all(cls.suits_products(layer, width, formats, hopper=hopper) for layer in spec.layers):
+            return []
+        whole = (cls.suits(layer, width, formats, hopper=hopper) for layer in spec.layers)
+        each = zip(spec.layers, whole, strict=True)
+        return list(dict.fromkeys(_source(layer if rotates else None) for layer, rotates in each))
 
     def qkv(
         self, x: Buffer, layer: LayerWeights, inputs: StepInputs, qkv: Buffer, cache: LayerCache, tokens: int
     ) -> None:
         """Norm, product, bias, rotation: queries to qkv, keys and values to the pages."""
-        attention, width, angles, norm = self._attention, self._width, self._angles, layer.attn_norm
+        width, angles, norm = self._width, self._angles, layer.attn_norm
+        assert angles is not None
         self._qkv[_held(width, tokens, _BLOCK[0])](
             (layer.qkv.rows // _ROWS, 1), _BLOCK, x.address, norm.weight.address, norm.eps,
             layer.qkv.address, layer.qkv_bias.address, inputs.positions, inputs.cache_rows, angles.address,
             angles.shape[0], qkv.address, cache.keys.address, cache.values.address, tokens, width,
-            attention.heads, attention.kv_heads, shared=_shared(width, _ROWS + tokens),
+            *self._heads, shared=_shared(width, _ROWS + tokens),
         )  # fmt: skip
         if self._write is not None:
             self._write(qkv, inputs.cache_rows, cache, tokens)
+
+    def input(
+        self,
+        x: Buffer,
+        norm: NormWeight,
+        weight: Matrix,
+        out: Buffer,
+        other: Matrix,
+        beside: Buffer,
+        tokens: int,
+    ) -> None:
+        """Norm and product of x (T, width): -> out (T, rows of weight); of another matrix -> beside.
+
+        other  may be NO_MATRIX; beside: elements or float
+        """
+        width = self._width
+        self._input[_held(width, tokens, _BLOCK[0])](
+            ((weight.rows + other.rows) // _ROWS, 1), _BLOCK, x.address, norm.weight.address, norm.eps,
+            weight.address, out.address, weight.rows, other.address, beside.address, other.rows,
+            beside.dtype == FLOAT, tokens, width, shared=_shared(width, _ROWS + tokens),
+        )  # fmt: skip
 
     def residual(self, source: Buffer, weight: Matrix, x: Buffer, tokens: int) -> None:
         """x (T, width) += source (T, inputs) weight^T."""
@@ -112,19 +153,28 @@ class FewRows:
 
 def _is_plain(layer: LayerSpec) -> bool:
     """Return whether the kernels compute all of a layer: they know nothing of what is not copied here."""
-    attention, before, after = layer.attention, layer.attention_norm, layer.feed_forward_norm
+    attention = layer.attention
+    known = replace(attention, output_bias=False, qk_norm=None, temperature=None, gated=False)
+    return attention == known and _has_plain_products(layer)
+
+
+def _has_plain_products(layer: LayerSpec) -> bool:
+    """The same of its norms and products."""
+    before, after, mixer = layer.attention_norm, layer.feed_forward_norm, layer.mixer
     known = LayerSpec(
         attention_norm=None if before is None else Norm(before.eps),
-        mixer=replace(attention, output_bias=False, qk_norm=None, temperature=None),
+        mixer=replace(mixer, output_bias=False) if isinstance(mixer, Attention) else mixer,
         feed_forward_norm=None if after is None else Norm(after.eps),
         feed_forward_norm_name=layer.feed_forward_norm_name,
         feed_forward=FeedForward(width=layer.feed_forward.width, fused=layer.feed_forward.fused),
     )
-    return before is not None and after is not None and layer == known
+    both = mixer is not None and layer.feed_forward.width > 0
+    return both and before is not None and after is not None and layer == known
 
 
-def _source(layer: LayerSpec) -> Source:
-    return source_of("few_rows", *rotated(layer.attention))
+def _source(layer: LayerSpec | None) -> Source:
+    """The file for a layer; None: for any whose heads it knows nothing of."""
+    return source_of("few_rows", *(() if layer is None else rotated(layer.attention)))
 
 
 def _held(width: int, tokens: int, threads: int) -> int:
@@ -157,7 +207,7 @@ def _shared(inputs: int, rows: int) -> int:
 
 def _most_shared(layer: LayerSpec, width: int) -> int:
     """Bytes of shared memory of the largest kernel for a layer, with one group in a block of `few_swiglu`."""
-    plain = (layer.attention.queries, layer.feed_forward.width)
+    plain = (mixer_sizes(layer.mixer).outputs, layer.feed_forward.width, width)
     return max(
         _swiglu_shared(width, 1, MAX_ROWS),
         *(_shared(size, _ROWS + MAX_ROWS) for size in plain),

@@ -8,7 +8,7 @@ elements is rounded first. Only Hopper multiplies them here.
 from collections.abc import Collection
 
 from nightmill.worker.model.spec import ModelSpec
-from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.device import Device, NamedGpu
 from nightmill.worker.runners.gpu.device.operands import FP8, Buffer
 from nightmill.worker.runners.gpu.device.sources import Source
 from nightmill.worker.runners.gpu.products.fp8.hopper_fp8 import HopperFp8
@@ -19,11 +19,14 @@ from nightmill.worker.runners.gpu.weights.dequantizer import Dequantizer
 
 __all__ = ["Fp8Format"]
 
+_WIDTH_WITHOUT_GAIN = 560
+
 
 class Fp8Format:
     """The FP8 format of weights (`products.formats.RoundedFormat`)."""
 
     activations = FP8
+    layer_seconds = 9e-6  # one sequence of a 0.5B on an H200
 
     def sources(self, spec: ModelSpec, *, hopper: bool) -> list[Source]:
         """Kernel files of a model whose layers are FP8; those that compile longest first."""
@@ -34,14 +37,18 @@ class Fp8Format:
         odd = HopperFp8.refusal(spec)
         return odd and f"the kernels for FP8 weights do not take {odd}: give another --weights"
 
-    def refusal_on(self, device: Device) -> str | None:
+    def refusal_on(self, gpu: NamedGpu) -> str | None:
         """Reason why a GPU cannot multiply it, for a person; None if it can."""
-        if device.hopper:
+        if gpu.hopper:
             return None
         return (
-            f"FP8 weights need a GPU of compute capability 9.0 (H100, H200), which {device.name} is "
+            f"FP8 weights need a GPU of compute capability 9.0 (H100, H200), which {gpu.name} is "
             "not: give another --weights"
         )
+
+    def speedup(self, width: int) -> float:
+        """1.23 and 1.73 times as fast as F16: prompts of a 0.5B and of a 7B on an H200."""
+        return 2 * width / (width + _WIDTH_WITHOUT_GAIN)
 
     def launcher(self, device: Device, kinds: Collection[Kind], quantised: Buffer) -> ProductLauncher:
         """Load the kernels for these kinds of products; `quantised`: room for activations to be rounded."""

@@ -4,14 +4,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 
-from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.model.spec import Attention, ModelSpec
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import Function, Module
 from nightmill.worker.runners.gpu.device.operands import FP8, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.device.sources import Source, instances, source_of
 from nightmill.worker.runners.gpu.device.tensor_maps import NO_MAP, PIECE_BYTES, PIECE_ROWS, TensorMaps
-from nightmill.worker.runners.gpu.kinds import kinds_of
-from nightmill.worker.runners.gpu.products.fp8.quantise import Quantise
+from nightmill.worker.runners.gpu.kinds import kinds_of, mixer_sizes
+from nightmill.worker.runners.gpu.products.fp8.quantise import MOST_INPUTS, Quantise
 from nightmill.worker.runners.gpu.shapes import SUMMED, Candidate, Kernel, Kind, Shape
 
 __all__ = ["FP8_TILES", "Fp8Tile", "HopperFp8", "fp8_tiles"]
@@ -157,13 +157,16 @@ class HopperFp8:
     def refusal(spec: ModelSpec) -> str | None:
         """Return the size of a model that it does not take, or None."""
         for layer in spec.layers:
+            mixer = (
+                "query heads with a sum" if isinstance(layer.mixer, Attention) else "a mixer with an output"
+            )
             for what, inputs in (
                 ("a width", spec.width),
-                ("query heads with a sum", layer.attention.queries),
+                (mixer, mixer_sizes(layer.mixer).outputs),
                 ("an FFN width", layer.feed_forward.width),
             ):
-                if inputs % _ALIGNMENT:
-                    return f"{what} of {inputs} (multiples of {_ALIGNMENT})"
+                if inputs % _ALIGNMENT or inputs > MOST_INPUTS:
+                    return f"{what} of {inputs} (multiples of {_ALIGNMENT}, up to {MOST_INPUTS:,})"
         return None
 
     def candidates(self, shape: Shape) -> list[Candidate]:

@@ -42,7 +42,7 @@ class PackedProducts:
         activate: Activate, gate_up: Buffer,
     ) -> None:  # fmt: skip
         self.multiplies = bool(products)
-        """Whether kernels multiply packed matrices as they are."""
+        """True if kernels multiply packed matrices as they are."""
         self._kernels: list[ProductLauncher] = []
         if products and device.hopper:
             self._kernels = [PackedFew(device, products), PackedTiles(device, products)]

@@ -211,12 +211,15 @@ def packed_products(spec: ModelSpec, precision: Precision) -> set[PackedProduct]
         kinds = layer_kinds(layer)
         used = {
             Role.QKV: Kind.PLAIN,
+            Role.ATTN_GATE: Kind.PLAIN,
+            Role.MIXER_INPUT: Kind.PLAIN,
             Role.ATTN_OUTPUT: kinds.output,
+            Role.MIXER_OUTPUT: kinds.output,
             Role.GATE_UP: kinds.gate_up,
             Role.FFN_DOWN: kinds.down,
         }
         for role, kind in used.items():
-            by_role.setdefault(role, set()).add(kind)
+            by_role.setdefault(role, set()).update([] if kind is None else [kind])
     by_role[Role.EMBEDDING if spec.tied_head else Role.HEAD] = {Kind.FLOAT}
     return {
         (kind, format_)

@@ -10,7 +10,7 @@ from nightmill.worker.runners.gpu.kv_cache import LayerCache
 from nightmill.worker.runners.gpu.precision import Precision
 from nightmill.worker.runners.gpu.products.packed.packed_gemm import PackedTile
 from nightmill.worker.runners.gpu.shapes import padded_rows
-from nightmill.worker.runners.gpu.weights.layout import LayerWeights, runs_of
+from nightmill.worker.runners.gpu.weights.layout import LayerWeights, layer_weights, runs_of
 from nightmill.worker.runners.kv_format import KvFormat
 
 __all__ = ["PACKED_QKV_TILES", "PackedQkv", "shares"]
@@ -68,9 +68,9 @@ class PackedQkv:
             return []
         layers: dict[tuple[Attention, _Formats], None] = {}
         for index, layer in enumerate(spec.layers):
-            weight = spec.layer_weights(index)[Role.QKV]
-            runs = runs_of(spec, Role.QKV, weight, precision)
-            layers[layer.attention, tuple(run.format for run in runs)] = None
+            if isinstance(layer.mixer, Attention):
+                runs = runs_of(spec, Role.QKV, layer_weights(spec, index)[Role.QKV], precision)
+                layers[layer.mixer, tuple(run.format for run in runs)] = None
         return [
             _source(attention, formats)
             for attention, formats in layers

@@ -19,7 +19,7 @@ from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, PANEL_R
 from nightmill.worker.runners.gpu.device.sources import Source, source_of
 from nightmill.worker.runners.gpu.precision import Precision
 from nightmill.worker.runners.gpu.shapes import Candidate, Kernel, Kind, Shape
-from nightmill.worker.runners.gpu.weights.layout import formats_in, runs_of
+from nightmill.worker.runners.gpu.weights.layout import all_weights, formats_in, runs_of
 
 __all__ = ["Unpacked"]
 
@@ -47,7 +47,7 @@ class Unpacked:
             _LEAST
             if role in (Role.EMBEDDING, Role.HEAD)
             else weight.shape[0] * weight.shape[1] * ELEMENT.itemsize
-            for role, weight in spec.all_weights()
+            for role, weight in all_weights(spec)
             if weight.is_matrix and any(run.format.packed for run in runs_of(spec, role, weight, precision))
         ]
         return max(sizes, default=0)

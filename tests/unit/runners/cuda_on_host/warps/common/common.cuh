@@ -68,13 +68,11 @@ inline uint32_t shared_address(const void* pointer) {
 }
 
 inline Element8 load_streaming(const void* source) { return host::load(source); }
-inline Element8 load_again(const void* source) { return host::load(source); }
 inline Element8 load_shared(uint32_t address) { return host::load(host::at(address, 16)); }
 inline Bytes8 load_streaming_8(const void* source) { return host::load<Bytes8>(source); }
 inline uint32_t load_streaming_4(const void* source) { return host::load<uint32_t>(source); }
 inline Bytes8 load_shared_8(uint32_t address) { return host::load<Bytes8>(host::at(address, 8)); }
 inline uint32_t load_shared_4(uint32_t address) { return host::load<uint32_t>(host::at(address, 4)); }
-inline uint32_t load_shared_1(uint32_t address) { return *host::at(address, 1); }
 inline void store_shared(uint32_t address, const Element8& value) { memcpy(host::at(address, 16), &value, 16); }
 inline void store_zeros(uint32_t address) { memset(host::at(address, 16), 0, 16); }
 

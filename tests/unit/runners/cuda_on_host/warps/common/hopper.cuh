@@ -89,6 +89,7 @@ inline void load_box(uint32_t target, const TensorMap* map, uint32_t barrier, in
 inline uint64_t tile_descriptor(uint32_t address, uint32_t side = 16) {
     return uint64_t(address & 0x3ffff) >> 4 | uint64_t(side >> 4) << 16;
 }
+inline uint64_t further(uint64_t descriptor, int sixteens) { return descriptor + sixteens; }
 inline void wgmma_begin() {}
 inline void wgmma_commit() {}
 template <int PENDING>

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nightmill.jobs.request.parameters import GenerationParams
-from nightmill.worker.commands.planning.forecast import (
+from nightmill.worker.commands.planning.measure import Measurement, Speed, fit, measure, survival_curve
+from nightmill.worker.commands.planning.playing import (
     draw_lengths,
     expected_lengths,
-    forecast,
     pages_needed,
     play,
+    play_through,
 )
-from nightmill.worker.commands.planning.measure import Measurement, Speed, fit, measure, survival_curve
 from nightmill.worker.engine.request import Request
 from tests.unit.planning.night import PER_STEP, PER_TOKEN, SLOTS, surveyed, time_of, timed_engine
 
@@ -58,7 +58,7 @@ def real_night(rows: int, workers: int = 1) -> list[tuple[float, int]]:
 def test_the_forecast_of_a_night_is_close_to_the_night(rows: int, workers: int) -> None:
     night = requests(rows)
     found = surveyed(night, sample=200)
-    told = forecast(found, measured(found.sample), slots=SLOTS, workers=workers)
+    told = play_through(found, measured(found.sample), slots=SLOTS, workers=workers)
     real = real_night(rows, workers)
     seconds, tokens = max(taken for taken, _ in real), sum(drawn for _, drawn in real)
     assert told.seconds == pytest.approx(seconds, rel=0.1)
@@ -74,7 +74,7 @@ def test_prompt_tokens_that_rows_share_are_not_paid_for_again() -> None:
     sample = measured(found.sample)
     assert sample.computed_share < 0.4  # of 120 tokens, 100 are the same
     real, _ = time_of(night)
-    assert forecast(found, sample, slots=SLOTS).seconds == pytest.approx(real, rel=0.1)
+    assert play_through(found, sample, slots=SLOTS).seconds == pytest.approx(real, rel=0.1)
 
 
 @pytest.mark.slow  # the other measurements of this file are made in full
@@ -85,14 +85,14 @@ def test_a_measurement_that_is_broken_off_tells_nearly_the_same() -> None:
     part = measured(found.sample, seconds=whole.seconds / 2)
     assert part.seconds < 0.6 * whole.seconds
     ((real, _),) = real_night(600)
-    assert forecast(found, part, slots=SLOTS).seconds == pytest.approx(real, rel=0.2)
+    assert play_through(found, part, slots=SLOTS).seconds == pytest.approx(real, rel=0.2)
 
 
 def test_the_tail_of_a_night_with_one_long_row_is_counted() -> None:
     short = requests(200, endless=1.0, most=4)
     last = Request("long", 1, (1, 2), GenerationParams(max_tokens=190, ignore_eos=True), 3)
     found = surveyed([*short, last], sample=150)
-    told = forecast(found, measured(found.sample), slots=SLOTS)
+    told = play_through(found, measured(found.sample), slots=SLOTS)
     real, _ = time_of([*short, last])
     assert told.seconds == pytest.approx(real, rel=0.1)
     assert told.tail_seconds == pytest.approx(185 * (PER_STEP + PER_TOKEN), rel=0.1)

@@ -31,7 +31,7 @@ class Pages:
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
+class Playthrough:
     """The expected time, tokens and speed of the whole file."""
 
     seconds: float
@@ -67,7 +67,7 @@ def pages_needed(survey: Survey, lengths: FloatArray, slots: int, page_size: int
     )
 
 
-def forecast(survey: Survey, measured: Measurement, *, slots: int, workers: int = 1) -> Forecast:
+def play_through(survey: Survey, measured: Measurement, *, slots: int, workers: int = 1) -> Playthrough:
     """Play the night through on `workers` workers of this speed with `slots` slots each."""
     lengths = draw_lengths(survey, measured.survival)
     rounds, full_rounds, tail_tokens = play(lengths, slots * workers)
@@ -77,7 +77,7 @@ def forecast(survey: Survey, measured: Measurement, *, slots: int, workers: int 
     seconds = (
         speed.per_round * rounds + (speed.per_prompt_token * prompts + speed.per_token * tokens) / workers
     )
-    return Forecast(
+    return Playthrough(
         seconds=seconds,
         tail_seconds=speed.per_round * (rounds - full_rounds) + speed.per_token * tail_tokens / workers,
         output_tokens=tokens,

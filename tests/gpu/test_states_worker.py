@@ -1,0 +1,89 @@
+"""Models whose layers hold states, from a file of rows to results: whole processes, one of them killed."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nightmill.jobs.base.contract import JobState
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
+from nightmill.worker.commands.process import running_worker
+from tests.support.servers import wait_until, worker_env
+from tests.tiny import FILES, expected, unpacked
+
+PATIENCE = 240.0
+QUICK = {"heartbeat_seconds": 0.2, "stale_seconds": 1.5, "resend_seconds": 2.0, "save_seconds": 0.1}
+JOBS = 200
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_rows_of_a_file_become_the_tokens_of_two_engines(
+    name: str, sqlite_settings: Settings, tmp_path: Path
+) -> None:
+    """All prompts in company, three at once, so that pieces of prompts and drawn tokens share steps."""
+    settings = sqlite_settings.model_copy(update={"gpu": 0, "model": unpacked(name, tmp_path)})
+    prompts = expected(name)["prompts"]
+    asked = {"max_tokens": 16, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+    source, results = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps({"prompt": one["prompt"]} | asked) + "\n" for one in prompts))
+    done = subprocess.run(
+        [sys.executable, "-m", "nightmill", "run", str(source), "-o", str(results)],
+        env=worker_env(settings) | {"NIGHTMILL_MAX_SEQUENCES": "3"},
+        capture_output=True, text=True, timeout=PATIENCE, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    drawn = [[token["id"] for token in row["answers"][0]["logprobs"]] for row in rows]
+    assert drawn == [one["greedy"] for one in prompts]
+
+
+def jobs() -> list[dict[str, object]]:
+    """Prompts of up to 300 tokens, some of which begin alike, and answers of up to 400."""
+    rng = np.random.default_rng(1)
+    beginning = rng.integers(0, 256, 150).tolist()
+    return [
+        {
+            "prompt": beginning[: (0, 64, 100, 150)[n % 4]] + rng.integers(0, 256, 1 + n % 150).tolist(),
+            "max_tokens": 300 + n % 100,
+            "seed": n,
+        }
+        for n in range(JOBS)
+    ]
+
+
+def texts(client: Client, ids: list[str]) -> list[tuple[str | None, int | None]]:
+    client.wait(ids, timeout=PATIENCE)
+    found = {job.id: job for job in client.results(ids)}
+    assert {job.state for job in found.values()} == {JobState.SUCCEEDED}
+    return [(found[one].text, found[one].completion_tokens) for one in ids]
+
+
+@pytest.mark.parametrize("name", ["qwen35-q8_0", "lfm2-bf16"])
+def test_after_a_kill_texts_go_on_to_what_they_are_undisturbed(
+    name: str, sqlite_settings: Settings, tmp_path: Path
+) -> None:
+    """Few at once, and a worker that is killed amid them; then many at once, weights as in the file."""
+    model = unpacked(name, tmp_path)
+    settings = sqlite_settings.model_copy(update=QUICK | {"gpu": 0, "gpu_memory": 0.2, "model": model})
+    asked = {"temperature": 0.8, "ignore_eos": True}
+    with Client(settings) as client:
+        with running_worker(client, tmp_path / "plain.log", ["--max-sequences", "64"]):
+            undisturbed = texts(client, list(client.enqueue_many(jobs(), **asked)))  # type: ignore[arg-type]
+        ids = list(client.enqueue_many(jobs(), **asked))  # type: ignore[arg-type]
+
+        def done() -> int:
+            return len(client.list_jobs(state=JobState.SUCCEEDED, limit=3 * JOBS)) - JOBS
+
+        with running_worker(client, tmp_path / "killed.log", ["--max-sequences", "3"]) as process:
+            wait_until(lambda: done() >= JOBS // 4, PATIENCE)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            assert done() < JOBS, "killed too late to disturb anybody"
+        with running_worker(client, tmp_path / "next.log", ["--max-sequences", "40", "--weights", "file"]):
+            assert texts(client, ids) == undisturbed
+        assert "tokens that were saved" in (tmp_path / "next.log").read_text()

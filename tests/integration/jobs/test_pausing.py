@@ -1,0 +1,85 @@
+"""Workers that sleep: their hours by a stepped clock, pauses by hand, and a row that stays the same."""
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from nightmill.jobs.base.contract import WorkerState
+from nightmill.jobs.client.client import Client
+from nightmill.jobs.errors import InvalidRequestError
+from nightmill.jobs.sql.claims import Claims
+from nightmill.jobs.sql.sweep import Sweep
+from nightmill.worker.service.heart import Heart
+from nightmill.worker.service.resting import RestRule
+from nightmill.worker.service.sleeping import Sleeper
+from tests.support.servers import Clock
+
+
+def registered(client: Client, letter: str, model: str = "model") -> Claims:
+    claims = Claims(client.database, letter * 32)
+    claims.register("host", 1, model, None)
+    claims.beat(WorkerState.READY)
+    return claims
+
+
+def test_who_is_paused_sleeps_until_resumed_and_others_do_not_notice(client: Client) -> None:
+    one, other = registered(client, "a"), registered(client, "b", "other")
+    rules = [RestRule(claims, client.settings, (None, "model")) for claims in (one, other)]
+    assert [rule.reason(0.0) for rule in rules] == [None, None]
+    assert [worker.id for worker in client.pause_workers(["aaa"])] == [one.worker_id]
+    assert [rule.reason(0.0) for rule in rules] == ["paused, until it is resumed", None]
+    assert client.pause_workers(["aaa"]) == []  # it is already
+    assert [worker.id for worker in client.pause_workers()] == [other.worker_id]
+    assert {worker.paused for worker in client.workers()} == {True}
+    assert len(client.pause_workers(paused=False)) == 2
+    assert [rule.reason(0.0) for rule in rules] == [None, None]
+    for bad, said in {"c": "is not the id of a live worker; alive are ", "": "is not the id"}.items():
+        with pytest.raises(InvalidRequestError, match=said):
+            client.pause_workers([bad])
+
+
+def test_a_sleeping_worker_is_alive_but_serves_nobody_and_wakes_with_its_row(client: Client) -> None:
+    claims = registered(client, "a")
+    claims.beat(WorkerState.SLEEPING, "idle, until there are jobs")
+    assert client.serving() == []
+    assert [worker.state for worker in client._workers.serving("model", sleeping=True)] == [
+        WorkerState.SLEEPING
+    ]
+    claims.register("host", 2, "model", None)
+    (worker,) = client.workers()
+    assert (worker.state, worker.pid, worker.detail) == (WorkerState.STARTING, 2, None)
+
+
+def test_hours_follow_the_databases_clock_and_deadlines_are_kept_meanwhile(
+    client: Client, clock: Clock
+) -> None:
+    claims = registered(client, "a")
+    settings = client.settings.model_copy(update={"hours": "22:00-06:00/UTC"})
+    rule = RestRule(claims, settings, (None, "model"))
+    sleeper = Sleeper(rule, Heart(claims, 30.0), Sweep(client.database), 5.0)
+    clock.time = datetime(2026, 1, 2, 12, 0, tzinfo=UTC)
+    late = client.enqueue("too late", deadline=timedelta(hours=1))
+    assert not sleeper.look(0.0)
+    (worker,) = client.workers()
+    assert (worker.state, worker.detail) == (WorkerState.SLEEPING, "until 22:00 (22:00-06:00/UTC)")
+    clock.advance(hours=2)
+    assert not sleeper.look(1.0)  # not time to beat
+    assert client.get(late).finished_at is None
+    assert not sleeper.look(6.0)
+    assert client.get(late).stop_reason == "deadline"
+    clock.advance(hours=8, minutes=1)
+    assert sleeper.look(7.0)
+
+
+def test_an_idle_worker_wakes_for_jobs_that_are_due_and_its_own(client: Client, clock: Clock) -> None:
+    claims = registered(client, "a")
+    settings = client.settings.model_copy(update={"idle_seconds": 60.0})
+    rule = RestRule(claims, settings, (None, "model"))
+    assert rule.reason(59.0) is None
+    assert rule.reason(60.0) == "idle, until there are jobs"
+    registered(client, "b", "other")
+    client.enqueue("for another", model="other")
+    client.enqueue("later", scheduled_at=timedelta(hours=1))
+    assert rule.reason(60.0) == "idle, until there are jobs"
+    clock.advance(hours=1, seconds=1)
+    assert rule.reason(60.0) is None

@@ -1,0 +1,51 @@
+"""A worker's real processes: awake, asleep without an engine, awake again under the same ids."""
+
+import signal
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+
+from nightmill.jobs.base.contract import JobState, WorkerState
+from nightmill.jobs.client.client import Client
+from tests.integration.worker.conftest import StartWorker, on_sqlite
+from tests.support.servers import wait_until
+
+PATIENCE = 60.0
+
+
+@on_sqlite
+def test_a_worker_sleeps_when_idle_and_when_paused_and_serves_again(
+    jobs_client: Client, start_worker: StartWorker, tmp_path: Path
+) -> None:
+    def state() -> WorkerState:
+        (worker,) = jobs_client.workers()  # one row, however often it slept
+        return worker.state
+
+    with start_worker("night", "--idle-seconds", "1") as process:
+        first = jobs_client.enqueue("Write a haiku about rain", seed=1, max_tokens=8)
+        jobs_client.wait(first, timeout=PATIENCE)
+        worker = psutil.Process(process.pid)
+        wait_until(lambda: state() is WorkerState.SLEEPING, PATIENCE)
+        wait_until(lambda: "nightmill.worker.service.sleeping" in worker.cmdline(), PATIENCE)
+        wait_until(lambda: not worker.children(recursive=True), PATIENCE)  # no engine, no renderer
+
+        again = jobs_client.enqueue("Write a haiku about rain", seed=1, max_tokens=8)
+        jobs_client.wait(again, timeout=PATIENCE)
+        assert jobs_client.get(again).text == jobs_client.get(first).text
+        assert worker.is_running() and process.poll() is None
+
+        (paused,) = jobs_client.pause_workers()
+        wait_until(lambda: "nightmill.worker.service.sleeping" in worker.cmdline(), PATIENCE)
+        waiting = jobs_client.enqueue("Write a haiku about snow", max_tokens=8)
+        wait_until(lambda: jobs_client.workers()[0].detail == "paused, until it is resumed", PATIENCE)
+        assert jobs_client.get(waiting).state is JobState.QUEUED
+        assert [one.id for one in jobs_client.pause_workers(paused=False)] == [paused.id]
+        jobs_client.wait(waiting, timeout=PATIENCE)
+
+        wait_until(lambda: "nightmill.worker.service.sleeping" in worker.cmdline(), PATIENCE)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 0
+    assert state() is WorkerState.STOPPED
+    said = (tmp_path / "night.log").read_text()
+    assert said.count("going to sleep: idle, until there are jobs") >= 2 and "Traceback" not in said
+    assert "going to sleep: paused, until it is resumed" in said and "stopped while asleep" in said

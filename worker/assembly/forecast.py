@@ -1,0 +1,162 @@
+"""The forecast of how much of a model fits a GPU, and of how fast it generates there.
+
+`nightmill plan`, `check` and `models` ask `forecast` before anything is loaded. It is computed as the runner
+shares out its memory (`gpu/planning.py`), so a worker's log says nearly the same, of what its runner took.
+"""
+
+from dataclasses import dataclass
+
+from nightmill.jobs.base.settings import Settings
+from nightmill.worker.assembly.sizes import runner_sizes
+from nightmill.worker.assembly.speed import EqualSequences, GpuSpeed, WeightsAndCache, expected_rate
+from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.runners.gpu.catalogue import check_spec
+from nightmill.worker.runners.gpu.device.device import Device, NoDeviceError
+from nightmill.worker.runners.gpu.device.peaks import Peaks
+from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
+from nightmill.worker.runners.gpu.memory import MemoryPlan, allowed
+from nightmill.worker.runners.gpu.planning import RunnerPlanner
+from nightmill.worker.runners.gpu.precision import HALF, Precision, WeightsFormat
+from nightmill.worker.runners.gpu.weights.choice import choose_weights
+
+__all__ = ["CARDS", "GIB", "Card", "Forecast", "Room", "card_here", "card_of", "forecast", "forecast_of"]
+
+GIB = 1 << 30
+LENGTHS = (1024, 4096)  # tokens of sequences, for which it is said how many fit
+_FREE_SHARE = 0.95  # of a card's memory, before Nightmill comes: the driver and its context have the rest
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A GPU's room for a model: free bytes, multiprocessors, on which some workspace depends, and speed.
+
+    hopper  kernels for Hopper run on it
+    """
+
+    name: str
+    free: int
+    multiprocessors: int
+    peaks: Peaks
+    hopper: bool
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.free / GIB:.1f} GiB free"
+
+
+def card_of(name: str, gib: int, multiprocessors: int, peaks: Peaks, *, hopper: bool = False) -> Card:
+    """A GPU of this memory that nothing else uses."""
+    return Card(name, int(gib * GIB * _FREE_SHARE), multiprocessors, peaks, hopper)
+
+
+CARDS = (
+    card_of("a card of 8 GB", 8, 24, Peaks(0.272e12, 30e12)),
+    card_of("a card of 24 GB", 24, 128, Peaks(1.008e12, 165e12)),
+    card_of("a card of 80 GB", 80, 132, Peaks(3.35e12, 989e12), hopper=True),
+)
+"""The cards to describe if there is no GPU: as fast as an RTX 4060, an RTX 4090 and an H100 SXM."""
+
+
+def card_here(index: int | None) -> Card | None:
+    """The GPU of this index, by default the first, with what is free of it now; None if none can be used."""
+    try:
+        with Device(0 if index is None else index) as device:
+            free, peaks = device.free_memory(), device.peaks()
+            return Card(device.name, free, device.multiprocessors, peaks, device.hopper)
+    except NoDeviceError:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The sequences that a cache has room for, and the rate to expect."""
+
+    sequences: dict[int, int]
+    """Numbers of sequences that fit at once, by their length in tokens: prompt and answer together."""
+    rate: int
+    """Output tokens per second to expect of those of the first length, a quarter of which is the answer."""
+
+    def __str__(self) -> str:
+        (length, count), *others = self.sequences.items()
+        more = "".join(f", or {count:,} of {length:,}" for length, count in others)
+        return (
+            f"{count:,} sequences of {length:,} tokens at once{more}; about {self.rate:,} output tokens/s "
+            f"with these {count:,}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """The shares of a GPU's memory, in bytes, and what the cache's share is in tokens and sequences.
+
+    weights_in       the format in which weights are kept: never `auto`
+    slots            sequences that run at once, at most: fewer than asked for where states take too much
+    states           of layers that keep a state for each sequence, with copies of states that are kept
+    sequences, rate  as in `Room`
+    """
+
+    weights: int
+    weights_in: str
+    workspace: int
+    slots: int
+    states: int
+    cache_tokens: int
+    sequences: dict[int, int]
+    rate: int
+
+    @property
+    def room(self) -> Room:
+        """The sequences that the cache has room for, and the rate."""
+        return Room(self.sequences, self.rate)
+
+    def __str__(self) -> str:
+        kept = WeightsFormat(self.weights_in).words
+        return (
+            f"{self.weights / GIB:.2f} GiB of weights {kept}, {self.workspace / GIB:.2f} of workspace, "
+            f"{f'{self.states / GIB:.2f} of states, ' if self.states else ''}and a cache of "
+            f"{self.cache_tokens:,} tokens, for {self.room}"
+        )
+
+
+def forecast(spec: ModelSpec, card: Card, settings: Settings, precision: Precision = HALF) -> Forecast:
+    """Forecast how a worker with these settings shares out that GPU's memory, to some percent.
+
+    Raises RunnerError if the kernels do not take the model, or it does not fit, SettingsError for a context
+    that the model cannot have.
+    """
+    sizes = runner_sizes(settings, spec)
+    precision, _ = choose_weights(spec, precision, allowed(card.free, settings.gpu_memory))
+    check_spec(spec, precision, card)
+    planner = RunnerPlanner(spec, precision, card.multiprocessors, _about_so_many, hopper=card.hopper)
+    speed, memory = GpuSpeed(card.peaks, card.multiprocessors), planner.plan(sizes, card.free).memory
+    return forecast_of(spec, speed, precision, memory, context=sizes.context)
+
+
+def _about_so_many(slots: int) -> int:
+    """Pieces into which decode attention cuts contexts; for the bound, compiled kernels would be asked."""
+    return slots
+
+
+def forecast_of(
+    spec: ModelSpec, gpu: GpuSpeed, precision: Precision, memory: MemoryPlan, *, context: int
+) -> Forecast:
+    """The forecast for a plan of memory, such as that of a runner.
+
+    precision  as chosen, never `auto`
+    context    the most tokens of a sequence
+    """
+    slots, pages, page = memory.states.slots, memory.kv_pages, page_bytes(spec, precision.kv)
+    lengths = sorted({*(length for length in LENGTHS if length < context), context})
+    sequences = {length: min(slots, pages // -(-length // PAGE)) for length in lengths}
+    length = lengths[0]
+    load = EqualSequences(max(1, sequences[length]), prompt=length - length // 4, answer=length // 4)
+    rate = expected_rate(spec, gpu, WeightsAndCache(memory.weights, page, precision.weights), load)
+    return Forecast(
+        weights=memory.weights,
+        weights_in=precision.weights.value,
+        workspace=memory.workspace,
+        slots=slots,
+        states=memory.states.bytes,
+        cache_tokens=pages * PAGE,
+        sequences=sequences,
+        rate=int(float(f"{rate:.1e}")),  # two figures: more are not known
+    )

@@ -1,0 +1,185 @@
+"""What mixes the tokens of a layer, between the norm before it and the product that is added afterwards.
+
+`enter` makes of the layer's input what is mixed; of attention it also puts keys and values into the pages.
+`mix` does the rest.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from nightmill.worker.model.spec import Attention, Mixer, ModelSpec
+from nightmill.worker.runners.gpu.activations import Activations
+from nightmill.worker.runners.gpu.attention.choice import Attentions, Decode, Prefill
+from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer
+from nightmill.worker.runners.gpu.kinds import mixer_sizes
+from nightmill.worker.runners.gpu.kv_cache import LayerCache
+from nightmill.worker.runners.gpu.products.chooser import Product, Products
+from nightmill.worker.runners.gpu.products.elements.few_rows import FewRows
+from nightmill.worker.runners.gpu.products.qkv import Qkv
+from nightmill.worker.runners.gpu.rows.activate import Activate
+from nightmill.worker.runners.gpu.rows.rotation import Rotation
+from nightmill.worker.runners.gpu.shapes import Kind
+from nightmill.worker.runners.gpu.states.choice import state_mixer
+from nightmill.worker.runners.gpu.states.operands import LayerStates
+from nightmill.worker.runners.gpu.states.operands import Mixer as StateLauncher
+from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
+from nightmill.worker.runners.gpu.weights.layout import LayerWeights
+
+__all__ = ["AttentionMixer", "LayerMixer", "MixedLayer", "Mixers", "StateMixer"]
+
+
+class MixedLayer(Protocol):
+    """A layer as a mixer sees it."""
+
+    @property
+    def weights(self) -> LayerWeights: ...
+
+    @property
+    def cache(self) -> LayerCache: ...
+
+    @property
+    def states(self) -> LayerStates: ...
+
+    @property
+    def at(self) -> Activations: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMixer:
+    """Attention; layers of one kind share it.
+
+    decode, prefill  of drawn tokens, and of prompts
+    gates            the product that gives them, if there are any
+    """
+
+    qkv: Qkv
+    decode: Decode
+    prefill: Prefill
+    gates: Product | None
+    activate: Activate
+
+    entering_is_enough = True
+    """Whether a step that draws nothing may end after `enter` of the last layer: later ones miss nothing."""
+
+    def enter(self, x: Buffer, layer: MixedLayer, inputs: StepInputs, rows: int) -> None:
+        """Queue queries, keys, values and gates of x (rows, width)."""
+        self.qkv(x, layer.weights, inputs, layer.at.qkv, layer.cache, rows)
+        if self.gates is not None:
+            self.gates(x, layer.weights.attn_gate, layer.at.gates, rows)
+
+    def enter_few(self, few: FewRows, x: Buffer, layer: MixedLayer, inputs: StepInputs, rows: int) -> None:
+        """The same for a few drawn tokens, from the norm of the residual stream x on."""
+        own, at = layer.weights, layer.at
+        if few.rotates:
+            few.qkv(x, own, inputs, at.qkv, layer.cache, rows)
+            return
+        few.input(x, own.attn_norm, own.qkv, at.qkv, own.attn_gate, at.gates, rows)
+        self.qkv.finish(own, inputs, at.qkv, layer.cache, rows)
+
+    def mix(self, layer: MixedLayer, inputs: StepInputs, shape: StepShape) -> None:
+        """Queue attention of the drawn tokens, and of the chunks of prompts."""
+        if shape.drawn:
+            self.decode(layer.at.qkv, layer.cache, inputs, shape, layer.at.mixed)
+        if shape.tiles:
+            self.prefill(layer.at.qkv, layer.cache, inputs, shape, layer.at.mixed)
+        if self.gates is not None:
+            self.activate.open_gates(layer.at.mixed, layer.at.gates, shape.tokens)
+
+    def tune(self, x: Buffer, layers: Sequence[MixedLayer], rows: int, beside: Callable[[], None]) -> None:
+        """Time the kernels of its products, as `Product.tune` does."""
+        at, weights = layers[0].at, [layer.weights for layer in layers]
+        self.qkv.tune(x, weights, at.qkv, layers[0].cache, at.no_rows, rows, beside)
+        if self.gates is not None:
+            self.gates.tune(x, [own.attn_gate for own in weights], at.gates, rows, beside)
+
+
+@dataclass(frozen=True, slots=True)
+class StateMixer:
+    """A mixer with a state; layers of one kind share it.
+
+    title     of the kind of mixer
+    input     the product of what it mixes
+    controls  the product of what decays, betas and time steps are made of, if it has such
+    launcher  of its kernels
+    """
+
+    title: str
+    input: Product
+    controls: Product | None
+    launcher: StateLauncher
+
+    entering_is_enough = False
+
+    def enter(self, x: Buffer, layer: MixedLayer, inputs: StepInputs, rows: int) -> None:
+        """Queue the products of x (rows, width)."""
+        self.input(x, layer.weights.mixer_input, layer.at.qkv, rows)
+        if self.controls is not None:
+            self.controls(x, layer.weights.mixer_controls, layer.at.controls, rows)
+
+    def enter_few(self, few: FewRows, x: Buffer, layer: MixedLayer, inputs: StepInputs, rows: int) -> None:
+        """The same for a few drawn tokens, from the norm of the residual stream x on."""
+        own, at = layer.weights, layer.at
+        few.input(x, own.attn_norm, own.mixer_input, at.qkv, own.mixer_controls, at.controls, rows)
+
+    def mix(self, layer: MixedLayer, inputs: StepInputs, shape: StepShape) -> None:
+        """Queue the step's pieces to go through the states of their slots."""
+        at, small = layer.at, layer.weights.mixer
+        assert small is not None
+        controls = ABSENT if self.controls is None else at.controls
+        self.launcher(at.qkv, controls, small, layer.states, inputs.pieces_of_states, at.mixed)
+
+    def tune(self, x: Buffer, layers: Sequence[MixedLayer], rows: int, beside: Callable[[], None]) -> None:
+        """Time the kernels of its products, as `Product.tune` does."""
+        at, weights = layers[0].at, [layer.weights for layer in layers]
+        self.input.tune(x, [own.mixer_input for own in weights], at.qkv, rows, beside)
+        if self.controls is not None:
+            self.controls.tune(x, [own.mixer_controls for own in weights], at.controls, rows, beside)
+
+
+LayerMixer = AttentionMixer | StateMixer
+
+
+class Mixers:
+    """Makes the mixers of a model's layers.
+
+    max_context  tokens that a sequence may have
+    """
+
+    def __init__(
+        self, device: Device, spec: ModelSpec, products: Products, activate: Activate, attentions: Attentions,
+        at: Activations, *, max_context: int,
+    ) -> None:  # fmt: skip
+        self._device = device
+        self._width, self._work, self._rows = spec.width, at.work.address, at.x.shape[0]
+        self._products, self._activate, self._attentions = products, activate, attentions
+        self._rotations = {
+            attention: Rotation(device, attention, max_context=max_context, statistics=at.statistics)
+            for attention in spec.attentions
+        }
+
+    def angles_of(self, mixer: Mixer | None) -> Buffer | None:
+        """The rotation table of a kind of attention; None of other mixers."""
+        return self._rotations[mixer].table if isinstance(mixer, Attention) else None
+
+    def of(self, mixer: Mixer, weights: LayerWeights) -> LayerMixer:
+        """Make the mixer of a layer, and of those that are like it, in the formats of weights too."""
+        products, width, sizes = self._products, self._width, mixer_sizes(mixer)
+        if not isinstance(mixer, Attention):
+            controls = None
+            if sizes.controls:
+                controls = products.of(Kind.ADDEND, sizes.controls, width, weights.mixer_controls.format)
+            return StateMixer(
+                mixer.title,
+                products.of(Kind.PLAIN, sizes.inputs, width, weights.mixer_input.format),
+                controls,
+                state_mixer(self._device, mixer, self._work, self._rows),
+            )
+        decode, prefill = self._attentions.of(mixer)
+        gates = None
+        if mixer.gated:
+            gates = products.of(Kind.PLAIN, sizes.gates, width, weights.attn_gate.format)
+        plain = replace(mixer, gated=False)
+        qkv = Qkv(self._device, plain, weights.qkv, products, self._rotations[mixer])
+        return AttentionMixer(qkv, decode, prefill, gates, self._activate)
