@@ -113,7 +113,13 @@ def _print_several(job: Job, after: int = -1) -> None:
 
 
 def _tokens(job: Job) -> str:
-    return f"{job.prompt_tokens or 0} + {job.completion_tokens or 0} tokens"
+    parts = [
+        f"{count} of them {what}"
+        for count, what in ((job.cached_tokens, "cached"), (job.reasoning_tokens, "thoughts"))
+        if count
+    ]
+    said = f", {', '.join(parts)}" if parts else ""
+    return f"{job.prompt_tokens or 0} + {job.completion_tokens or 0} tokens{said}"
 
 
 def _field(name: str, value: str) -> str:
@@ -164,7 +170,12 @@ def describe_status(status: BatchStatus) -> str:
         ranked = sorted(status.stop_reasons.items(), key=lambda item: -item[1])
         say("stopped by", ", ".join(f"{reason} {rows:,}" for reason, rows in ranked))
     speed = "" if status.tokens_per_second is None else f", {status.tokens_per_second:,.0f} tokens/s"
-    say("tokens", f"{status.prompt_tokens:,} read, {status.completion_tokens:,} written{speed}")
+    cached = f" ({status.cached_tokens:,} cached)" if status.cached_tokens else ""
+    thought = f" ({status.reasoning_tokens:,} thoughts)" if status.reasoning_tokens else ""
+    say(
+        "tokens",
+        f"{status.prompt_tokens:,} read{cached}, {status.completion_tokens:,} written{thought}{speed}",
+    )
     if status.scheduled_at is not None:
         say("begins", describe_moment(status.scheduled_at))
     if status.deadline_at is not None:
