@@ -332,7 +332,7 @@ _STYLES = {
         _tagged, "<|python_start|>", "<|python_end|>", bare=("[",), known=True, typed=python_calls
     ),
     CallFormat.GRANITE: _Style(_bare, "<|tool_call|>"),
-    CallFormat.PHI: _Style(_bare, "<|tool_call|>", "<|/tool_call|>"),
+    CallFormat.PHI: _Style(_bare, "<|tool_call|>", "<|/tool_call|>", bare=("[",), known=True),
     CallFormat.NEMOTRON: _Style(_bare, "<TOOLCALL>", "</TOOLCALL>"),
     CallFormat.TOOL_CALLS: _Style(_bare, "<tool_calls>", "</tool_calls>"),
 }

@@ -307,6 +307,31 @@ def test_reasoning_goes_back_into_a_history_where_gpt_oss_looks_for_it(tokenizer
     assert f"<|channel|>analysis<|message|>I look.<|end|>{call}" in with_content
 
 
+PHI = (
+    "{% for message in messages %}{% if message['role'] == 'system' and 'tools' in message and "
+    "message['tools'] is not none %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|tool|>' + message['tools'] + "
+    "'<|/tool|>' + '<|end|>' }}{% else %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def test_a_template_may_want_tools_in_the_system_message(tokenizer: Tokenizer) -> None:
+    template = ChatTemplate(PHI, tokenizer, "model.gguf")
+    try:
+        text = template.render(chat('{"place": "Bonn"}'), Rendering(tools=TOOLS))
+        markup = template.markup(Rendering(tools=TOOLS), [])
+    finally:
+        template.close()
+    functions = json.dumps([tool["function"] for tool in TOOLS.functions], ensure_ascii=False)
+    assert text.startswith(f"<|system|><|tool|>{functions}<|/tool|><|end|><|user|>Rain?<|end|><|assistant|>")
+    written = '<|tool_call|>[{"name": "weather", "arguments": {"place": "Bonn"}}]<|/tool_call|>'
+    assert f"<|assistant|>{written}<|end|><|tool|>wet" in text
+    assert markup == Markup(CallFormat.PHI)
+    for said in (written, written.removeprefix("<|tool_call|>").removesuffix("<|/tool_call|>")):
+        (call,) = read_reply(said, markup, TOOLS, "j").tool_calls  # the marks may be control tokens
+        assert (call.name, call.parsed) == ("weather", {"place": "Bonn"})
+
+
 def test_tools_in_words_are_for_any_template(tokenizer: Tokenizer) -> None:
     template = ChatTemplate(WORDY, tokenizer, "model.gguf", calls=CallFormat.JSON)
     try:

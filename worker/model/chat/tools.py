@@ -84,6 +84,7 @@ class ToolUse:
     calls          how it writes calls
     as_text        the template takes the arguments of calls as JSON texts, and not as objects
     in_words       the template does not know tools: they are described in a system message
+    in_system      the template wants tools as a text of JSON in the system message (Phi-4 mini)
     in_content     the template shows no calls of earlier messages: they are written into their texts
     """
 
@@ -91,6 +92,7 @@ class ToolUse:
     as_text: bool = False
     in_words: bool = False
     in_content: bool = False
+    in_system: bool = False
 
     def told(
         self, messages: Messages, tools: Tools | None
@@ -98,6 +100,8 @@ class ToolUse:
         """The messages and tools that the template is given."""
         if self.in_words:
             return _in_words(messages, tools), None
+        if self.in_system and tools is not None:
+            messages = _in_system(messages, tools.functions)
         if self.in_content:
             messages = [_with_calls_in_text(message, self.calls) for message in messages]
         told = list(messages) if self.as_text else [_with_objects(message) for message in messages]
@@ -115,6 +119,10 @@ def tool_use(render: Render, wanted: CallFormat | None) -> ToolUse:
         return ToolUse(CallFormat.JSON, in_words=True)
     told = render({"messages": [_user()], "tools": [_TOOL], "add_generation_prompt": True})
     if isinstance(told, ChatTemplateError) or _NAME not in told:
+        in_system = _in_system([_user()], [_TOOL])
+        told = render({"messages": in_system, "tools": None, "add_generation_prompt": True})
+        if not isinstance(told, ChatTemplateError) and _NAME in told:
+            return ToolUse(wanted or CallFormat.PHI, in_content=True, in_system=True)
         raise ChatTemplateError(f"tools: the model's chat template does not know them; {REMEDY}")
     for as_text in (False, True):
         text = render({"messages": _chat(as_text), "tools": [_TOOL], "add_generation_prompt": True})
@@ -177,6 +185,14 @@ def _with_object(call: Any) -> Any:
     return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
+def _in_system(messages: Messages, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages with functions as a text of JSON in the first, which is the system's."""
+    functions = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+    if messages and messages[0].get("role") == "system":
+        return [{**messages[0], "tools": functions}, *messages[1:]]
+    return [{"role": "system", "content": "", "tools": functions}, *messages]
+
+
 def _with_calls_in_text(message: Mapping[str, Any], written: CallFormat) -> Mapping[str, Any]:
     """A message with its calls behind its text, as the model writes them, but for control tokens."""
     calls = message.get("tool_calls")
@@ -186,7 +202,8 @@ def _with_calls_in_text(message: Mapping[str, Any], written: CallFormat) -> Mapp
     if written is CallFormat.LFM2:
         said = f"<|tool_call_start|>[{', '.join(map(_python, functions))}]<|tool_call_end|>"
     else:
-        said = f"<|tool_call|>{json.dumps(functions, ensure_ascii=False)}"
+        end = "<|/tool_call|>" if written is CallFormat.PHI else ""
+        said = f"<|tool_call|>{json.dumps(functions, ensure_ascii=False)}{end}"
     rest = {name: value for name, value in message.items() if name != "tool_calls"}
     return {**rest, "content": f"{message.get('content') or ''}{said}"}
 
