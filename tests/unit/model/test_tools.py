@@ -309,7 +309,8 @@ def test_reasoning_goes_back_into_a_history_where_gpt_oss_looks_for_it(tokenizer
 
 PHI = (
     "{% for message in messages %}{% if message['role'] == 'system' and 'tools' in message and "
-    "message['tools'] is not none %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|tool|>' + message['tools'] + "
+    "message['tools'] is not none %}{{ '<|' + message['role'] + '|>' + message['content'] + "
+    "'<|tool|>' + message['tools'] + "
     "'<|/tool|>' + '<|end|>' }}{% else %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
