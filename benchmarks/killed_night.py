@@ -1,11 +1,12 @@
 """A night of mixed rows whose worker is killed amid them, against the same night undisturbed: token by token.
 
-    python -m benchmarks.killed_night MODEL.gguf [--rows 2000] [--max-sequences 256] [--next 96] [--kills 1]
+    python -m benchmarks.killed_night MODEL.gguf [--rows 600] [--max-sequences 256] [--next 96] [--kills 1]
 
 Prompts of 8 to 160 words, half of which begin like others, and answers of 16 to 256 tokens go through SQLite,
 Redis and a worker, twice. In the second night the worker gets SIGKILL once a share of the rows has ended, as
-often as is asked; each next one computes another number of sequences at once. Prints a JSON line, with how
-many rows differ (which has to be 0), and how many tokens went on from saved ones; fails if any row differs.
+often as is asked, at least once; each next one computes another number of sequences at once. Prints a JSON
+line, with how many rows differ (which has to be 0), and how many tokens went on from saved ones; fails if any
+row differs.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import json
 import random
 import re
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,12 +33,14 @@ def main() -> None:
     style = argparse.RawDescriptionHelpFormatter
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     arguments.add_argument("model", type=Path)
-    arguments.add_argument("--rows", type=int, default=2000)
+    arguments.add_argument("--rows", type=int, default=600)
     arguments.add_argument("--max-sequences", type=int, default=256)
     arguments.add_argument("--next", type=int, default=96, help="sequences at once of the next workers")
     arguments.add_argument("--kills", type=int, default=1)
     arguments.add_argument("--weights", default="auto")
     options = arguments.parse_args()
+    if options.kills < 1:
+        arguments.error("--kills: a night without a kill is compared with nothing")
     settings = _QUICK | {"model": options.model, "gpu": 0, "weights": options.weights}
     with durable_client(sqlite=True, **settings) as (client, home):
         rows = list(night(options.rows))
@@ -44,6 +48,7 @@ def main() -> None:
         with running_worker(client, home / "plain.log", ["--max-sequences", str(options.max_sequences)]):
             expected = finished(client, enqueue(client, rows, "plain"))
         plain = time.perf_counter() - began
+        say(f"undisturbed: {len(rows):,} rows, {sum(map(len, expected)):,} tokens, {plain:.1f} s")
         began = time.perf_counter()
         ids = enqueue(client, rows, "killed")
         for kill in range(options.kills):
@@ -54,7 +59,8 @@ def main() -> None:
                     time.sleep(0.1)
                 process.send_signal(signal.SIGKILL)
                 process.wait()
-        before = ended(client, "killed")
+            before = ended(client, "killed")
+            say(f"killed after {before:,} rows, {time.perf_counter() - began:.1f} s")
         with running_worker(client, home / "last.log", ["--max-sequences", str(options.next)]):
             found = finished(client, ids)
         seconds = time.perf_counter() - began
@@ -72,6 +78,11 @@ def main() -> None:
     print(json.dumps(report))
     if differ:
         raise SystemExit(f"{differ} of {len(rows):,} rows differ")
+
+
+def say(news: str) -> None:
+    """Tell a person who waits."""
+    print(news, file=sys.stderr, flush=True)
 
 
 def night(count: int) -> Iterator[dict[str, Any]]:

@@ -109,12 +109,12 @@ def state_sources() -> Iterator[tuple[Path, tuple[str, ...], str]]:
     delta = GatedDeltaNet(key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4, norm=plain)
     mamba = Mamba2(heads=64, head_dim=64, groups=8, state_size=128, kernel=4, norm=plain)
     of_short = [*ShortConvolution.sources(ShortConv(width=2048, kernel=3)), source_of("copy_states")]
-    of_delta, of_mamba = DeltaNet.sources(delta), Mamba.sources(mamba)
-    on_hopper = DeltaNet.sources(delta, hopper=True)
+    of_delta = DeltaNet.sources(delta)
+    on_hopper = [*DeltaNet.sources(delta, hopper=True), *Mamba.sources(mamba, hopper=True)]
     other_delta = DeltaNet.sources(replace(delta, key_dim=96, value_dim=64, kernel=2))
     other_mamba = Mamba.sources(replace(mamba, head_dim=80, state_size=256, kernel=3))
     for sources, element, architecture in (
-        ([*of_short, *on_hopper, *of_mamba], Element.F16, HOPPER),
+        ([*of_short, *on_hopper], Element.F16, HOPPER),
         ([*of_short, *of_delta], Element.BF16, "sm_80"),
         (of_delta, Element.F16, "sm_100"),
         ([*other_delta, *other_mamba], Element.BF16, HOPPER),

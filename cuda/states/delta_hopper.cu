@@ -12,92 +12,15 @@
 #ifndef ELEMENT_BF16
 #define ELEMENT_BF16  // of wgmma here: parts of floats; no element is read or written
 #endif
-#include "common/hopper.cuh"
 #include "states/delta.cuh"
+#include "states/hopper_chunk.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-static constexpr int TILE = CHUNK * 128;  // bytes: 64 rows of 64 numbers, with the 128-byte swizzle
-static constexpr int TILES = KEY_DIM / 64, PART = TILES * TILE;
-
-// A chunk in shared memory: keys and queries, the high parts' tiles, then the low ones'.
+// A chunk in shared memory.
 struct alignas(1024) Stage {
-    unsigned char keys[2 * PART], queries[2 * PART];
+    unsigned char keys[Tiles<KEY_DIM>::BYTES], queries[Tiles<KEY_DIM>::BYTES];
     Record record;
-};
-
-// Rows in parts to tiles; zeros behind the last.
-template <int THREADS>
-static __device__ __forceinline__ void copy_tiles(unsigned char* target, const float* source, int stride, int length) {
-    constexpr int OF_PART = KEY_DIM / 8, EACH = 2 * OF_PART;  // pieces of 16 bytes
-    const uint32_t place = shared_address(target);
-#pragma unroll 4
-    for (int i = threadIdx.x; i < CHUNK * EACH; i += THREADS) {
-        const int row = i / EACH, part = i % EACH / OF_PART, tile = i % OF_PART / 8, column = i % 8;
-        const bool wanted = row < length;
-        copy_async(place + part * PART + tile * TILE + row * 128 + (column ^ (row & 7)) * 16,
-                   source + static_cast<int64_t>(wanted ? row : 0) * stride + i % EACH * 4, wanted);
-    }
-}
-
-// result (64 columns of the state by 64 tokens) += 64 rows of the state times a tile of keys or queries.
-static __device__ __forceinline__ void start_products(Tokens& result, const Parts (&state)[4], const unsigned char* tile, bool more) {
-    float(&sums)[32] = reinterpret_cast<float(&)[32]>(result.tiles);
-    const uint64_t high = tile_descriptor(shared_address(tile)), low = tile_descriptor(shared_address(tile) + PART);
-#pragma unroll
-    for (int step = 0; step < 4; ++step) {
-        wgmma(sums, state[step].low, further(high, 2 * step), more || step > 0);
-        wgmma(sums, state[step].high, further(low, 2 * step), 1);
-        wgmma(sums, state[step].high, further(high, 2 * step), 1);
-    }
-}
-
-// Starts result (+)= 64 rows of the state times that tile of keys or queries; `left`: room for its left operands, until it is done.
-static __device__ __forceinline__ void start_tile(Tokens& result, Parts (&left)[4], const HeldColumns<KEY_DIM>& state,
-                                                  const unsigned char* rows, int tile) {
-#pragma unroll
-    for (int step = 0; step < 4; ++step)
-        left[step] = left_of(state.tiles[8 * tile + 2 * step], state.tiles[8 * tile + 2 * step + 1]);
-    wgmma_begin();
-    start_products(result, left, rows + tile * TILE, tile > 0);
-    wgmma_commit();
-}
-static __device__ __forceinline__ void finish(Tokens& result) {
-    wgmma_wait<0>();
-    wgmma_keep(reinterpret_cast<float(&)[32]>(result.tiles));
-}
-
-// Starts: the state += what tokens write times rows of keys.
-static __device__ __forceinline__ void start_addition(HeldColumns<KEY_DIM>& held, const Parts (&written)[4], const unsigned char* rows) {
-    float(&sums)[KEY_DIM / 2] = reinterpret_cast<float(&)[KEY_DIM / 2]>(held.tiles);
-    const uint64_t high = tile_descriptor(shared_address(rows), TILE), low = tile_descriptor(shared_address(rows) + PART, TILE);
-#pragma unroll
-    for (int block = 0; block < 4; ++block) {
-        const int at = block * 16 * 128 / 16;
-        wgmma_rows(sums, written[block].low, further(high, at));
-        wgmma_rows(sums, written[block].high, further(low, at));
-        wgmma_rows(sums, written[block].high, further(high, at));
-    }
-}
-
-// A chunk's values, 16 columns for each warp, which copies and reads them by itself; rows are padded so that lanes read different banks.
-struct Values {
-    static constexpr int STRIDE = 20;  // floats
-
-    float rows[CHUNK][STRIDE];
-
-    __device__ __forceinline__ void copy(const float* source, int stride, int length) {
-        const uint32_t place = shared_address(rows);
-        __syncwarp();  // nobody reads the chunk before any more
-#pragma unroll
-        for (int i = 0; i < CHUNK * 4 / 32; ++i) {
-            const int row = i * 8 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 4;
-            const bool wanted = row < length;
-            copy_async(place + (row * STRIDE + column) * 4, source + static_cast<int64_t>(wanted ? row : 0) * stride + column,
-                       wanted);
-        }
-        commit_copies();
-    }
 };
 
 template <int GROUPS>
@@ -117,8 +40,8 @@ static __device__ __forceinline__ void scan(unsigned char* shared, float* convol
         Stage& stage = chunks[first / CHUNK % stages];
         const float* const queries = row_values + static_cast<int64_t>(first) * channels + key_head * KEY_DIM;
         const int length = min(piece.length - first, CHUNK);
-        copy_tiles<THREADS>(stage.keys, queries + all_keys, stride, length);
-        copy_tiles<THREADS>(stage.queries, queries, stride, length);
+        copy_tiles<KEY_DIM, THREADS>(stage.keys, queries + all_keys, stride, length);
+        copy_tiles<KEY_DIM, THREADS>(stage.queries, queries, stride, length);
         copy_bytes<THREADS>(&stage.record, records + static_cast<int64_t>(first / CHUNK) * heads + head, sizeof(Record));
         commit_copies();
     };
@@ -144,7 +67,7 @@ static __device__ __forceinline__ void scan(unsigned char* shared, float* convol
         asm volatile("" : "+r"(stride));
         Parts left[4];  // for all tiles at once there are not enough registers
 #pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
+        for (int tile = 0; tile < Tiles<KEY_DIM>::COUNT; ++tile) {
             start_tile(known, left, held, stage.keys, tile);
             finish(known);
         }
@@ -156,7 +79,7 @@ static __device__ __forceinline__ void scan(unsigned char* shared, float* convol
         solve(own, known, stage.record, written);
         finish(mixed);
 #pragma unroll
-        for (int tile = 1; tile < TILES; ++tile) {
+        for (int tile = 1; tile < Tiles<KEY_DIM>::COUNT; ++tile) {
             start_tile(mixed, left, held, stage.queries, tile);
             finish(mixed);
         }

@@ -3,12 +3,12 @@
 //   norm_then_gate  a delta net's prompts: out = norm(y) silu(gate), normed by head of `width` numbers
 //   gate_then_norm  Mamba-2: out = norm(y silu(gate)), normed by group of `width` numbers
 //
-// y float: columns from `first` on of rows of `y_stride`; gate elements: columns of rows of `stride`, from the address on; norm float
+// y float, rows of `y_stride`, and gate elements, rows of `stride`, both from their first column on; norm float
 // (width,), of gate_then_norm (groups, width); out (T, groups width) elements. width is a multiple of 4.
 //
 // 8 bytes a number. Rows are those of pieces: where `whole` is set, those that follow each other from the first piece's on, a block
-// a (group, row); else a block a (group, piece), row after row. norm_then_gate has a warp for a head, with the bits of
-// `delta_recurrent.cu` no matter; sums are in an order that hangs on the width alone.
+// a (row, group); else a block a (piece, group), row after row. norm_then_gate has a warp for a head. Sums are in an
+// order that hangs on the width alone.
 #include "common/block_sum.cuh"
 #include "states/mixing.cuh"
 
@@ -42,9 +42,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                    int heads, int width, Element* out) {
     launch_next();
     wait_for_previous(y, gate, rows, lengths, slots, starts);
-    const int head = static_cast<int>(blockIdx.x * (THREADS / 32) + threadIdx.x / 32), column = static_cast<int>(threadIdx.x % 32) * 4;
+    const int head = static_cast<int>(blockIdx.y * (THREADS / 32) + threadIdx.x / 32), column = static_cast<int>(threadIdx.x % 32) * 4;
     const bool mine = head < heads && column < width;
-    const Piece piece = rows_of({rows, lengths, slots, starts}, blockIdx.y, whole);
+    const Piece piece = rows_of({rows, lengths, slots, starts}, blockIdx.x, whole);
     for (int row = piece.row; row < piece.row + piece.length; ++row) {
         const int64_t at = static_cast<int64_t>(row);
         const int place = head * width + column;
@@ -70,8 +70,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     __shared__ float partial[2][32];
     launch_next();
     wait_for_previous(y, gate, rows, lengths, slots, starts);
-    const int group = blockIdx.x;
-    const Piece piece = rows_of({rows, lengths, slots, starts}, blockIdx.y, whole);
+    const int group = blockIdx.y;
+    const Piece piece = rows_of({rows, lengths, slots, starts}, blockIdx.x, whole);
     for (int token = 0; token < piece.length; ++token) {
         const int64_t row = piece.row + token;
         const float* const from = y + row * y_stride + group * width;

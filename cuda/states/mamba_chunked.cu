@@ -13,10 +13,9 @@
 //                  next one is copied, where shared memory suffices for two (`stages`)
 //
 // FLOPs of a chunk and head of 128 x 64: 7 million of tensor cores (three products of each), at 0.1 MB that move.
-#include "states/chunk.cuh"
+#include "states/mamba.cuh"
 
 using Operand = Rows64<STATE_SIZE>;
-using Products = float[10][16][16];  // of the blocks of a triangle
 
 // Rows of B or C in two parts: to shared memory, and back to where they were.
 template <int WARPS>
@@ -101,19 +100,6 @@ struct alignas(16) Stage {
     Times times[HEADS];
 };
 
-// P of a head.
-template <int THREADS>
-static __device__ __forceinline__ void make_reading(const Triangle& reading, const Products& products, const Times& times) {
-    for (int i = threadIdx.x; i < 10 * 16 * 8; i += THREADS) {
-        const int block = i / 128, row = i % 128 / 8, column = i % 8 * 2;
-        const int block_row = block_row_of(block), block_column = block - block_row * (block_row + 1) / 2;
-        const int to = 16 * block_row + row, first = 16 * block_column + column;
-        const float x = first <= to ? products[block][row][column] * times.between(to, first) : 0.0f;
-        const float y = first + 1 <= to ? products[block][row][column + 1] * times.between(to, first + 1) : 0.0f;
-        reading.store(block_row, block_column, row, column / 8, column % 8 / 2, x, y);
-    }
-}
-
 // HEADS heads of one group; of the WARPS each has COLUMN_WARPS with 16 columns each; all copy.
 template <int HEADS, int COLUMN_WARPS, int WARPS>
 static __device__ __forceinline__ void scan(unsigned char* shared, float* convolved, const Products* products, const Times* all_times,
@@ -122,7 +108,7 @@ static __device__ __forceinline__ void scan(unsigned char* shared, float* convol
     constexpr int PER_HEAD = HEAD_DIM / (16 * COLUMN_WARPS), THREADS = WARPS * 32;  // PER_HEAD: blocks, where HEADS is 1
     Stage<HEADS>* const chunks = reinterpret_cast<Stage<HEADS>*>(shared);
     unsigned char* const triangles = shared + stages * sizeof(Stage<HEADS>);
-    const int warp = threadIdx.x / 32, t = threadIdx.x % 4;
+    const int warp = threadIdx.x / 32;
     const bool has_columns = warp < HEADS * COLUMN_WARPS;
     const int turn = has_columns ? warp / COLUMN_WARPS : 0;  // of this warp's head among the block's
     const int first_head = blockIdx.x / PER_HEAD * HEADS, head = first_head + turn, group = head / (heads / groups);
@@ -176,18 +162,8 @@ static __device__ __forceinline__ void scan(unsigned char* shared, float* convol
         __syncthreads();
         if (has_columns) {
             const Times& times = stage.times[turn];
-#pragma unroll
-            for (int tile = 0; tile < 8; ++tile)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int token = 8 * tile + 2 * t + i % 2;
-                    float &x = own.tiles[tile][i], &y = mixed.tiles[tile][i];
-                    y = __fmaf_rn(skip, x, y * times.kept[token]);
-                    x *= times.weight[token];
-                }
             Parts written[4];
-#pragma unroll
-            for (int block = 0; block < 4; ++block) written[block] = own.left(block);
+            take_inputs(own, mixed, times, skip, written);
             mixed.read(written, {triangles + turn * Triangle::BYTES});
             mixed.store(values, channels, length);
 #pragma unroll

@@ -77,8 +77,6 @@ def submit(
     from_url: str | None,
     format: str | None,
     name: str | None,
-    on_end: str | None,
-    on_end_seconds: float,
     webhook: str | None,
     as_json: bool,
     **options: Any,
@@ -102,6 +100,7 @@ def submit(
     Exits with 0 while there are rows to run. If the batch has ended already (or all rows are bad), and with
     --on-end, it exits like watch: with 0 if every row succeeded, 3 to 6 otherwise.
     """
+    on_end, on_end_seconds = options.pop("on_end"), options.pop("on_end_seconds")
     at_end = None if on_end is None else words_of(on_end)
     table = taken(options)
     settings = given(options) | table

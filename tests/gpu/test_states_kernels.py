@@ -85,7 +85,8 @@ def sources_of(mixer: AnyMixer, *, hopper: bool) -> list[Source]:
     """Kernel files of a mixer."""
     if isinstance(mixer, ShortConv):
         return ShortConvolution.sources(mixer)
-    return Mamba.sources(mixer) if isinstance(mixer, Mamba2) else DeltaNet.sources(mixer, hopper=hopper)
+    kind = Mamba if isinstance(mixer, Mamba2) else DeltaNet
+    return kind.sources(mixer, hopper=hopper)
 
 
 @pytest.mark.parametrize("name", MIXERS)

@@ -64,15 +64,19 @@ def test_bits_depend_on_what_came_before_alone(
     assert widths == (set() if kind == "short" else {"wide", "narrow"})
 
 
-def test_delta_nets_on_hopper(monkeypatch: pytest.MonkeyPatch, launched: set[str]) -> None:
+@pytest.mark.parametrize("kind", ["delta", "mamba"])
+def test_chunks_on_hopper(monkeypatch: pytest.MonkeyPatch, launched: set[str], kind: str) -> None:
     """Products with the state by wgmma, of tiles with the 128-byte swizzle."""
+    mixers: list[AnyMixer] = [delta_net(1, 1), delta_net(1, 2, 64, 64)]
+    if kind == "mamba":
+        mixers = [mamba(2, 64, 1, 128), mamba(1, 128, 1, 64)]
     device: Any = HostDevice(Element.F16)
     device.hopper, device.compute_capability, device.multiprocessors = True, (9, 0), 3
     monkeypatch.setattr(chunks, "_MOST_PIECES", 3)
-    trial = Trial(device, delta_net(1, 1))
+    trial = Trial(device, mixers[0])
     trial.check([Piece(130), Piece(3, 64)])
     on_gpu.follow(trial, 67, (65,))
     on_gpu.cut(trial, 70, (64,))
     on_gpu.beside(trial, [Piece(66, 64)], 3)
-    assert launched >= {"delta_prepare", "delta_hopper_wide", "delta_hopper_narrow"}
-    Trial(device, delta_net(1, 2, 64, 64)).check([Piece(70, 64)])
+    assert launched >= {f"{kind}_prepare", f"{kind}_hopper_wide", f"{kind}_hopper_narrow"}
+    Trial(device, mixers[1]).check([Piece(70, 64)])

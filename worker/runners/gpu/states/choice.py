@@ -23,13 +23,11 @@ class StateMixers:
     @staticmethod
     def sources(spec: ModelSpec, *, hopper: bool) -> list[Source]:
         """List the kernel files for a model."""
-        found: list[Source] = []
-        for mixer in _mixers(spec):
-            if isinstance(mixer, GatedDeltaNet):
-                found += DeltaNet.sources(mixer, hopper=hopper)
-            else:
-                found += _LAUNCHERS[type(mixer)].sources(mixer)
-        return found
+        return [
+            source
+            for mixer in _mixers(spec)
+            for source in _LAUNCHERS[type(mixer)].sources(mixer, hopper=hopper)
+        ]
 
     @staticmethod
     def refusal(spec: ModelSpec) -> str | None:

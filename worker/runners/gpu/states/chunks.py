@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 
 from nightmill.jobs.errors import RunnerError
-from nightmill.worker.model.spec import GatedDeltaNet
+from nightmill.worker.model.spec import GatedDeltaNet, Mamba2
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import KernelPairs
 from nightmill.worker.runners.gpu.device.operands import Buffer
 from nightmill.worker.runners.gpu.device.sources import Source, source_of
 from nightmill.worker.runners.gpu.states.operands import LayerStates, MixerWeights, Pieces
 
-__all__ = ["DeltaChunks", "MambaChunks", "controls_of", "delta_sizes"]
+__all__ = ["DeltaChunks", "MambaChunks", "controls_of", "delta_sizes", "mamba_sizes"]
 
 _TOKENS = 64  # of a chunk (`STATE_CHUNK`)
 _TIMES = 4 * 4 * _TOKENS  # bytes of what a chunk's tokens keep, ...
@@ -147,26 +147,44 @@ class DeltaChunks:
 
 
 class MambaChunks:
-    """Launches `mamba_chunked.cu`.
+    """Launches `mamba_chunked.cu`, and what there is of `mamba_hopper.cu`.
 
     room  the address of `bytes` for steps of up to so many rows
     """
 
-    def __init__(
-        self, device: Device, source: Source, *, state_size: int, head_dim: int, heads: int, groups: int,
-        room: int, rows: int,
-    ) -> None:  # fmt: skip
+    def __init__(self, device: Device, mixer: Mamba2, room: int, rows: int) -> None:
+        self._mixer, size, head_dim = mixer, mixer.state_size, mixer.head_dim
+        *on_hopper, source = self.sources(mixer, hopper=device.hopper)
         kernels = KernelPairs(device, source)
-        self._shared = _operands(state_size)
+        self._shared = _operands(size)
         self._prepare = kernels.function("mamba_prepare", "PPiPiPPPPPPPPiii", shared=self._shared).few
-        stage = _operands(state_size) + _PRODUCTS + _TIMES
-        widths = _widths("mamba_scan", head_dim, stage, _TRIANGLE)
-        if head_dim <= 64 and heads // groups % 2 == 0:
-            threads = 32 * max(head_dim // 8, 4)
-            widths.insert(0, _Width("mamba_scan_pair", 2 * head_dim, threads, stage + _TIMES, 2 * _TRIANGLE))
+        pairs = head_dim <= 64 and mixer.heads // mixer.groups % 2 == 0  # a block may have two heads
+        if on_hopper:
+            kernels = KernelPairs(device, *on_hopper)
+            wide = [("mamba_hopper_wide", 128)] if pairs or head_dim == 128 else []
+            widths = []
+            for name, columns in (*wide, ("mamba_hopper_narrow", 64)):
+                heads = max(columns // head_dim, 1)
+                stage = -(-(_parts_of(size) + _PRODUCTS + heads * _TIMES) // _TILE) * _TILE
+                beside = heads * _TRIANGLE + columns * _VALUES
+                widths.append(_Width(name, columns, 2 * columns, stage, beside))
+        else:
+            stage = _operands(size) + _PRODUCTS + _TIMES
+            widths = _widths("mamba_scan", head_dim, stage, _TRIANGLE)
+            if pairs:
+                threads = 32 * max(head_dim // 8, 4)
+                pair = _Width("mamba_scan_pair", 2 * head_dim, threads, stage + _TIMES, 2 * _TRIANGLE)
+                widths.insert(0, pair)
         self._scan = _Scan(device, kernels, "PPPPPPPPPiii", widths)
-        self._heads, self._groups, self._columns = heads, groups, heads * head_dim
-        self._products, self._times = room, room + _most_chunks(rows) * groups * _PRODUCTS
+        self._products, self._times = room, room + _most_chunks(rows) * mixer.groups * _PRODUCTS
+
+    @staticmethod
+    def sources(mixer: Mamba2, *, hopper: bool) -> list[Source]:
+        """List the kernel files for a mixer: what Hopper has of its own, then what all have."""
+        sizes = mamba_sizes(mixer)
+        own = hopper and {mixer.state_size, mixer.head_dim} <= {64, 128}
+        on_hopper = [source_of("mamba_hopper", *sizes)] if own else []
+        return [*on_hopper, source_of("mamba_chunked", *sizes)]
 
     @staticmethod
     def bytes(rows: int, heads: int, groups: int) -> int:
@@ -186,7 +204,7 @@ class MambaChunks:
         steering  addresses of elements and floats of controls, with their strides
         weights   addresses of biases of time steps, of decays and of skips
         """
-        heads, groups, (biases, decays, skips) = self._heads, self._groups, weights
+        heads, groups, (biases, decays, skips) = self._mixer.heads, self._mixer.groups, weights
         prepared = self._products, self._times
         for some in _parts(prompts):
             self._prepare(
@@ -194,7 +212,7 @@ class MambaChunks:
                 *prepared, *some.addresses, some.count, heads, groups, shared=self._shared,
             )  # fmt: skip
             self._scan(
-                self._columns, some.count, work, *prepared, skips, matrix, *some.addresses, heads, groups
+                self._mixer.inner, some.count, work, *prepared, skips, matrix, *some.addresses, heads, groups
             )
 
 
@@ -222,6 +240,11 @@ def _parts_of(keys: int) -> int:
 def delta_sizes(mixer: GatedDeltaNet) -> tuple[str, str]:
     """Options of files that are compiled for a mixer's heads."""
     return f"-DKEY_DIM={mixer.key_dim}", f"-DVALUE_DIM={mixer.value_dim}"
+
+
+def mamba_sizes(mixer: Mamba2) -> tuple[str, str]:
+    """Options of files that are compiled for a mixer's heads."""
+    return f"-DSTATE_SIZE={mixer.state_size}", f"-DHEAD_DIM={mixer.head_dim}"
 
 
 def controls_of(controls: Buffer) -> tuple[int, int]:

@@ -97,7 +97,7 @@ class DeltaNet:
         if prompts.count:
             self._chunks(x, steering, weights, states, work, prompts)
             self._norm.of(prompts.rows)(
-                (-(-heads // _NORM_WARPS), prompts.rows), (32 * _NORM_WARPS, 1, 1),
+                (prompts.rows, -(-heads // _NORM_WARPS)), (32 * _NORM_WARPS, 1, 1),
                 columns_from(self._work, 2 * mixer.keys).address, mixer.convolved,
                 columns_from(x, mixer.convolved).address, x.shape[1], weights.norm.address, mixer.norm.eps,
                 *prompts.addresses, 1, heads, mixer.value_dim, out.address,

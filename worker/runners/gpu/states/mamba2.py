@@ -5,7 +5,7 @@ from nightmill.worker.runners.gpu.device.device import Device, aligned
 from nightmill.worker.runners.gpu.device.functions import KernelPairs
 from nightmill.worker.runners.gpu.device.operands import FLOAT, Buffer
 from nightmill.worker.runners.gpu.device.sources import Source, source_of
-from nightmill.worker.runners.gpu.states.chunks import MambaChunks, controls_of
+from nightmill.worker.runners.gpu.states.chunks import MambaChunks, controls_of, mamba_sizes
 from nightmill.worker.runners.gpu.states.convolution import Convolution, columns_from, convolution_refusal
 from nightmill.worker.runners.gpu.states.operands import LayerStates, MixerWeights, StepPieces
 from nightmill.worker.runners.gpu.states.recurrent import Recurrent
@@ -27,21 +27,18 @@ class Mamba:
         self._work = Buffer(work, (rows, mixer.convolved), FLOAT)
         self._convolution = Convolution(device, mixer.kernel)
         self._recurrent = Recurrent(
-            device, source_of("mamba_recurrent", *_sizes(mixer)), "mamba_recurrent", "PPiPiPPPPPPPPiii",
+            device, source_of("mamba_recurrent", *mamba_sizes(mixer)), "mamba_recurrent", "PPiPiPPPPPPPPiii",
             rows=mixer.state_size, columns=mixer.head_dim, heads=mixer.heads,
         )  # fmt: skip
-        self._chunks = MambaChunks(
-            device, source_of("mamba_chunked", *_sizes(mixer)), state_size=mixer.state_size,
-            head_dim=mixer.head_dim, heads=mixer.heads, groups=mixer.groups,
-            room=work + _rows_bytes(mixer, rows), rows=rows,
-        )  # fmt: skip
+        self._chunks = MambaChunks(device, mixer, work + _rows_bytes(mixer, rows), rows)
         self._norm = KernelPairs(device, source_of("gated_norm")).function("gate_then_norm", "PiPiPfPPPPiiiP")
 
     @staticmethod
     def sources(mixer: Mamba2, *, hopper: bool = False) -> list[Source]:
         """List the kernel files for a mixer; those that take longest to compile first."""
-        sized = [source_of(name, *_sizes(mixer)) for name in ("mamba_chunked", "mamba_recurrent")]
-        return [*sized, Convolution.source(mixer.kernel), source_of("gated_norm")]
+        of_chunks = MambaChunks.sources(mixer, hopper=hopper)
+        recurrent = source_of("mamba_recurrent", *mamba_sizes(mixer))
+        return [*of_chunks, recurrent, Convolution.source(mixer.kernel), source_of("gated_norm")]
 
     @staticmethod
     def refusal(mixer: Mamba2) -> str | None:
@@ -91,14 +88,10 @@ class Mamba:
         for some, rows, whole in ((drawn, drawn.count, 0), (prompts, prompts.rows, 1)):
             if some.count:
                 self._norm.of(rows)(
-                    (groups, rows), (256, 1, 1), work.address, mixer.convolved, x.address, x.shape[1],
+                    (rows, groups), (256, 1, 1), work.address, mixer.convolved, x.address, x.shape[1],
                     weights.norm.address, mixer.norm.eps, *some.addresses, whole, groups,
                     mixer.inner // groups, out.address,
                 )  # fmt: skip
-
-
-def _sizes(mixer: Mamba2) -> tuple[str, str]:
-    return f"-DSTATE_SIZE={mixer.state_size}", f"-DHEAD_DIM={mixer.head_dim}"
 
 
 def _rows_bytes(mixer: Mamba2, rows: int) -> int:
