@@ -16,6 +16,7 @@ from nightmill.jobs.errors import BatchFileError, MissingExtraError
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
+_CONNECT_SECONDS = 30
 _FIRST_LINE = 300  # characters of a database's message
 
 
@@ -55,7 +56,8 @@ class UsersDatabase:
         from sqlalchemy.pool import NullPool
 
         try:
-            made = create_engine(self._url, poolclass=NullPool)
+            limit = {"timeout" if self.is_sqlite else "connect_timeout": _CONNECT_SECONDS}
+            made = create_engine(self._url, poolclass=NullPool, connect_args=limit)
         except ModuleNotFoundError as error:
             said = f"{self.label}: needs the package {error.name!r}: {pip_install('postgres')}"
             raise MissingExtraError(said) from None

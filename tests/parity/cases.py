@@ -292,7 +292,25 @@ CLASSES = {  # of transformers: configuration and model
     "lfm2": ("Lfm2Config", "Lfm2ForCausalLM"),
     "granitehybrid": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM"),
     "nemotron_h": ("NemotronHConfig", "NemotronHForCausalLM"),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
+    "qwen3moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    "qwen35moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM"),
+    "qwen3next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
+    "gpt-oss": ("GptOssConfig", "GptOssForCausalLM"),
+    "granitemoe": ("GraniteMoeConfig", "GraniteMoeForCausalLM"),
+    "lfm2moe": ("Lfm2MoeConfig", "Lfm2MoeForCausalLM"),
+    "olmoe": ("OlmoeConfig", "OlmoeForCausalLM"),
+    "nemotron_h_moe": ("NemotronHConfig", "NemotronHForCausalLM"),
+    "glm4moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM"),
+    "ernie4_5-moe": ("Ernie4_5_MoeConfig", "Ernie4_5_MoeForCausalLM"),
+    "glm4-flash": ("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM"),
+    "deepseek2": ("DeepseekV2Config", "DeepseekV2ForCausalLM"),
 }
-ARCHITECTURES = {"olmo3": "olmo2", "mistral": "llama"}  # of files, where their names differ
+ARCHITECTURES = {
+    "olmo3": "olmo2",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "glm4-flash": "deepseek2",
+}  # of files, where their names differ
 # Queries and keys of these are, so that pairs to rotate are neighbours.
-PERMUTED = {"llama", "mistral", "smollm3", "granite", "granitehybrid", "mistral3"}
+PERMUTED = {"llama", "mistral", "smollm3", "granite", "granitehybrid", "mistral3", "mixtral", "granitemoe"}

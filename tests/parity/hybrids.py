@@ -8,7 +8,9 @@ from tests.parity.cases import Array
 
 __all__ = ["FAMILIES", "converted"]
 
-FAMILIES = {"qwen35", "lfm2", "granitehybrid", "nemotron_h"}
+FAMILIES = {
+    "qwen35", "lfm2", "granitehybrid", "nemotron_h", "qwen35moe", "qwen3next", "lfm2moe", "nemotron_h_moe",
+}  # fmt: skip
 
 
 def converted(
@@ -27,7 +29,7 @@ def converted(
         array = array[:, 0]
     if key.endswith(".A_log"):
         array = -np.exp(array)
-    if family == "qwen35":
+    if family.startswith("qwen3"):
         return [(name, _qwen35(config, key, array))]
     if key.endswith((".A_log", ".D")):
         array = array[:, None]
@@ -41,7 +43,7 @@ def _qwen35(config: Any, key: str, array: Array) -> Array:
     """All norms but the delta net's get 1 added; value heads go by the key head that they do not share."""
     if key.endswith("norm.weight") and "linear_attn" not in key:
         return array + 1
-    if "linear_attn" not in key or key.endswith("norm.weight"):
+    if "linear_attn" not in key or key.endswith("norm.weight") or config.model_type == "qwen3_next":
         return array
     keys, heads = config.linear_num_key_heads, config.linear_num_value_heads
     order = np.arange(heads).reshape(keys, -1).T.reshape(-1)

@@ -19,6 +19,7 @@ from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import Request
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
+from nightmill.worker.model.spec import Experts
 from nightmill.worker.runners.reference import ReferenceRunner
 from tests.parity.cases import (
     ARCHITECTURES,
@@ -34,6 +35,7 @@ from tests.parity.cases import (
 from tests.parity.conftest import WORST
 from tests.parity.hybrids import FAMILIES as HYBRIDS
 from tests.parity.hybrids import converted
+from tests.parity.mixtures import MIXTURES, converted_experts
 from tests.support.engines import NoText
 from tests.support.ggufs import write_file
 
@@ -60,7 +62,9 @@ def make_model(case: Case) -> Any:
     config = config_class(**options)
     config._attn_implementation = "eager"
     model = model_class(config).to(torch.float32).eval()
-    around = 0.0 if case.family.startswith(("gemma", "qwen35")) else 1.0  # these add 1 themselves
+    around = (
+        0.0 if case.family.startswith(("gemma", "qwen35", "qwen3next")) else 1.0
+    )  # these add 1 themselves
     # A tied head would echo its input if the embedding outweighed what the layers add.
     scale = math.sqrt(config.hidden_size) if case.family.startswith("gemma") else 1.0
     scale *= getattr(config, "embedding_multiplier", 1.0)
@@ -71,12 +75,18 @@ def make_model(case: Case) -> Any:
         for key, weight in model.named_parameters():
             if weight.ndim == 2:
                 weight.normal_(0, gains.get(key.split(".")[-2], 1.3) * weight.shape[1] ** -0.5)
-            elif weight.ndim == 3:  # of a convolution
+            elif weight.ndim == 3 and "conv" in key:
                 weight.normal_(0, 0.5)
+            elif weight.ndim == 3:  # of experts
+                inputs = weight.shape[1 if case.family == "gpt-oss" else 2]
+                weight.normal_(0, 1.3 * inputs**-0.5)
             elif key.endswith("linear_attn.norm.weight"):
                 weight.normal_(1, 0.3)
             else:
                 weight.normal_(*((around, 0.3) if key.endswith("norm.weight") else (0.0, 0.1)))
+        for key, buffer in model.named_buffers():
+            if key.endswith(("e_score_correction_bias", "expert_bias")):
+                buffer.normal_(0, 0.1)
     return model
 
 
@@ -115,8 +125,11 @@ def converted_tensors(model: Any, case: Case) -> dict[str, Array]:
     for key, weight in model.state_dict().items():
         if key == "lm_head.weight" and case.tied:
             continue
-        looked_up = key.replace("model.", "backbone.") if case.family == "nemotron_h" else key
+        looked_up = key.replace("model.", "backbone.") if case.family.startswith("nemotron_h") else key
         name, array = names.get_name(looked_up, try_suffixes=(".weight", ".bias")), weight.numpy()
+        if (experts := converted_experts(config, case, key, array)) is not None:
+            tensors |= experts
+            continue
         if case.family in HYBRIDS:
             tensors |= converted(config, case.family, key, array, name)
             continue
@@ -140,7 +153,7 @@ def converted_keys(config: Any, case: Case) -> dict[str, Any]:
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
+        "feed_forward_length": getattr(config, "intermediate_size", None),
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
         "rope.freq_base": case.theta,
@@ -164,10 +177,10 @@ def architecture_of(case: Case) -> str:
     return ARCHITECTURES.get(case.family, case.family)
 
 
-@pytest.fixture(params=CASES)
+@pytest.fixture(params=[*CASES, *MIXTURES])
 def case(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Any, GgufFile]:
     """A name, a transformers model, and the same model as a file."""
-    case = CASES[request.param]
+    case = (CASES | MIXTURES)[request.param]
     model = make_model(case)
     keys, tensors = converted_keys(model.config, case), converted_tensors(model, case)
     path = write_file(tmp_path / "model.gguf", architecture_of(case), keys, tensors)
@@ -241,6 +254,18 @@ def test_every_layer_and_the_logits_agree(
     modules |= {f"layer.{index}": layer for index, layer in enumerate(inner.layers)}
     for stage, module in modules.items():
         module.register_forward_hook(capture(stage))
+    chosen: dict[str, Array] = {}
+
+    def capture_choice(stage: str) -> Any:
+        def hook(_module: Any, _inputs: Any, output: Any) -> None:
+            (ids,) = [one for one in output if not one.is_floating_point()]
+            chosen[stage] = ids.numpy()
+
+        return hook
+
+    for place, module in model.named_modules():
+        if type(module).__name__.lower().endswith("router"):
+            module.register_forward_hook(capture_choice(f"experts.{place.split('.')[2]}"))
     with torch.no_grad():
         logits = model(torch.tensor([prompt + answer[:-1]])).logits[0].numpy()
     captured["logits"] = logits[len(prompt) - 1 :]
@@ -252,6 +277,9 @@ def test_every_layer_and_the_logits_agree(
     record_property(WORST, (name, way, found[worst], worst))
     assert {stage: error for stage, error in found.items() if not error < LIMIT} == {}
     assert answer == captured["logits"].argmax(axis=1).tolist()
+    assert len(chosen) == sum(isinstance(layer.feed_forward, Experts) for layer in config.layers)
+    for stage, ids in chosen.items():
+        assert (np.sort(recorder.joined(stage), axis=1) == np.sort(ids, axis=1)).all()
     assert len(set(answer)) > 5  # not a degenerate model
     other = captured["logits"] * 1.01
     assert errors(other, captured["logits"])[0] > LIMIT  # the measure sees a fault of 1%

@@ -16,6 +16,7 @@ from nightmill.worker.model.spec import (
     Norm,
     Temperature,
 )
+from tests.support.expert_cases import EXPERT_FILES
 from tests.support.ggufs import byte_vocabulary, spec_tensors, write_file
 from tests.support.hybrid_cases import HYBRID_FILES
 
@@ -244,7 +245,7 @@ FILES: dict[str, tuple[dict[str, Any], ModelSpec]] = {
 }  # fmt: skip
 GPU_FILES = dict(FILES)
 """Families that the CUDA runner computes: those without a state."""
-FILES |= HYBRID_FILES
+FILES |= HYBRID_FILES | EXPERT_FILES
 
 
 def file_of(path: Path, keys: dict[str, Any], like: ModelSpec, **tensors: Any) -> GgufFile:

@@ -11,12 +11,15 @@ from nightmill.worker.model.rope import Rope, RopeStyle
 from nightmill.worker.model.spec import (
     Activation,
     Attention,
+    Experts,
     FeedForward,
     GatedDeltaNet,
+    LatentAttention,
     Mamba2,
     Mixer,
     ModelSpec,
     Norm,
+    RouterScores,
 )
 
 Wide = npt.NDArray[np.float64]
@@ -36,7 +39,9 @@ def straightforward_logits(file: GgufFile, spec: ModelSpec, tokens: list[int]) -
             continue
         if not layer.parallel:
             normed = _normed(file, layer.feed_forward_norm, block + layer.feed_forward_norm_name, x)
-        added = _feed_forward(file, layer.feed_forward, block, normed)
+        network = layer.feed_forward
+        feed = _experts if isinstance(network, Experts) else _feed_forward
+        added = feed(file, network, block, normed)  # type: ignore[arg-type]
         added = _normed(file, layer.feed_forward_post_norm, block + "post_ffw_norm", added)
         x = x + layer.residual_scale * added
     head = _array(file, "token_embd.weight" if spec.tied_head else "output.weight")
@@ -66,6 +71,8 @@ def _normed(file: GgufFile, norm: Norm | None, name: str, x: Wide) -> Wide:
 def _mixed(file: GgufFile, mixer: Mixer, block: str, x: Wide) -> Wide:
     if isinstance(mixer, Attention):
         return _attention(file, mixer, block, x)
+    if isinstance(mixer, LatentAttention):
+        return _latent_attention(file, mixer, block, x)
     if isinstance(mixer, GatedDeltaNet):
         return _delta_net(file, mixer, block, x)
     if isinstance(mixer, Mamba2):
@@ -184,6 +191,9 @@ def _attention(file: GgufFile, attention: Attention, block: str, x: Wide) -> Wid
         if attention.softcap is not None:
             scores = attention.softcap * np.tanh(scores / attention.softcap)
         scores = np.where(seen, scores, -np.inf)
+        if attention.sinks:
+            sink = np.full((len(x), 1), _array(file, block + "attn_sinks.weight")[head])
+            scores, of_v = np.concatenate([scores, sink], axis=1), np.concatenate([of_v, np.zeros((1, size))])
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         outputs.append(weights / weights.sum(-1, keepdims=True) @ of_v)
     mixed = np.concatenate(outputs, axis=1) * gates
@@ -202,17 +212,105 @@ def _rotated(rope: Rope, x: Wide) -> Wide:
     return np.concatenate([part, rest], axis=-1)
 
 
-def _feed_forward(file: GgufFile, feed_forward: FeedForward, block: str, x: Wide) -> Wide:
-    up = _linear(file, block + "ffn_up", x, feed_forward.bias)
+def _latent_attention(file: GgufFile, mixer: LatentAttention, block: str, x: Wide) -> Wide:
+    """Keys and values made for each head, as the paper has it at first."""
+    heads, nope, values = mixer.heads, mixer.key_dim, mixer.value_dim
+    if mixer.query_latent is None:
+        q = _linear(file, block + "attn_q", x, False)
+    else:
+        inner = _normed(
+            file, mixer.norm, block + "attn_q_a_norm", _linear(file, block + "attn_q_a", x, False)
+        )
+        q = _linear(file, block + "attn_q_b", inner, False)
+    latent, rotated = np.split(_linear(file, block + "attn_kv_a_mqa", x, False), [mixer.latent], axis=1)
+    latent = _normed(file, mixer.norm, block + "attn_kv_a_norm", latent)
+    rotated = _rotated(mixer.rope, rotated)
+    if mixer.fused:
+        made = _linear(file, block + "attn_kv_b", latent, False).reshape(len(x), heads, nope + values)
+        k, v = made[:, :, :nope], made[:, :, nope:]
+    else:
+        k = np.einsum("tl,hlk->thk", latent, _array(file, block + "attn_k_b.weight"))
+        v = np.einsum("tl,hvl->thv", latent, _array(file, block + "attn_v_b.weight"))
+    place, outputs = np.arange(len(x)), []
+    for head in range(heads):
+        own = q.reshape(len(x), heads, -1)[:, head]
+        scores = own[:, :nope] @ k[:, head].T + _rotated(mixer.rope, own[:, nope:]) @ rotated.T
+        scores = np.where(place[None, :] <= place[:, None], scores * mixer.scale, -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        outputs.append(weights / weights.sum(-1, keepdims=True) @ v[:, head])
+    return _linear(file, block + "attn_output", np.concatenate(outputs, axis=1), False)
+
+
+def _experts(file: GgufFile, experts: Experts, block: str, x: Wide) -> Wide:
+    """Token by token."""
+    logits = _linear(file, block + "ffn_gate_inp", x, experts.router_bias)
+    bias = _array(file, block + "exp_probs_b.bias") if experts.selection_bias else 0
+    read = x if experts.latent is None else _linear(file, block + "ffn_latent_down", x, False)
+    added = np.zeros_like(read)
+    for token, row in enumerate(logits):
+        shares = {
+            RouterScores.SOFTMAX: np.exp(row) / np.exp(row).sum(),
+            RouterScores.SIGMOID: 1 / (1 + np.exp(-row)),
+            RouterScores.SOFTMAX_OF_CHOSEN: row,
+        }[experts.scores]  # fmt: skip
+        by = (shares + bias).reshape(experts.groups, -1)
+        if experts.groups > 1:
+            good = [sum(sorted(group)[-experts.group_best :]) for group in by.tolist()]
+            for group in np.argsort(good)[: experts.groups - experts.groups_used]:
+                by[group] = -np.inf
+        chosen = sorted(range(experts.count), key=lambda one: (-by.reshape(-1)[one], one))[: experts.used]
+        taken = shares[chosen]
+        if experts.scores is RouterScores.SOFTMAX_OF_CHOSEN:
+            taken = np.exp(taken) / np.exp(taken).sum()
+        if experts.normalise:
+            taken = taken / taken.sum()
+        for expert, share in zip(chosen, taken * experts.scale, strict=True):
+            added[token] += share * _expert(file, experts, block, read[token], expert)
+    if experts.latent is not None:
+        added = _linear(file, block + "ffn_latent_up", added, False)
+    if experts.shared is None:
+        return added
+    shared = _feed_forward(file, experts.shared, block, x, suffix="_shexp")
+    if experts.shared_gated:
+        gate = (x * _array(file, block + "ffn_gate_inp_shexp.weight")).sum(1, keepdims=True)
+        shared = shared / (1 + np.exp(-gate))
+    return added + shared
+
+
+def _expert(file: GgufFile, experts: Experts, block: str, x: Wide, expert: int) -> Wide:
+    def product(part: str, x: Wide) -> Wide:
+        y: Wide = _array(file, f"{block}ffn_{part}_exps.weight")[expert] @ x
+        if part in experts.expert_scales:
+            y = y * _array(file, f"{block}ffn_{part}_exps.scale")[expert]
+        return y + _array(file, f"{block}ffn_{part}_exps.bias")[expert] if experts.bias else y
+
+    if experts.fused:
+        gate, up = np.split(product("gate_up", x), 2)
+    else:
+        gate, up = product("gate", x) if experts.gated else None, product("up", x)
+    if gate is None:
+        inner = _activated(experts.activation, up)
+    elif experts.activation is Activation.CLAMPED_SWIGLU:
+        gate = np.minimum(gate, 7)
+        inner = gate / (1 + np.exp(-1.702 * gate)) * (np.clip(up, -7, 7) + 1)
+    else:
+        inner = _activated(experts.activation, gate) * up
+    return product("down", inner)
+
+
+def _feed_forward(
+    file: GgufFile, feed_forward: FeedForward, block: str, x: Wide, *, suffix: str = ""
+) -> Wide:
+    up = _linear(file, f"{block}ffn_up{suffix}", x, feed_forward.bias)
     if not feed_forward.gated:
         inner = _activated(feed_forward.activation, up)
     else:
         if feed_forward.fused:
             gate, up = np.split(up, 2, axis=1)
         else:
-            gate = _linear(file, block + "ffn_gate", x, feed_forward.bias)
+            gate = _linear(file, f"{block}ffn_gate{suffix}", x, feed_forward.bias)
         inner = _activated(feed_forward.activation, gate) * up
-    return _linear(file, block + "ffn_down", inner, feed_forward.bias)
+    return _linear(file, f"{block}ffn_down{suffix}", inner, feed_forward.bias)
 
 
 def _activated(activation: Activation, x: Wide) -> Wide:

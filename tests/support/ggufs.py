@@ -233,9 +233,9 @@ def spec_tensors(spec: ModelSpec, *, seed: int = 0) -> dict[str, npt.NDArray[np.
     for role, weight in spec.all_weights():
         for name, shape in weight.parts:
             noise = rng.standard_normal(shape, dtype=np.float32)
-            if weight.is_matrix:
+            if weight.is_matrix or weight.is_matrices:
                 gain = 2.5 if role in (Role.EMBEDDING, Role.HEAD) else 1.5
-                noise *= np.float32(gain / np.sqrt(shape[1]))
+                noise *= np.float32(gain / np.sqrt(shape[-1]))
             elif role is Role.DECAY:
                 noise = -np.exp(noise)
             elif role is Role.CONVOLUTION:

@@ -8,13 +8,16 @@ from nightmill.worker.model.spec import (
     NO_FEED_FORWARD,
     Activation,
     Attention,
+    Experts,
     FeedForward,
     GatedDeltaNet,
+    LatentAttention,
     LayerSpec,
     Mamba2,
     Mixer,
     ModelSpec,
     Norm,
+    RouterScores,
     ShortConv,
     Temperature,
 )
@@ -145,3 +148,46 @@ HYBRIDS = {
     ),
 }
 """Specs of which some layers have no attention, or nothing else."""
+
+
+def mixture(experts: Experts, **attention: Any) -> ModelSpec:
+    """PLAIN with these experts in each layer, and other fields of attention."""
+    layer = variant(attention=attention).layers[0]
+    return replace(PLAIN, layers=(replace(layer, feed_forward=experts),) * 2)
+
+
+_LATENT = LatentAttention(
+    heads=4, key_dim=24, value_dim=20, latent=40, query_latent=36, norm=NORM, scale=0.2,
+    rope=Rope(style=RopeStyle.PAIRS, dim=8, base=10_000.0),
+)  # fmt: skip
+MIXTURES = {
+    "experts and a shared one": mixture(
+        Experts(count=7, used=3, width=40, normalise=True, shared=FeedForward(width=24), shared_gated=True)
+    ),
+    "experts of gpt-oss, with sinks": mixture(
+        Experts(
+            count=6, used=2, width=40, activation=Activation.CLAMPED_SWIGLU, bias=True, router_bias=True,
+            scores=RouterScores.SOFTMAX_OF_CHOSEN,
+        ),
+        sinks=True,
+    ),
+    "experts in groups, of a latent": mixture(
+        Experts(
+            count=8, used=3, width=40, activation=Activation.RELU_SQUARED, gated=False,
+            scores=RouterScores.SIGMOID, selection_bias=True, groups=4, groups_used=2, normalise=True,
+            scale=2.5, latent=32, expert_scales=("up", "down"),
+            shared=FeedForward(width=24, activation=Activation.RELU_SQUARED, gated=False),
+        )
+    ),
+    "fused experts, latent attention": replace(
+        PLAIN,
+        layers=(
+            replace(PLAIN.layers[0], mixer=_LATENT),
+            replace(
+                PLAIN.layers[0], mixer=replace(_LATENT, query_latent=None, fused=True),
+                feed_forward=Experts(count=8, used=2, width=40, fused=True, groups=2, groups_used=1),
+            ),
+        ),
+    ),
+}  # fmt: skip
+"""Specs with mixtures of experts, sinks, or latent attention."""

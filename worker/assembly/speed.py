@@ -7,7 +7,6 @@ the same shares of their peaks, other hosts to be as fast. Steps of a model of s
 over before the host has the next, and rows before it has taken in others.
 """
 
-import math
 from dataclasses import dataclass
 
 from nightmill.worker.model.spec import ModelSpec
@@ -57,18 +56,20 @@ class EqualSequences:
 def expected_rate(spec: ModelSpec, gpu: GpuSpeed, size: WeightsAndCache, load: EqualSequences) -> float:
     """Output tokens per second of this load, the time of its prompts included.
 
-    A step takes as long as its products, for which the weights are read once, and its attention, which reads
+    A step takes as long as its products, for which the weights are read once (a token is multiplied with the
+    active ones alone, all are read, as many sequences take all experts), and its attention, which reads
     the keys and values of all contexts, and of states; or as the host takes to prepare it.
     """
     weights, peaks, sequences, answer = size.weights, gpu.peaks, load.sequences, load.answer
     table = spec.vocab * spec.width
-    parameters = sum(math.prod(weight.shape) for _, weight in spec.all_weights())
+    parameters = spec.parameters
     multiplied = parameters if spec.tied_head else parameters - table  # of a table of its own, a row is read
     reading = weights * multiplied / parameters / (peaks.bytes * _BYTES_SHARE)
     flops = peaks.flops * _FLOPS_SHARE
     rounded = rounded_format(size.format)
     gain = 1.0 if rounded is None else rounded.speedup(spec.width)
-    layers = 2 * (multiplied - table) / (gain * flops)  # seconds a token
+    active = multiplied - (parameters - spec.active_parameters)
+    layers = 2 * (active - table) / (gain * flops)  # seconds a token
     computing = (layers + 2 * table / flops) * sequences
     if size.format is WeightsFormat.FILE and weights < _PACKED_BYTES * parameters:
         reading = max(reading, multiplied / (_PACKED_A_SECOND * gpu.multiprocessors))

@@ -1,6 +1,5 @@
 """Describe a model file, for people who consider serving it."""
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,6 +13,7 @@ from nightmill.jobs.errors import ChatTemplateError
 from nightmill.worker.assembly.model import LoadedModel
 from nightmill.worker.model.chat import ChatTemplate
 from nightmill.worker.model.gguf.file import GgufFile
+from nightmill.worker.model.spec import Attention, LatentAttention
 
 EXAMPLE = "Hello"
 _LEAST_SHARE = 0.005  # of a file's bytes, for a type of tensor to be named
@@ -84,6 +84,10 @@ class Inspection:
 
     family: str
     parameters: int
+    active: int
+    """Parameters that a token is computed with."""
+    experts: list[str]
+    """Which experts a token goes through, for each kind of layer with a mixture."""
     layers: int
     width: int
     feed_forward: int
@@ -124,14 +128,22 @@ class Inspection:
         lines = {} if self.shown is None else self.shown.lines()
         count = "1 file" if len(self.files) == 1 else f"{len(self.files)} parts"
         return {
-            "model": f"{self.family}, {_rounded(self.parameters, 'million', 'billion')} parameters, "
-            f"{self.layers} layers of width {self.width:,}, FFN {self.feed_forward:,}, {self.heads} heads on "
-            f"{self.kv_heads} KV heads of {self.head_dim}, vocabulary {self.vocabulary:,}{self._states()}",
+            "model": f"{self.family}, {_rounded(self.parameters, 'million', 'billion')} parameters"
+            f"{self._active()}, {self.layers} layers of width {self.width:,}, FFN {self.feed_forward:,}, "
+            f"{self.heads} heads on {self.kv_heads} KV heads of {self.head_dim}, "
+            f"vocabulary {self.vocabulary:,}{self._states()}",
             "file": f"{_rounded(self.size, 'MB', 'GB')} in {count}: {', '.join(shares(self.quantisation))}",
             "text": f"context {self.context:,}; tokenizer {self.tokenizer}, {self.tokens:,} tokens, of which "
             f"these end a text: {', '.join(ends) or 'none'}",
             "chat": chat,
         } | lines
+
+    def _active(self) -> str:
+        """Say how many parameters a token is computed with, if not with all."""
+        if not self.experts:
+            return ""
+        active = _rounded(self.active, "million", "billion")
+        return f" ({active} active: a token goes through {' or '.join(self.experts)})"
 
     def _states(self) -> str:
         """Say which layers keep a state, if any do."""
@@ -144,14 +156,18 @@ class Inspection:
 def inspect(model: LoadedModel) -> Inspection:
     """Look at a model. Its process that renders chats is asked once."""
     file, spec, vocabulary = model.file, model.spec, model.vocabulary
-    attention = spec.attentions[0]
+    attention = next(
+        one for layer in spec.layers if isinstance(one := layer.mixer, Attention | LatentAttention)
+    )
     mixers = Counter(layer.mixer.title for layer in spec.layers if layer.mixer is not None)
     model_of_tokens, pre = (file.string(f"tokenizer.ggml.{key}", default=None) for key in ("model", "pre"))
     chat, no_chat = _example(model)
     shown = None if chat is None or isinstance(model.chat, str) else _shown(model, model.chat)
     return Inspection(
         family=spec.family,
-        parameters=sum(math.prod(weight.shape) for _, weight in spec.all_weights()),
+        parameters=spec.parameters,
+        active=spec.active_parameters,
+        experts=[f"{one.used} of {one.count} experts of {one.width:,}" for one in spec.experts],
         layers=len(spec.layers),
         width=spec.width,
         feed_forward=max(layer.feed_forward.width for layer in spec.layers),

@@ -63,8 +63,7 @@ def models(gpu: int | None, as_json: bool) -> None:
             echo_json(asdict(one))
     elif found:
         rows = [
-            (one.name, f"{one.size / 1e9:.1f} GB", one.family or _UNKNOWN, one.quantisation, one.says())
-            for one in found
+            (one.name, f"{one.size / 1e9:.1f} GB", one.kind(), one.quantisation, one.says()) for one in found
         ]
         table(("model", "size", "family", "quantisation", "fits the GPU"), rows, cut="fits the GPU")
     else:
@@ -75,6 +74,7 @@ def models(gpu: int | None, as_json: bool) -> None:
 class Look:
     """The description of a cached model, and of its fit on the GPU.
 
+    active         parameters that a token is computed with: fewer than all in mixtures of experts
     cache_tokens   None without a GPU, 0 if it does not fit
     weights, rate  bytes on the GPU, and output tokens per second to expect; None where it does not fit
     """
@@ -83,6 +83,8 @@ class Look:
     files: list[str]
     size: int
     family: str | None
+    parameters: int | None
+    active: int | None
     quantisation: str
     context: int | None
     cache_tokens: int | None
@@ -91,6 +93,14 @@ class Look:
     sequences: dict[int, int] | None
     rate: int | None
     problem: str | None
+
+    def kind(self) -> str:
+        """Say the family and, of a mixture of experts, how many parameters are active."""
+        if self.family is None:
+            return _UNKNOWN
+        if self.parameters is None or self.active is None or self.active == self.parameters:
+            return self.family
+        return f"{self.family}, {self.active / 1e9:.1f} of {self.parameters / 1e9:.1f} billion active"
 
     def says(self) -> str:
         """Say whether the model can be served, why not, or how fast."""
@@ -116,12 +126,14 @@ def _look_at(model: "CachedModel", card: "Card | None", settings: Settings) -> L
     from nightmill.worker.model.gguf.file import GgufFile
 
     family, quantisation, context, fits, problem = None, _UNKNOWN, None, None, None
+    parameters, active = None, None
     try:
         with GgufFile.open(model.files[0]) as file:
             family = file.string("general.architecture", default=None)
             quantisation = ", ".join(shares(quantisation_of(file)))
             spec = read_spec(file)
             context = spec.context_length
+            parameters, active = spec.parameters, spec.active_parameters
             if card is not None:
                 fits = forecast(spec, card, settings, precision_of(settings, file, spec))
     except (ModelFileError, RunnerError, SettingsError) as error:
@@ -132,6 +144,8 @@ def _look_at(model: "CachedModel", card: "Card | None", settings: Settings) -> L
         [str(file) for file in model.files],
         model.size,
         family,
+        parameters,
+        active,
         quantisation,
         context,
         nothing if fits is None else fits.cache_tokens,

@@ -1,6 +1,5 @@
 """A few words that a model writes, to see that it is whole: greedy, by the runner that serves it here."""
 
-import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -34,7 +33,7 @@ class Sentence:
 
 def write_sentence(settings: Settings, model: LoadedModel) -> Sentence:
     """Have the model write a sentence. Raises NightmillError as `build_engine` does."""
-    parameters = sum(math.prod(weight.shape) for _, weight in model.spec.all_weights())
+    parameters = model.spec.parameters
     if gpu_index(settings) is None and parameters > _MOST_WITH_NUMPY:
         return Sentence(
             None, "none is written: without a GPU a model of this size takes minutes and much memory"

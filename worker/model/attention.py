@@ -45,6 +45,7 @@ class Attention:
     window: int | None = None  # a token sees so many, itself included; None: all before it
     scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
     temperature: Temperature | None = None
+    sinks: bool = False  # each head has a score more in its softmax, which has no value (gpt-oss)
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
 
     title: ClassVar = "attention"
@@ -79,6 +80,8 @@ class Attention:
             q, k = (self.queries, self.keys) if self.qk_norm_whole else (self.head_dim, self.head_dim)
             weights |= self.qk_norm.weights(Role.Q_NORM, "attn_q_norm", q)
             weights |= self.qk_norm.weights(Role.K_NORM, "attn_k_norm", k)
+        if self.sinks:
+            weights[Role.SINKS] = stack({"attn_sinks.weight": (self.heads,)})
         weights[Role.ATTN_OUTPUT] = stack({"attn_output.weight": (width, self.queries)})
         if self.output_bias:
             weights[Role.ATTN_OUTPUT_BIAS] = stack({"attn_output.bias": (width,)})

@@ -31,7 +31,7 @@ class RopeScaling:
     """The stretching of a model's positions past the context it was first trained on.
 
     `attention_factor` multiplies cosine and sine, whatever the kind. `original_context`, `beta_fast`,
-    `beta_slow`, `log_multiplier` and `own_magnitude` matter for YaRN alone.
+    `beta_slow`, `log_multiplier`, `own_magnitude` and `rounded` matter for YaRN alone.
     """
 
     kind: Literal["none", "linear", "yarn"] = "none"
@@ -42,6 +42,7 @@ class RopeScaling:
     beta_slow: float = 1.0
     log_multiplier: float = 0.0
     own_magnitude: float | None = None  # in the place of the formula's
+    rounded: bool = True  # the ramp's ends are whole pairs; gpt-oss has them between pairs
 
     @property
     def magnitude(self) -> float:
@@ -93,8 +94,10 @@ class Rope:
         stretched = plain / scaling.factor
         if scaling.kind == "linear":
             return stretched
-        low = max(0.0, math.floor(self._pair_turning(scaling.beta_fast)))
-        high = min(self.dim - 1.0, math.ceil(self._pair_turning(scaling.beta_slow)))
+        low, high = self._pair_turning(scaling.beta_fast), self._pair_turning(scaling.beta_slow)
+        if scaling.rounded:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(0.0, low), min(self.dim - 1.0, high)
         ramp = np.clip((pairs - low) / max(0.001, high - low), 0.0, 1.0)
         return stretched * ramp + plain * (1.0 - ramp)
 

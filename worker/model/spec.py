@@ -4,70 +4,30 @@ Everything that must know an architecture reads a `ModelSpec`: the check of the 
 runners, the memory plan and both forward passes. Which keys of a file say so is `worker.model.families`'.
 
 A layer adds to the residual stream x twice: x += scale * after(mixer(before(x))), and the same with the
-feed-forward network; `before` and `after` are norms or nothing. A mixer lets a token see those before it: by
-attention, which keeps keys and values of each, or by a state of fixed size. What a runner cannot compute, it
-refuses.
+feed-forward network or the experts; `before` and `after` are norms or nothing. A mixer lets a token see those
+before it: by attention, which keeps keys and values of each, or by a state of fixed size. What a runner
+cannot compute, it refuses.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Final
 
 from nightmill.worker.model.attention import Attention, Temperature
+from nightmill.worker.model.experts import Experts, RouterScores
+from nightmill.worker.model.feed_forward import NO_FEED_FORWARD, Activation, FeedForward
+from nightmill.worker.model.latent import LatentAttention
+from nightmill.worker.model.rope import Rope
 from nightmill.worker.model.states import GatedDeltaNet, Mamba2, ShortConv, StateArray
 from nightmill.worker.model.weights import Norm, Role, Shape, Weight, Weights, stack
 
 __all__ = [
-    "NO_FEED_FORWARD", "Activation", "Attention", "FeedForward", "GatedDeltaNet", "LayerSpec", "Mamba2",
-    "Mixer", "ModelSpec", "Norm", "Role", "Shape", "ShortConv", "StateArray", "Temperature", "Weight",
+    "NO_FEED_FORWARD", "Activation", "Attention", "Experts", "FeedForward", "GatedDeltaNet",
+    "LatentAttention", "LayerSpec", "Mamba2", "Mixer", "ModelSpec", "Norm", "Role", "RouterScores", "Shape",
+    "ShortConv", "StateArray", "Temperature", "Weight",
 ]  # fmt: skip
 
-Mixer = Attention | GatedDeltaNet | Mamba2 | ShortConv
-
-
-class Activation(StrEnum):
-    """The nonlinear function of a feed-forward network."""
-
-    SILU = "silu"
-    """x / (1 + exp(-x))"""
-    GELU = "gelu"
-    """x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))"""
-    RELU_SQUARED = "relu_squared"
-    """max(x, 0)^2"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FeedForward:
-    """down(activation(gate(x)) * up(x)), with `width` elements between.
-
-    Without a gate it is down(activation(up(x))). With a width of 0 there is none: nothing is added.
-    """
-
-    width: int
-    activation: Activation = Activation.SILU
-    gated: bool = True
-    bias: bool = False  # of all its matrices
-    fused: bool = False  # the file has gate and up in one tensor
-
-    def weights(self, width: int) -> Weights:
-        """Its weights in a block of the file, for a residual stream of `width` elements."""
-        if not self.width:
-            return {}
-        sizes = {"gate": self.width, "up": self.width} if self.gated else {"up": self.width}
-        if self.fused:
-            sizes = {"up": sum(sizes.values())}
-        weights = {
-            Role.GATE_UP: stack({f"ffn_{part}.weight": (size, width) for part, size in sizes.items()}),
-            Role.FFN_DOWN: stack({"ffn_down.weight": (width, self.width)}),
-        }
-        if self.bias:
-            weights[Role.GATE_UP_BIAS] = stack({f"ffn_{part}.bias": (size,) for part, size in sizes.items()})
-            weights[Role.FFN_DOWN_BIAS] = stack({"ffn_down.bias": (width,)})
-        return weights
-
-
-NO_FEED_FORWARD: Final = FeedForward(width=0)
+Mixer = Attention | LatentAttention | GatedDeltaNet | Mamba2 | ShortConv
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +42,7 @@ class LayerSpec:
     attention_post_norm: Norm | None = None
     feed_forward_norm: Norm | None
     feed_forward_norm_name: str = "ffn_norm"  # in the file
-    feed_forward: FeedForward
+    feed_forward: FeedForward | Experts
     feed_forward_post_norm: Norm | None = None
     residual_scale: float = 1.0
     parallel: bool = False  # the feed-forward network reads what attention reads: attention's norm
@@ -95,14 +55,21 @@ class LayerSpec:
         return self.mixer
 
     @property
+    def dense(self) -> FeedForward:
+        """The feed-forward network of a layer without experts; for those who have refused all others."""
+        if not isinstance(self.feed_forward, FeedForward):
+            raise TypeError("a layer with experts was taken for one without")
+        return self.feed_forward
+
+    @property
     def state(self) -> tuple[StateArray, ...]:
         """The arrays that the layer keeps for each sequence beside keys and values."""
-        return () if self.mixer is None or isinstance(self.mixer, Attention) else self.mixer.state
+        return () if isinstance(self.mixer, Attention | LatentAttention | None) else self.mixer.state
 
     @property
     def controls(self) -> int:
         """The last rows of MIXER_INPUT that are never rounded to FP8."""
-        return 0 if self.mixer is None or isinstance(self.mixer, Attention) else self.mixer.controls
+        return 0 if isinstance(self.mixer, Attention | LatentAttention | None) else self.mixer.controls
 
     def weights(self, width: int) -> Weights:
         """All its weights, with names as they follow `blk.N.`."""
@@ -141,15 +108,48 @@ class ModelSpec:
     """GGUF's names of the types of the file's tensors, by name; empty if no file was read."""
 
     @property
+    def ropes(self) -> frozenset[Rope]:
+        """All rotations of its layers."""
+        mixers = (layer.mixer for layer in self.layers)
+        return frozenset(mixer.rope for mixer in mixers if isinstance(mixer, Attention | LatentAttention))
+
+    @property
     def attentions(self) -> tuple[Attention, ...]:
         """The different ones among those of the layers."""
         mixers = dict.fromkeys(layer.mixer for layer in self.layers)
         return tuple(mixer for mixer in mixers if isinstance(mixer, Attention))
 
     @property
+    def experts(self) -> tuple[Experts, ...]:
+        """The different mixtures of experts among the layers."""
+        networks = dict.fromkeys(layer.feed_forward for layer in self.layers)
+        return tuple(network for network in networks if isinstance(network, Experts))
+
+    @property
+    def parameters(self) -> int:
+        """All numbers of its weights."""
+        return sum(math.prod(weight.shape) for _, weight in self.all_weights())
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that a token is computed with: all but those of the experts that it does not go through."""
+        idle = 0
+        for index, layer in enumerate(self.layers):
+            if isinstance(experts := layer.feed_forward, Experts):
+                sizes = (
+                    math.prod(weight.shape)
+                    for role, weight in self.layer_weights(index).items()
+                    if role.startswith("experts_")
+                )
+                idle += sum(size // experts.count * (experts.count - experts.used) for size in sizes)
+        return self.parameters - idle
+
+    @property
     def keys(self) -> int:
         """Elements of all keys of a token in all layers, and of all values."""
-        return sum(layer.mixer.keys for layer in self.layers if isinstance(layer.mixer, Attention))
+        return sum(
+            layer.mixer.keys for layer in self.layers if isinstance(layer.mixer, Attention | LatentAttention)
+        )
 
     @property
     def state_bytes(self) -> int:

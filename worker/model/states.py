@@ -41,7 +41,8 @@ class GatedDeltaNet:
     q, k and v go through a causal convolution and SiLU; q and k are divided by their lengths, q by
     sqrt(key_dim) too. Each value head has a matrix S (key_dim, value_dim). At a token, with decay g < 0 and 0
     < beta < 1: S <- exp(g) S; S <- S + beta k (v - k S); the output is q S, normed by head, times SiLU of a
-    gate. Value head h has the keys and queries of head h % key_heads: the order of GGUF files.
+    gate. Value head h has the keys and queries of head h % key_heads: the order of GGUF files, but for
+    qwen3next's, where it is that of head h // (value_heads / key_heads).
     """
 
     key_heads: int
@@ -50,6 +51,7 @@ class GatedDeltaNet:
     value_dim: int
     kernel: int  # tokens of the convolution
     norm: Norm  # of each head's output
+    by_key_head: bool = False  # value heads of a key head are neighbours, and beta and alpha one tensor
 
     title: ClassVar = "a gated delta net"
 
@@ -87,9 +89,11 @@ class GatedDeltaNet:
         inputs = {
             "attn_qkv.weight": self.convolved,
             "attn_gate.weight": self.values,
-            "ssm_beta.weight": heads,
-            "ssm_alpha.weight": heads,
-        }
+        } | (
+            {"ssm_ba.weight": 2 * heads}
+            if self.by_key_head
+            else {"ssm_beta.weight": heads, "ssm_alpha.weight": heads}
+        )
         return {
             Role.MIXER_INPUT: stack({name: (size, width) for name, size in inputs.items()}),
             Role.CONVOLUTION: stack({"ssm_conv1d.weight": (self.convolved, self.kernel)}, product=False),

@@ -1,5 +1,6 @@
 """Weights of a model as data: what each does, and which tensors of a file it is made of."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -21,6 +22,20 @@ class Role(StrEnum):
     """Rows of the gates that come after queries in QKV, for a runner that keeps them apart."""
     Q_NORM = "q_norm"
     K_NORM = "k_norm"
+    SINKS = "sinks"
+    """For each head a score that takes part in the softmax, and has no value."""
+    Q_DOWN = "q_down"
+    Q_DOWN_NORM = "q_down_norm"
+    Q_UP = "q_up"
+    KV_DOWN = "kv_down"
+    """Rows of what keys and values are made of, then of the part of keys that is rotated."""
+    KV_DOWN_NORM = "kv_down_norm"
+    K_UP = "k_up"
+    """For each head keys, (latent, elements): the other way round than V_UP."""
+    V_UP = "v_up"
+    """For each head values, (elements, latent)."""
+    KV_UP = "kv_up"
+    """For each head rows of keys, then of values: older files."""
     ATTN_OUTPUT = "attn_output"
     ATTN_OUTPUT_BIAS = "attn_output_bias"
     MIXER_INPUT = "mixer_input"
@@ -45,6 +60,28 @@ class Role(StrEnum):
     GATE_UP_BIAS = "gate_up_bias"
     FFN_DOWN = "ffn_down"
     FFN_DOWN_BIAS = "ffn_down_bias"
+    ROUTER = "router"
+    """Rows of a logit for each expert."""
+    ROUTER_BIAS = "router_bias"
+    SELECTION_BIAS = "selection_bias"
+    """Added to the scores by which experts are chosen."""
+    LATENT_DOWN = "latent_down"
+    """What experts read is made of the input by it, and what the layer adds of their outputs by LATENT_UP."""
+    LATENT_UP = "latent_up"
+    EXPERTS_GATE_UP = "experts_gate_up"
+    """Gates of all experts, then what they are multiplied with; if fused, for each expert both."""
+    EXPERTS_GATE_UP_BIAS = "experts_gate_up_bias"
+    EXPERTS_DOWN = "experts_down"
+    EXPERTS_DOWN_BIAS = "experts_down_bias"
+    EXPERTS_GATE_SCALE = "experts_gate_scale"
+    EXPERTS_UP_SCALE = "experts_up_scale"
+    EXPERTS_DOWN_SCALE = "experts_down_scale"
+    """For each expert the factor of its product, before the bias."""
+    SHARED_GATE = "shared_gate"
+    SHARED_GATE_UP = "shared_gate_up"
+    SHARED_GATE_UP_BIAS = "shared_gate_up_bias"
+    SHARED_DOWN = "shared_ffn_down"
+    SHARED_DOWN_BIAS = "shared_ffn_down_bias"
     FFN_POST_NORM = "ffn_post_norm"
     OUTPUT_NORM = "output_norm"
     OUTPUT_NORM_BIAS = "output_norm_bias"
@@ -78,9 +115,18 @@ class Weight:
         """True if inputs are multiplied with it; vectors are norms' weights and biases."""
         return self.product and len(self.parts[0][1]) == 2
 
+    @property
+    def is_matrices(self) -> bool:
+        """True if it holds matrices of experts or heads, one behind the other."""
+        return self.product and len(self.parts[0][1]) == 3
+
     def under(self, prefix: str) -> "Weight":
         """The same with `prefix` before each name."""
-        return replace(self, parts=tuple((prefix + name, shape) for name, shape in self.parts))
+        return self.called(lambda name: prefix + name)
+
+    def called(self, rename: Callable[[str], str]) -> "Weight":
+        """The same with other names."""
+        return replace(self, parts=tuple((rename(name), shape) for name, shape in self.parts))
 
 
 Weights = dict[Role, Weight]

@@ -20,7 +20,7 @@ from nightmill.jobs.tables.queries import rows_of
 from tests.support.servers import worker_env
 
 QUERY = "SELECT id, review, price, day, ok FROM reviews WHERE review NOT LIKE '%:none' ORDER BY id"
-ROWS = 2500
+ROWS = 1200
 
 
 class Theirs:

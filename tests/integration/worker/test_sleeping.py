@@ -10,7 +10,7 @@ from nightmill.jobs.client.client import Client
 from tests.integration.worker.conftest import StartWorker, on_sqlite
 from tests.support.servers import wait_until
 
-PATIENCE = 60.0
+PATIENCE = 120.0
 
 
 @on_sqlite

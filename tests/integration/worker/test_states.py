@@ -1,4 +1,4 @@
-"""`nightmill run` on models whose layers keep states: results of files, with the tokens of llama.cpp."""
+"""`nightmill run` on models with states and experts: results of files, with the tokens of transformers."""
 
 import json
 import subprocess
@@ -17,8 +17,8 @@ PATIENCE = 240.0
 
 
 @on_sqlite
-@pytest.mark.parametrize("name", ["qwen35-q8_0", "lfm2-bf16"])
-def test_rows_of_a_file_become_the_tokens_of_llama_cpp(
+@pytest.mark.parametrize("name", ["qwen35-q8_0", "lfm2-bf16", "gptoss-q8_0"])
+def test_rows_of_a_file_become_the_tokens_of_transformers(
     name: str, jobs_client: Client, quick: Settings, tmp_path: Path
 ) -> None:
     """All prompts in company, three at once, so that pieces of prompts and drawn tokens share steps."""
@@ -35,4 +35,4 @@ def test_rows_of_a_file_become_the_tokens_of_llama_cpp(
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in results.read_text().splitlines()]
     drawn = [[token["id"] for token in row["answers"][0]["logprobs"]] for row in rows]
-    assert drawn == [one["llama_cpp_greedy"] for one in prompts]
+    assert drawn == [one["greedy"] for one in prompts]

@@ -107,6 +107,10 @@ FAULTS: dict[str, tuple[bytes, str]] = {
     "zero dimension": (gguf(tensors=[tensor("t", (0, 32))]), "tensor t: has a dimension of 0"),
     "overflow": (gguf(tensors=[tensor("t", (2**33, 2**33))]), "tensor t: its shape .* is impossibly large"),
     "tensor type": (gguf(tensors=[tensor("t", kind=200)]), "tensor t: unknown tensor type 200"),
+    "newer type": (
+        gguf(tensors=[tensor("t", kind=42)]),
+        "tensor t: the type Q2_0 is not supported; requantise",
+    ),
     "removed type": (gguf(tensors=[tensor("t", kind=4)]), "tensor t: unknown tensor type 4"),
     "block size": (gguf(tensors=[tensor("t", (2, 33), kind=8)]), "rows of 33 are not a multiple of Q8_0's"),
     "duplicate tensor": (gguf(tensors=[tensor("t")] * 2), "tensor t: the name occurs twice"),

@@ -82,8 +82,8 @@ FAULTS: dict[str, Fault] = {
         "granitehybrid.attention.head_count_kv: has 4 entries for 3 layers",
     ),
     "experts": (
-        "granitehybrid", {"expert_count": 62}, {},
-        "granitehybrid.expert_count: 62 experts; models of this family with experts are not supported yet",
+        "lfm2", {"expert_count": 62}, {},
+        "lfm2.expert_count: 62 experts; this family has none, those with experts have other names",
     ),
     "a convolution of another length": (
         "qwen35", {"ssm.conv_kernel": 3}, {},

@@ -6,22 +6,25 @@ from typing import Final
 
 from nightmill.worker.model.families.checks import check_tensors
 from nightmill.worker.model.families.cohere import cohere2, command_r
-from nightmill.worker.model.families.ernie4_5 import ernie4_5
+from nightmill.worker.model.families.deepseek2 import deepseek2
+from nightmill.worker.model.families.ernie4_5 import ernie4_5, ernie4_5_moe
 from nightmill.worker.model.families.exaone4 import exaone4
 from nightmill.worker.model.families.gemma import gemma2, gemma3
-from nightmill.worker.model.families.glm4 import glm4
-from nightmill.worker.model.families.granite import granite, granitehybrid
+from nightmill.worker.model.families.glm4 import glm4, glm4moe
+from nightmill.worker.model.families.gpt_oss import gpt_oss
+from nightmill.worker.model.families.granite import granite, granitehybrid, granitemoe
 from nightmill.worker.model.families.hunyuan import hunyuan_dense
 from nightmill.worker.model.families.keys import Keys
-from nightmill.worker.model.families.lfm2 import lfm2
+from nightmill.worker.model.families.lfm2 import lfm2, lfm2moe
 from nightmill.worker.model.families.llama import llama
 from nightmill.worker.model.families.mistral3 import mistral3
-from nightmill.worker.model.families.nemotron_h import nemotron_h
+from nightmill.worker.model.families.nemotron_h import nemotron_h, nemotron_h_moe
 from nightmill.worker.model.families.olmo2 import olmo2
+from nightmill.worker.model.families.olmoe import olmoe
 from nightmill.worker.model.families.phi3 import phi3
 from nightmill.worker.model.families.qwen2 import qwen2
-from nightmill.worker.model.families.qwen3 import qwen3
-from nightmill.worker.model.families.qwen35 import qwen35
+from nightmill.worker.model.families.qwen3 import qwen3, qwen3moe
+from nightmill.worker.model.families.qwen35 import qwen3next, qwen35, qwen35moe
 from nightmill.worker.model.families.seed_oss import seed_oss
 from nightmill.worker.model.families.smollm3 import smollm3
 from nightmill.worker.model.families.stablelm import stablelm
@@ -55,6 +58,17 @@ FAMILIES: Final[dict[str, Callable[[Keys], ModelSpec]]] = {
     "lfm2": lfm2,
     "granitehybrid": granitehybrid,
     "nemotron_h": nemotron_h,
+    "qwen3moe": qwen3moe,
+    "qwen35moe": qwen35moe,
+    "gpt-oss": gpt_oss,
+    "granitemoe": granitemoe,
+    "lfm2moe": lfm2moe,
+    "olmoe": olmoe,
+    "nemotron_h_moe": nemotron_h_moe,
+    "glm4moe": glm4moe,
+    "ernie4_5-moe": ernie4_5_moe,
+    "qwen3next": qwen3next,
+    "deepseek2": deepseek2,
 }
 """By `general.architecture`."""
 

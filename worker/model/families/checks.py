@@ -2,7 +2,7 @@
 
 from nightmill.worker.model.families.keys import ROPE_DIVISORS
 from nightmill.worker.model.gguf.file import GgufFile
-from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.model.spec import ModelSpec, Shape
 
 __all__ = ["check_tensors"]
 
@@ -17,7 +17,7 @@ def check_tensors(file: GgufFile, spec: ModelSpec, skipped: tuple[str, ...] = ()
         info = file.tensors.get(name)
         if info is None:
             file.fail(f"tensor {name}: is missing")
-        if info.shape != shape:
+        if _without_ones(info.shape) != _without_ones(shape):
             file.fail(f"tensor {name}: has shape {info.shape}, expected {shape} from the metadata")
         file.require_readable(name)
     # Whatever else the file holds (experts, fused or extra biases, adapters) would change the results.
@@ -33,3 +33,9 @@ def check_tensors(file: GgufFile, spec: ModelSpec, skipped: tuple[str, ...] = ()
     if extra:
         more = f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""
         file.fail(f"tensor {extra[0]}{more}: is not part of the supported {spec.family} model")
+
+
+def _without_ones(shape: Shape) -> Shape:
+    """The shape without leading dimensions of 1: converters write a vector as a matrix of one row, too."""
+    first = next((index for index, size in enumerate(shape) if size != 1), len(shape))
+    return shape[first:]

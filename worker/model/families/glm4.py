@@ -1,13 +1,15 @@
-"""GLM-4 (0414), without experts."""
+"""GLM-4 (0414), and GLM-4.5 to 4.7 with experts."""
 
 from dataclasses import replace
 
 from nightmill.worker.model.families.dense import dense_layer, dense_model
+from nightmill.worker.model.families.experts import experts_of, leading_dense
 from nightmill.worker.model.families.keys import Keys
+from nightmill.worker.model.families.mixture import mixture_layers
 from nightmill.worker.model.rope import RopeStyle
-from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.model.spec import ModelSpec, RouterScores
 
-__all__ = ["glm4"]
+__all__ = ["glm4", "glm4moe"]
 
 
 def glm4(keys: Keys) -> ModelSpec:
@@ -16,3 +18,16 @@ def glm4(keys: Keys) -> ModelSpec:
     layer = dense_layer(keys, style=RopeStyle.PAIRS, fused=True)
     layer = replace(layer, attention_post_norm=norm, feed_forward_post_norm=norm)
     return replace(dense_model(keys, layer), overflows_half=True)
+
+
+def glm4moe(keys: Keys) -> ModelSpec:
+    """The first layers have no experts. Blocks behind the last predict further tokens, and are left out."""
+    keys.skip_predictors()
+    norm, first = keys.norm(), leading_dense(keys)
+    normed = keys.has_tensor("blk.0.attn_q_norm.weight")
+    layers = mixture_layers(
+        keys, keys.attention(RopeStyle.HALVES, qk_norm=norm if normed else None),
+        lambda index: experts_of(keys, index, scores=RouterScores.SIGMOID),
+        dense=lambda index: index < first, norm_name="post_attention_norm",
+    )  # fmt: skip
+    return dense_model(keys, *layers)

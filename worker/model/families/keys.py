@@ -72,6 +72,10 @@ class Keys:
             self.file.fail(f"{name}: is {value:g}, expected more than 0")
         return value or None
 
+    def reads(self, key: str) -> None:
+        """Say that the family reads a key that would change the arithmetic if it did not."""
+        self._read.add(key)
+
     def has_tensor(self, name: str) -> bool:
         """Return whether the file holds a tensor of that name."""
         return name in self.file.tensors
@@ -121,12 +125,17 @@ class Keys:
             file.fail(f"{name}: is {wrong}, expected 0 to {_MAX_SIZE}")
         return given[:layers]
 
+    @property
+    def has_experts(self) -> bool:
+        """True if the file has mixtures of experts."""
+        return self.file.integer(self.name("expert_count"), minimum=0, default=0) > 0
+
     def refuse_experts(self) -> None:
-        """Fail where the file has experts: families that call it are read without."""
+        """Fail where the file has experts: families that call it are those without."""
         name = self.name("expert_count")
         if count := self.file.integer(name, default=0):
             self.file.fail(
-                f"{name}: {count} experts; models of this family with experts are not supported yet"
+                f"{name}: {count} experts; this family has none, those with experts have other names"
             )
 
     def vocab(self) -> int:

@@ -1,40 +1,59 @@
-"""Qwen3.5 to 3.8, without experts: three of four layers have a gated delta net in place of attention."""
+"""Qwen3-Next and Qwen3.5 to 3.8: three of four layers have a gated delta net in place of attention."""
 
 from dataclasses import replace
 
 from nightmill.worker.model.families.dense import dense_model
+from nightmill.worker.model.families.experts import experts_of
 from nightmill.worker.model.families.hybrid import attention_layers, check_kinds, delta_net
 from nightmill.worker.model.families.keys import Keys
+from nightmill.worker.model.families.mixture import mixture_layers
 from nightmill.worker.model.rope import RopeStyle
-from nightmill.worker.model.spec import LayerSpec, ModelSpec
+from nightmill.worker.model.spec import ModelSpec
 
-__all__ = ["qwen35"]
+__all__ = ["qwen3next", "qwen35", "qwen35moe"]
 
 _DELTA_NET = "a gated delta net"
 
 
 def qwen35(keys: Keys) -> ModelSpec:
+    """Without experts."""
+    keys.refuse_experts()
+    return _model(keys, dense=True)
+
+
+def qwen35moe(keys: Keys) -> ModelSpec:
+    """All layers have experts, and one that all tokens go through, with a gate."""
+    return _model(keys, dense=False)
+
+
+def qwen3next(keys: Keys) -> ModelSpec:
+    """The same, with the value heads of the delta net in the order of the model."""
+    return _model(keys, dense=False, by_key_head=True)
+
+
+def _model(keys: Keys, *, dense: bool, by_key_head: bool = False) -> ModelSpec:
     """Attention has gates, norms of each query and key, and rotates a quarter of a head.
 
     The converter adds 1 to the weights of all norms but the delta net's, and orders value heads so that head
-    h goes with key head h % key heads. Blocks behind the last layer predict further tokens, and are left out.
+    h goes with key head h % key heads, but not for qwen3next. Blocks behind the last layer predict further
+    tokens, and are left out.
     """
-    keys.refuse_experts()
     keys.skip_predictors()
     keys.text_of_images()
     kinds, said_by = _kinds(keys)
     check_kinds(keys, kinds, {"attention": "attn_output.weight", _DELTA_NET: "ssm_out.weight"}, said_by)
     norm = keys.norm()
     attention = keys.attention(RopeStyle.HALVES, qk_norm=norm, layers=attention_layers(keys, kinds, said_by))
-    attending = LayerSpec(
-        attention_norm=norm,
-        mixer=replace(attention, gated=True),
-        feed_forward_norm=norm,
-        feed_forward_norm_name="post_attention_norm",
-        feed_forward=keys.feed_forward(),
+    layers = mixture_layers(
+        keys, replace(attention, gated=True), lambda index: experts_of(keys, index), dense=lambda _: dense,
+        norm_name="post_attention_norm",
+    )  # fmt: skip
+    net = replace(delta_net(keys, norm), by_key_head=by_key_head)
+    mixed = (
+        replace(layer, mixer=net) if kind == _DELTA_NET else layer
+        for layer, kind in zip(layers, kinds, strict=True)
     )
-    layers = {"attention": attending, _DELTA_NET: replace(attending, mixer=delta_net(keys, norm))}
-    return dense_model(keys, *(layers[kind] for kind in kinds))
+    return dense_model(keys, *mixed)
 
 
 def _kinds(keys: Keys) -> tuple[list[str], str]:

@@ -48,6 +48,9 @@ _OTHER_FORMATS = (
     (b"lmgg", "an old llama.cpp format (GGML); convert the model to GGUF first"),
 )
 
+_NEWER_TYPES: Final = {40: "NVFP4", 41: "Q1_0", 42: "Q2_0"}
+"""Types of tensors that llama.cpp has and not every `gguf` package, by their numbers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Value:
@@ -202,6 +205,10 @@ class HeaderWalk:
             kind = GGMLQuantizationType(number)
             block, block_bytes = GGML_QUANT_SIZES[kind]
         except (ValueError, KeyError):
+            if number in _NEWER_TYPES:
+                self._fail(
+                    f"tensor {name}: the type {_NEWER_TYPES[number]} is not supported; requantise the model"
+                )
             self._fail(f"tensor {name}: unknown tensor type {number}; a newer `gguf` package may know it")
         if shape[-1] % block:
             self._fail(

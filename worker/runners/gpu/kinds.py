@@ -5,6 +5,7 @@ from typing import NamedTuple
 from nightmill.worker.model.spec import (
     Attention,
     GatedDeltaNet,
+    LatentAttention,
     LayerSpec,
     Mamba2,
     Mixer,
@@ -60,6 +61,8 @@ def mixer_sizes(mixer: Mixer | None) -> MixerSizes:
             return MixerSizes(_filled_up(inputs), mixer.inner, 0, controls)
         case ShortConv():
             return MixerSizes(_filled_up(3 * mixer.width), mixer.width)
+        case LatentAttention():
+            raise TypeError("no kernel computes latent attention")
 
 
 def _filled_up(size: int) -> int:

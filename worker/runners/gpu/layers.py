@@ -149,7 +149,7 @@ def bind_layers(
     def kernels_of(layer: LayerSpec, own: LayerWeights) -> LayerKernels:
         mixer, ffn, kinds, sizes = (
             layer.mixer,
-            layer.feed_forward,
+            layer.dense,
             layer_kinds(layer),
             mixer_sizes(layer.mixer),
         )

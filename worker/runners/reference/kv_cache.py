@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nightmill.jobs.errors import RunnerError
-from nightmill.worker.model.spec import Attention, ModelSpec
+from nightmill.worker.model.spec import Attention, LatentAttention, ModelSpec
 from nightmill.worker.runners.base import StepBatch
 from nightmill.worker.runners.kv_format import KvFormat
 from nightmill.worker.runners.reference import ops
@@ -52,7 +52,8 @@ class Places:
 class ReferenceKvCache:
     """Keys and values of each layer of attention: what `kv` leaves of them.
 
-    They are float32 (cache rows, kv_heads, head_dim); other layers have no heads.
+    They are float32 (cache rows, kv_heads, head_dim); other layers have no heads. Latent attention has one
+    head of what it keeps, whose keys are its values, too.
 
     The row after the last page is never written: padding reads zeros there.
     """
@@ -63,13 +64,20 @@ class ReferenceKvCache:
         self._kv = kv
         self._page_size = page_size
         self._zero_row = pages * page_size
-        self.keys, self.values = (
-            [self._empty(spec, index) for index in range(len(spec.layers))] for _ in "kv"
-        )
+        layers = range(len(spec.layers))
+        self.keys = [self._empty(spec, index) for index in layers]
+        self.values = [
+            self.keys[index]
+            if isinstance(spec.layers[index].mixer, LatentAttention)
+            else self._empty(spec, index)
+            for index in layers
+        ]
 
     def _empty(self, spec: ModelSpec, index: int) -> npt.NDArray[np.float32]:
         mixer = spec.layers[index].mixer
         heads = (mixer.kv_heads, mixer.head_dim) if isinstance(mixer, Attention) else (0, 0)
+        if isinstance(mixer, LatentAttention):
+            heads = (1, mixer.kept)
         return np.zeros((self._zero_row + 1, *heads), dtype=np.float32)
 
     def close(self) -> None:

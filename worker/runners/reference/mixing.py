@@ -46,11 +46,17 @@ def _delta_net(mixer: GatedDeltaNet, weights: Weights, x: FloatArray, state: Sta
     kind, tokens = x.dtype.type, len(x)
     values, heads = mixer.values, mixer.value_heads
     qkv, gate, beta, alpha = np.split(x, np.cumsum([mixer.convolved, values, heads]), axis=1)
+    if mixer.by_key_head:
+        both = np.concatenate([beta, alpha], axis=1).reshape(tokens, mixer.key_heads, 2, -1)
+        beta, alpha = (both[:, :, part].reshape(tokens, heads) for part in (0, 1))
     qkv = ops.silu(_convolved(qkv, weights, state, flow))
     q, k, v = np.split(qkv, [mixer.keys, 2 * mixer.keys], axis=1)
     q, k = (_of_length_1(part.reshape(tokens, -1, mixer.key_dim)) for part in (q, k))
-    # Value head h has the keys of head h % key_heads.
-    q, k = (np.tile(part, (1, heads // mixer.key_heads, 1)) for part in (q * kind(mixer.key_dim**-0.5), k))
+    q, k, sharing = q * kind(mixer.key_dim**-0.5), k, heads // mixer.key_heads
+    if mixer.by_key_head:
+        q, k = (np.repeat(part, sharing, axis=1) for part in (q, k))
+    else:
+        q, k = (np.tile(part, (1, sharing, 1)) for part in (q, k))
     decay = weights[Role.DECAY] * np.logaddexp(alpha + weights[Role.TIME_STEP_BIAS], kind(0))
     inputs = (q, k, v.reshape(tokens, heads, -1), decay, ops.sigmoid(beta))
     mixed = _through(delta_chunked, delta_recurrent, inputs, state, flow)

@@ -5,7 +5,7 @@ were drawn in one piece and every longer chunk by itself, and so do layers with 
 the rows that draw. A job's tokens do not depend on what else is in the batch (see `ops`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,15 +16,18 @@ from nightmill.worker.model.rope import Rope, RopeStyle
 from nightmill.worker.model.spec import (
     Activation,
     Attention,
+    Experts,
     FeedForward,
+    LatentAttention,
     Mixer,
     ModelSpec,
     Norm,
     Role,
-    Weight,
 )
 from nightmill.worker.runners.reference import ops
+from nightmill.worker.runners.reference.experts import choose, mix_experts
 from nightmill.worker.runners.reference.kv_cache import Places, ReferenceKvCache
+from nightmill.worker.runners.reference.loading import load, load_layer
 from nightmill.worker.runners.reference.mixing import mix
 from nightmill.worker.runners.reference.rounding import as_fp8
 from nightmill.worker.runners.reference.states import Flow, ReferenceStates
@@ -41,6 +44,7 @@ _ACTIVATIONS = {
     (Activation.GELU, False): ops.gelu,
     (Activation.RELU_SQUARED, True): ops.reglu_squared,
     (Activation.RELU_SQUARED, False): ops.relu_squared,
+    (Activation.CLAMPED_SWIGLU, True): ops.clamped_swiglu,
 }
 Trace = Callable[[str, npt.NDArray[Any]], None]
 
@@ -49,7 +53,7 @@ class ReferenceModel:
     """A model's weights as float32; computes on a cache and on states.
 
     trace  called with a name and an array at each stage of a step: "embedding", "layer.0", ..., "norm" (all
-           tokens), "logits" (only the rows that draw)
+           tokens), "logits" (only the rows that draw); "experts.0", ..., each token's, the best first
     fp8    round the matrices of layers, and what is multiplied with them, to FP8
     """
 
@@ -63,24 +67,15 @@ class ReferenceModel:
         self._states = states
         self._trace = trace
         self._layers = [
-            _load(file, spec.layer_weights(index), fp8=fp8, controls=layer.controls)
-            for index, layer in enumerate(spec.layers)
+            load_layer(file, spec.layers[index], spec.layer_weights(index), fp8=fp8)
+            for index in range(len(spec.layers))
         ]
         norm = spec.output_norm.weights(Role.OUTPUT_NORM, spec.output_norm_name, spec.width)
-        self._output_norm = _load(file, norm)
+        self._output_norm = load(file, norm)
         self._embedding = file.array("token_embd.weight")
         self._head = (self._embedding if spec.tied_head else file.array("output.weight")).T
-        shapes = {
-            layer[role].shape: layer[role]
-            for index, layer in enumerate(self._layers)
-            for role, weight in spec.layer_weights(index).items()
-            if weight.is_matrix
-        }
-        shapes |= {
-            one.shape: one for own in self._layers if (one := own.get(Role.MIXER_CONTROLS)) is not None
-        }
-        self._tiled = not all(map(ops.rows_are_independent, (*shapes.values(), self._head)))
-        ropes = {attention.rope for attention in spec.attentions}
+        self._tiled: dict[tuple[tuple[int, ...], bool], bool] = {}
+        ropes = spec.ropes
         self._frequencies = {rope: rope.frequencies() for rope in ropes}
 
     def forward(self, tokens: npt.NDArray[np.int32], places: Places, flow: Flow) -> ops.FloatArray:
@@ -101,7 +96,7 @@ class ReferenceModel:
             if layer.feed_forward.width:
                 if not layer.parallel:
                     normed = _norm(layer.feed_forward_norm, x, weights, Role.FFN_NORM)
-                added = self._feed_forward(layer.feed_forward, weights, normed)
+                added = self._feed_forward(index, layer.feed_forward, weights, normed)
                 added = _norm(layer.feed_forward_post_norm, added, weights, Role.FFN_POST_NORM)
                 x = x + _scaled(added, layer.residual_scale)
             self._report(f"layer.{index}", x)
@@ -111,7 +106,7 @@ class ReferenceModel:
 
     def logits(self, hidden: ops.FloatArray) -> FloatArray:
         """Logits (R, vocab) of normed hidden states (R, width)."""
-        logits = _scaled(ops.linear(hidden, self._head, tiled=self._tiled), self._spec.logit_scale)
+        logits = _scaled(self._product(hidden, self._head), self._spec.logit_scale)
         logits = ops.softcap(logits, self._spec.logit_softcap).astype(np.float32, copy=False)
         self._report("logits", logits)
         return logits
@@ -126,9 +121,11 @@ class ReferenceModel:
     ) -> ops.FloatArray:  # fmt: skip
         if isinstance(mixer, Attention):
             return self._attend(index, mixer, weights, x, places, rotations)
+        if isinstance(mixer, LatentAttention):
+            return self._attend_latent(index, mixer, weights, x, places, rotations)
         inputs = self._linear(x, weights[Role.MIXER_INPUT])
         if Role.MIXER_CONTROLS in weights:
-            controls = ops.linear(x, weights[Role.MIXER_CONTROLS], tiled=self._tiled)
+            controls = self._product(x, weights[Role.MIXER_CONTROLS])
             inputs = np.concatenate([inputs, controls], axis=1)
         mixed = mix(mixer, weights, inputs, self._states.layers[index], flow)
         return self._linear(mixed, weights[Role.MIXER_OUTPUT])
@@ -155,7 +152,7 @@ class ReferenceModel:
             q, k = _norm(norm, q, weights, Role.Q_NORM), _norm(norm, k, weights, Role.K_NORM)
         if attention.temperature is not None:
             q = q * attention.temperature.factors(places.positions)[:, None, None].astype(q.dtype)
-        how = ops.Scores(attention.scale, attention.softcap, attention.window)
+        how = ops.Scores(attention.scale, attention.softcap, attention.window, weights.get(Role.SINKS))
         mixed = self._cache.attend(index, q, k, v, places, how)
         if attention.gated:
             mixed = mixed * ops.sigmoid(gate[0])
@@ -163,16 +160,80 @@ class ReferenceModel:
             mixed.reshape(len(x), -1), weights[Role.ATTN_OUTPUT], weights.get(Role.ATTN_OUTPUT_BIAS)
         )
 
-    def _feed_forward(self, feed_forward: FeedForward, weights: Weights, x: ops.FloatArray) -> ops.FloatArray:
+    def _attend_latent(
+        self, index: int, attention: LatentAttention, weights: Weights, x: ops.FloatArray, places: Places,
+        rotations: Rotations,
+    ) -> ops.FloatArray:  # fmt: skip
+        rows, heads, latent = len(x), attention.heads, attention.latent
+        cosine, sine = rotations[attention.rope]
+        interleaved = attention.rope.style is RopeStyle.PAIRS
+        made_of = x
+        if attention.query_latent is not None:
+            made_of = _norm(attention.norm, self._linear(x, weights[Role.Q_DOWN]), weights, Role.Q_DOWN_NORM)
+        q, q_rotated = np.split(
+            self._linear(made_of, weights[Role.Q_UP]).reshape(rows, heads, -1), [attention.key_dim], axis=2
+        )
+        kept, k_rotated = np.split(self._linear(x, weights[Role.KV_DOWN])[:, None], [latent], axis=2)
+        kept = _norm(attention.norm, kept, weights, Role.KV_DOWN_NORM)
+        q_rotated, k_rotated = (
+            ops.rope(part, cosine, sine, interleaved=interleaved) for part in (q_rotated, k_rotated)
+        )
+        absorbed = np.stack([self._linear(q[:, head], weights[Role.K_UP][head]) for head in range(heads)], 1)
+        keys = np.concatenate([kept, k_rotated], axis=2)
+        mixed = self._cache.attend(
+            index,
+            np.concatenate([absorbed, q_rotated], axis=2),
+            keys,
+            keys,
+            places,
+            ops.Scores(attention.scale),
+        )
+        values = [self._linear(mixed[:, head, :latent], weights[Role.V_UP][head]) for head in range(heads)]
+        return self._linear(np.concatenate(values, axis=1), weights[Role.ATTN_OUTPUT])
+
+    def _feed_forward(
+        self, index: int, network: FeedForward | Experts, weights: Weights, x: ops.FloatArray
+    ) -> ops.FloatArray:
+        activate = _ACTIVATIONS[network.activation, network.gated]
+        if isinstance(network, Experts):
+            return self._experts(index, network, weights, x, activate)
         inner = self._linear(x, weights[Role.GATE_UP], weights.get(Role.GATE_UP_BIAS))
-        activated = _ACTIVATIONS[feed_forward.activation, feed_forward.gated](inner)
-        return self._linear(activated, weights[Role.FFN_DOWN], weights.get(Role.FFN_DOWN_BIAS))
+        return self._linear(activate(inner), weights[Role.FFN_DOWN], weights.get(Role.FFN_DOWN_BIAS))
+
+    def _experts(
+        self, index: int, experts: Experts, weights: Weights, x: ops.FloatArray,
+        activate: Callable[[ops.FloatArray], ops.FloatArray],
+    ) -> ops.FloatArray:  # fmt: skip
+        logits = self._product(x, weights[Role.ROUTER], weights.get(Role.ROUTER_BIAS))
+        routed = choose(experts, logits, weights.get(Role.SELECTION_BIAS))
+        self._report(f"experts.{index}", routed[0])
+        read = x if experts.latent is None else self._linear(x, weights[Role.LATENT_DOWN])
+        mixed = mix_experts(experts, weights, read, self._linear, activate, routed)
+        if experts.latent is not None:
+            mixed = self._linear(mixed, weights[Role.LATENT_UP])
+        if experts.shared is None:
+            return mixed
+        inner = self._linear(x, weights[Role.SHARED_GATE_UP], weights.get(Role.SHARED_GATE_UP_BIAS))
+        inner = _ACTIVATIONS[experts.shared.activation, experts.shared.gated](inner)
+        shared = self._linear(inner, weights[Role.SHARED_DOWN], weights.get(Role.SHARED_DOWN_BIAS))
+        if experts.shared_gated:
+            shared = shared * ops.sigmoid((x * weights[Role.SHARED_GATE]).sum(axis=1, keepdims=True))
+        return mixed + shared
 
     def _linear(
         self, x: ops.FloatArray, weight: FloatArray, bias: FloatArray | None = None
     ) -> ops.FloatArray:
         """A product of a layer."""
-        return ops.linear(as_fp8(x) if self._fp8 else x, weight, bias, tiled=self._tiled)
+        return self._product(as_fp8(x) if self._fp8 else x, weight, bias)
+
+    def _product(
+        self, x: ops.FloatArray, weight: FloatArray, bias: FloatArray | None = None
+    ) -> ops.FloatArray:
+        """A product in tiles of rows, but where a trial has shown that this BLAS needs none."""
+        kind = weight.shape, weight.flags.c_contiguous
+        if kind not in self._tiled:
+            self._tiled[kind] = not ops.rows_are_independent(weight)
+        return ops.linear(x, weight, bias, tiled=self._tiled[kind])
 
     def _report(self, stage: str, values: npt.NDArray[Any]) -> None:
         if self._trace is not None:
@@ -188,23 +249,3 @@ def _norm(norm: Norm | None, x: ops.FloatArray, weights: Weights, role: Role) ->
 
 def _scaled(x: ops.FloatArray, scale: float) -> ops.FloatArray:
     return x if scale == 1.0 else x * x.dtype.type(scale)
-
-
-def _load(file: GgufFile, weights: Mapping[Role, Weight], *, fp8: bool = False, controls: int = 0) -> Weights:
-    """Read weights; matrices become (inputs, outputs): tokens are rows, and multiply from the left.
-
-    In FP8, so many last rows of MIXER_INPUT are a matrix of their own, which is not rounded.
-    """
-
-    def load(weight: Weight) -> FloatArray:
-        stacked = np.concatenate([file.array(name) for name in weight.names])
-        if not weight.is_matrix:
-            return stacked
-        return np.ascontiguousarray((as_fp8(stacked) if fp8 else stacked).T)
-
-    loaded = {role: load(weight) for role, weight in weights.items()}
-    if fp8 and controls:
-        stacked = np.concatenate([file.array(name) for name in weights[Role.MIXER_INPUT].names])
-        loaded[Role.MIXER_INPUT] = np.ascontiguousarray(loaded[Role.MIXER_INPUT][:, :-controls])
-        loaded[Role.MIXER_CONTROLS] = np.ascontiguousarray(stacked[-controls:].T)
-    return loaded

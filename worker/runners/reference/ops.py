@@ -24,6 +24,7 @@ IndexArray = npt.NDArray[np.integer[Any]]
 
 ROW_TILE = 8
 KEY_TILE = 128
+_ANY_KERNEL = 1 << 21  # multiplications from which on a product goes through the kernel of large ones
 _MAX_SCORES = 1 << 23  # elements of attention scores held at once
 
 
@@ -69,10 +70,13 @@ def linear(
 def rows_are_independent(weight: FloatArray) -> bool:
     """Return whether multiplying many rows by `weight` (inputs, outputs) at once gives the bits of tiles.
 
-    An experiment on this machine's BLAS. Small products may go through other kernels, up to some size: for
-    small weights all row counts are tried up to 32 tiles, for large ones a few.
+    An experiment on this machine's BLAS. Small products may go through other kernels, up to some size
+    (OpenBLAS: 10^6 multiplications): for small weights all row counts are tried up to 32 tiles, for large
+    ones a few. False without a trial for weights so small that 32 tiles stay below that size.
     """
     tiles = range(2, 33) if weight.size < 1 << 20 else (2, 3, 8)
+    if weight.size * ROW_TILE * max(tiles) < _ANY_KERNEL:
+        return False
     rows = ROW_TILE * max(tiles)
     x = np.random.default_rng(0).standard_normal((rows, len(weight))).astype(weight.dtype)
     expected = linear(x, weight)
@@ -152,6 +156,14 @@ def reglu_squared(gate_up: FloatArray) -> FloatArray:
     return relu_squared(gate) * up
 
 
+def clamped_swiglu(gate_up: FloatArray) -> FloatArray:
+    """g sigmoid(1.702 g) (u + 1) of (T, 2 F), gate first: g no more than 7, u from -7 to 7 (gpt-oss)."""
+    kind = gate_up.dtype.type
+    gate, up = np.split(gate_up, 2, axis=-1)
+    gate, up = np.minimum(gate, kind(7)), np.clip(up, kind(-7), kind(7))
+    return gate * sigmoid(gate * kind(1.702)) * (up + 1)
+
+
 def softcap(x: FloatArray, cap: float | None) -> FloatArray:
     """cap * tanh(x / cap): nothing gets beyond the cap. None: x."""
     if cap is None:
@@ -162,11 +174,15 @@ def softcap(x: FloatArray, cap: float | None) -> FloatArray:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scaling, capping and windowing of attention scores, as `worker.model.spec.Attention` says."""
+    """Scaling, capping and windowing of attention scores, as `worker.model.spec.Attention` says.
+
+    sinks  (H,) scores that each head's softmax has beside, without values
+    """
 
     scale: float | None = None
     softcap: float | None = None
     window: int | None = None
+    sinks: FloatArray | None = None
 
 
 def attention(
@@ -206,7 +222,14 @@ def attention(
     if how.window is not None:
         hidden |= places < seen - how.window
     np.copyto(scores, -np.inf, where=hidden)
-    scores -= scores.max(axis=(3, 5), keepdims=True)
+    largest = scores.max(axis=(3, 5), keepdims=True)
+    sinks = None
+    if how.sinks is not None:
+        sinks = np.zeros((kv_heads, row_tiles * ROW_TILE), dtype=q.dtype)
+        sinks[:, :rows] = np.tile(how.sinks.reshape(kv_heads, shared), queries)
+        sinks = sinks.reshape(kv_heads, row_tiles, 1, ROW_TILE, 1)
+        largest = np.maximum(largest, sinks)
+    scores -= largest
     np.exp(scores, out=scores)
     weights = scores.sum(axis=5)
     products = np.matmul(scores, v)  # (N, G, row tiles, key tiles, ROW_TILE, D)
@@ -214,6 +237,8 @@ def attention(
     for tile in range(1, key_tiles):  # in order: a hidden tile adds exact zeros
         total = total + weights[:, :, :, tile]
         mixed = mixed + products[:, :, :, tile]
+    if sinks is not None:
+        total = total + np.exp(sinks - largest)[:, :, :, 0, :, 0]
     mixed = (mixed / total[..., None]).reshape(groups, kv_heads, row_tiles * ROW_TILE, head_dim)[:, :, :rows]
     unpacked = mixed.reshape(groups, kv_heads, queries, shared, head_dim).transpose(0, 2, 1, 3, 4)
     result: FloatArray = unpacked.reshape(groups, queries, heads, head_dim)
