@@ -183,7 +183,6 @@ def test_what_is_no_tools_fails_alone(model_path: Path) -> None:
 TYPED: dict[str, Any] = {
     "type": "object",
     "properties": {
-        "note": {"type": "string"},
         "kind": {"enum": ["a b", "c"]},
         "days": {"type": "integer", "minimum": 0, "maximum": 9},
         "deep": {"type": "array", "items": {"$ref": "#/$defs/flag"}, "maxItems": 2},
@@ -197,10 +196,11 @@ BY_ARGUMENT = sorted(TYPED_FORMATS, key=str)
 
 @pytest.mark.parametrize("written", BY_ARGUMENT)
 def test_calls_whose_arguments_have_marks_of_their_own_obey_their_schemas(written: CallFormat) -> None:
-    tools = Tools([{"type": "function", "function": {"name": "f", "parameters": TYPED}}], required=True)
+    functions = [{"type": "function", "function": {"name": "f", "parameters": TYPED}}]
+    tools = Tools(functions, required=True, parallel=False)
     grammar = complete(lark_of(calls_asked(tools, written)))
     seen: set[str] = set()
-    for seed in range(60):
+    for seed in range(40):
         text = walk(LLMatcher(BYTES, grammar, log_level=0), random.Random(seed), 400)
         if text is None:
             continue
@@ -210,3 +210,38 @@ def test_calls_whose_arguments_have_marks_of_their_own_obey_their_schemas(writte
             Draft202012Validator(TYPED).validate(call.parsed)
             seen |= call.parsed.keys()
     assert seen >= {"kind", "deep"}
+
+
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        (
+            CallFormat.QWEN_XML,
+            '<tool_call>\n<function=f>\n<parameter=note>\na "b" <c>\n</parameter>\n<parameter=n>\n7\n'
+            "</parameter>\n</function>\n</tool_call>",
+        ),
+        (
+            CallFormat.GLM_XML,
+            '<tool_call>f\n<arg_key>note</arg_key>\n<arg_value>a "b" <c></arg_value>\n<arg_key>n</arg_key>\n'
+            "<arg_value>7</arg_value>\n</tool_call>",
+        ),
+        (CallFormat.GEMMA, '<|tool_call>call:f{note:<|"|>a "b" <c><|"|>,n:7}<tool_call|>'),
+    ],
+)
+def test_a_text_stands_bare_between_its_marks(written: CallFormat, text: str) -> None:
+    parameters = {
+        "type": "object", "properties": {"note": {"type": "string"}, "n": {"type": "integer"}},
+        "required": ["note", "n"],
+    }  # fmt: skip
+    tools = Tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}], required=True)
+    grammar = complete(lark_of(calls_asked(tools, written)))
+
+    def obeys(said: str) -> bool:
+        matcher = LLMatcher(BYTES, grammar, log_level=0)
+        return (
+            matcher.try_consume_tokens(list(said.encode())) == len(said.encode()) and matcher.is_accepting()
+        )
+
+    assert obeys(text) and not obeys(text.replace("7", "x")) and not obeys(text[:-1])
+    (call,) = read_reply(text, Markup(written), tools, "j").tool_calls
+    assert call.parsed == {"note": 'a "b" <c>', "n": 7}
