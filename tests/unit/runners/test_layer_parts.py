@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nightmill.worker.model.rope import RopeStyle
-from nightmill.worker.model.spec import Activation, LayerSpec, Norm
+from nightmill.worker.model.spec import Activation, FeedForward, LayerSpec, Norm, ShortConv
 from nightmill.worker.runners.gpu.device.operands import Format
 from nightmill.worker.runners.gpu.kinds import kinds_of, layer_kinds
 from nightmill.worker.runners.gpu.products.elements.few_rows import FewRows
@@ -54,6 +54,24 @@ def test_the_fused_layer_takes_nothing_that_it_does_not_compute() -> None:
         replace(plain, feed_forward_norm=Norm(1e-6, bias=True)),
     ]
     assert not any(map(suits, others))
+
+
+def test_products_are_fused_whatever_is_done_to_heads_between_them() -> None:
+    """Norms of heads, gates and states are launches of their own; what a product would miss is refused."""
+    plain = dense_spec().layers[0]
+
+    def suits(layer: LayerSpec) -> bool:
+        return FewRows.suits_products(layer, 896, [Format.F16], hopper=True)
+
+    normed = replace(plain.attention, qk_norm=Norm(1e-6), head_dim=96, gated=True, bias=False)
+    state = ShortConv(width=896, kernel=3)
+    for mixer in (plain.mixer, normed, state):
+        assert suits(replace(plain, mixer=mixer))
+        assert not suits(replace(plain, mixer=mixer, residual_scale=0.5))
+        assert not suits(replace(plain, mixer=mixer, feed_forward=FeedForward(width=0)))
+    assert not FewRows.suits(replace(plain, mixer=normed), 896, [Format.F16], hopper=True)
+    assert not suits(replace(plain, mixer=replace(state, width=904)))
+    assert not suits(replace(plain, mixer=None))
 
 
 @pytest.mark.parametrize(("head", "rotated"), [(16, 4), (40, 20), (12, 6), (128, 96)])
