@@ -163,6 +163,7 @@ class _Harmony:
     def __init__(self, tools: Tools | None) -> None:
         self._tools = tools
         self._pending = ""
+        self._searched = 0  # characters of it in which no end begins
         self._pushed = 0  # characters
         self._header = ""  # of the message whose body is read; "" also before the first
         self._state = "first"  # first, header, reasoning, content, call, free
@@ -215,9 +216,10 @@ class _Harmony:
                 return False
             case "first" | "header":
                 return self._head(spans)
-        found = _ENDS.search(self._pending)
+        found = _ENDS.search(self._pending, self._searched)
         if self._state == "call":
             if found is None:
+                self._searched = max(0, len(self._pending) - _LONGEST_END + 1)
                 return False
             self._called(self._take(found.start()), spans, cut=False)
         else:
@@ -300,4 +302,5 @@ class _Harmony:
 
     def _take(self, length: int) -> str:
         taken, self._pending = self._pending[:length], self._pending[length:]
+        self._searched = 0
         return taken
