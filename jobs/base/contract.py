@@ -263,6 +263,16 @@ class CallFormat(_Word):
     LLAMA = "llama"  # {"name": ..., "parameters": {...}} as the whole text, perhaps behind <|python_tag|>
     MISTRAL = "mistral"  # [TOOL_CALLS][{"name": ..., "arguments": {...}}]
     MISTRAL_NAMED = "mistral-named"  # [TOOL_CALLS]name[ARGS]{...}
+    QWEN_XML = "qwen-xml"  # <tool_call><function=name><parameter=key>value</parameter></function></tool_call>
+    GLM_XML = "glm-xml"  # <tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>
+    GEMMA = "gemma"  # <|tool_call>call:name{key:<|"|>value<|"|>}<tool_call|>
+    PYTHONIC = "pythonic"  # [name(key='value')] as the whole text
+    LFM2 = "lfm2"  # <|tool_call_start|>[name(key='value')]<|tool_call_end|>
+    GRANITE = "granite"  # <|tool_call|>[{"name": ..., "arguments": {...}}]
+    PHI = "phi"  # <|tool_call|>[{"name": ..., "arguments": {...}}]<|/tool_call|>
+    NEMOTRON = "nemotron"  # <TOOLCALL>[{"name": ..., "arguments": {...}}]</TOOLCALL>
+    TOOL_CALLS = "tool-calls"  # <tool_calls>[{"name": ..., "arguments": {...}}]</tool_calls>, or line by line
+    HARMONY = "harmony"  # <|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>
     JSON = "json"  # {"name": ..., "arguments": {...}} as the whole text, or a list of such
 
 
@@ -273,11 +283,13 @@ class Markup:
     calls     syntax of its tool calls
     thinking  the marks around the model's reasoning
     opened    the prompt ends with the opening mark
+    closed    the prompt ends with the closing mark: the model is not to reason; not stored
     """
 
     calls: CallFormat | None = None
     thinking: tuple[str, str] | None = None
     opened: bool = False
+    closed: bool = field(default=False, compare=False)
 
     def values(self) -> JsonObject:
         """Return the JSON object that a row stores."""

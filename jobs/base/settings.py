@@ -128,7 +128,10 @@ class Settings(BaseModel):
     """Format of weight matrices; auto: 16 bits, or as in the file if memory is short."""
     kv: Literal["16bit", "fp8"] = "16bit"
     """Format of the KV cache."""
-    tool_format: Literal["auto", "hermes", "llama", "mistral", "mistral-named", "json"] = "auto"
+    tool_format: Literal[
+        "auto", "hermes", "llama", "mistral", "mistral-named", "qwen-xml", "glm-xml", "gemma", "pythonic",
+        "lfm2", "granite", "phi", "nemotron", "tool-calls", "harmony", "json",
+    ] = "auto"  # fmt: skip
     """Syntax of the model's tool calls; auto: detected from its template. json: tools are described in
     words."""
     max_sequences: int | None = Field(default=None, ge=1, le=32768)

@@ -33,7 +33,7 @@ from nightmill.jobs.tables.options import TableOptions, without_table
 from nightmill.jobs.tables.reading import TableFile
 from nightmill.jobs.tables.together import table_source
 
-_OF_CHATS = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+_OF_CHATS = ("reasoning_effort", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 _KEPT = ("priority", "max_attempts", *_OF_CHATS)  # stored settings besides parameters
 
 BatchSource = str | Path | InputFile | TableItems | Prompts

@@ -17,6 +17,7 @@ from nightmill.jobs.formats.results import answer_values, reply_values
 from nightmill.jobs.reply.batch_status import BatchState, BatchStatus, unserved_sentence
 from nightmill.jobs.reply.history import EXTEND, begins_with
 from nightmill.jobs.reply.job import Job
+from nightmill.jobs.reply.parsing import Reply
 
 _LONGEST_LINE = 300  # characters of a prompt in a list; `show` prints all of it
 _LABEL = 20
@@ -85,7 +86,22 @@ def print_all_of(job: Job) -> None:
         _print_several(job)
     elif job.text is not None:
         echo()
-        echo_text(job.text)
+        _print_text(job.text, job.replies[0] if job.answers else None)
+
+
+def _print_text(text: str, reply: Reply | None) -> None:
+    """Print a text: its thoughts, its answer and its calls apart, if it has more than an answer."""
+    if reply is None or (reply.reasoning is None and not reply.tool_calls):
+        echo_text(text)
+        return
+    if reply.reasoning is not None:
+        echo("thoughts, which were cut" if reply.unfinished else "thoughts")
+        echo_text(reply.reasoning)
+    if reply.content:
+        echo("answer")
+        echo_text(reply.content)
+    for call in reply.tool_calls:
+        echo(_field(f"call {call.name}", call.arguments))
 
 
 def _former(job: Job, entry: dict[str, Any]) -> str:
@@ -105,15 +121,21 @@ def _former(job: Job, entry: dict[str, Any]) -> str:
 
 def _print_several(job: Job, after: int = -1) -> None:
     """Print several answers, starting after number `after`, each below a line with its stop reason."""
-    for number, answer in enumerate(job.several):
+    for number, (answer, reply) in enumerate(zip(job.several, job.replies, strict=False)):
         if number > after:
             how = f"{answer.stop_reason}, {answer.completion_tokens} tokens, seed {answer.seed}"
             echo(f"\nanswer {number}  {how}")
-            echo_text(answer.text)
+            _print_text(answer.text, reply)
 
 
 def _tokens(job: Job) -> str:
-    return f"{job.prompt_tokens or 0} + {job.completion_tokens or 0} tokens"
+    parts = [
+        f"{count} of them {what}"
+        for count, what in ((job.cached_tokens, "cached"), (job.reasoning_tokens, "thoughts"))
+        if count
+    ]
+    said = f", {', '.join(parts)}" if parts else ""
+    return f"{job.prompt_tokens or 0} + {job.completion_tokens or 0} tokens{said}"
 
 
 def _field(name: str, value: str) -> str:
@@ -164,7 +186,12 @@ def describe_status(status: BatchStatus) -> str:
         ranked = sorted(status.stop_reasons.items(), key=lambda item: -item[1])
         say("stopped by", ", ".join(f"{reason} {rows:,}" for reason, rows in ranked))
     speed = "" if status.tokens_per_second is None else f", {status.tokens_per_second:,.0f} tokens/s"
-    say("tokens", f"{status.prompt_tokens:,} read, {status.completion_tokens:,} written{speed}")
+    cached = f" ({status.cached_tokens:,} cached)" if status.cached_tokens else ""
+    thought = f" ({status.reasoning_tokens:,} thoughts)" if status.reasoning_tokens else ""
+    say(
+        "tokens",
+        f"{status.prompt_tokens:,} read{cached}, {status.completion_tokens:,} written{thought}{speed}",
+    )
     if status.scheduled_at is not None:
         say("begins", describe_moment(status.scheduled_at))
     if status.deadline_at is not None:

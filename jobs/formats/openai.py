@@ -56,7 +56,12 @@ _STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choice", "gra
 _FRAME = frozenset({"custom_id", "method", "url", "body"})
 _LIMIT = "max_completion_tokens"  # OpenAI's later name for max_tokens
 _BEST_OF = "best_of"  # generate this many answers and return the best n
-_OF_CHATS = frozenset({*TOOL_KEYS, "chat_template_kwargs", "add_generation_prompt", "continue_final_message"})
+_OF_CHATS = frozenset(
+    {
+        *TOOL_KEYS, "reasoning_effort", "chat_template_kwargs", "add_generation_prompt",
+        "continue_final_message",
+    }
+)  # fmt: skip
 _BODY = {
     CHAT: _OF_CHATS
     | _TAKEN

@@ -32,7 +32,6 @@ REFUSED: dict[str, Refusal] = {
     "audio": Refusal(_READS),
     "mm_processor_kwargs": Refusal(_READS, ({},)),
     "prediction": Refusal("a text is computed from its beginning; remove it"),
-    "reasoning_effort": Refusal("give it in chat_template_kwargs if the model's template reads it"),
     "thinking": Refusal(_THINKING),
     "enable_thinking": Refusal(_THINKING),
     "verbosity": Refusal("it is for OpenAI's own models; say in a message how long the answer is to be"),

@@ -101,16 +101,24 @@ def error_row(job: Job, format: FileFormat, *, model: str = "") -> JsonObject:
     return {name: flat.get(name) for name in ERROR_COLUMNS}
 
 
-READ = ("content", "reasoning", "tool_calls")
+READ = ("content", "reasoning", "tool_calls", "reasoning_unfinished")
 """Additional keys of rows whose text has reasoning or calls."""
 
 
 def reply_values(reply: Reply) -> JsonObject:
-    """Return the READ keys for a reply with reasoning or calls; empty if it is just the text."""
+    """Return the READ keys for a reply with reasoning or calls; empty if it is just the text.
+
+    One that was cut inside its reasoning has `reasoning_unfinished`, too.
+    """
     if reply.reasoning is None and not reply.tool_calls:
-        return {}
+        return unfinished(reply)
     calls = [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in reply.tool_calls]
-    return {"content": reply.content, "reasoning": reply.reasoning, "tool_calls": calls}
+    return {"content": reply.content, "reasoning": reply.reasoning, "tool_calls": calls} | unfinished(reply)
+
+
+def unfinished(reply: Reply) -> JsonObject:
+    """Return the key of a reply that was cut inside its reasoning, or nothing."""
+    return {"reasoning_unfinished": True} if reply.unfinished else {}
 
 
 def answer_values(job: Job) -> list[JsonObject]:
@@ -229,7 +237,7 @@ def _of_several(job: Job, answer: Answer, prompts: bool) -> JsonObject:
 def _choice(answer: Answer, reply: Reply, chat: bool) -> JsonObject:
     said: JsonObject = {"message": _message(reply)} if chat else {"text": answer.text}
     ends = {"logprobs": openai_logprobs(answer, chat), "finish_reason": finish_reason(answer, reply)}
-    return said | ends | ids_of(answer)
+    return said | ends | ids_of(answer) | (unfinished(reply) if chat else {})
 
 
 def ids_of(answer: Answer) -> JsonObject:

@@ -129,6 +129,8 @@ class BatchStatus:
     cancel_requested_at: datetime | None
     deleting_at: datetime | None = None  # since when its rows are being deleted
     # Models that rows wait for and no live worker serves.
+    cached_tokens: int = 0  # of those of prompts, found computed
+    reasoning_tokens: int = 0  # of those of answers
     unserved: list[str | None] = field(default_factory=list)
 
     @property
@@ -214,6 +216,8 @@ def make_status(
         errors=list(errors),
         prompt_tokens=sum(count.prompt_tokens for count in counts),
         completion_tokens=sum(count.completion_tokens for count in counts),
+        cached_tokens=sum(count.cached_tokens for count in counts),
+        reasoning_tokens=sum(count.reasoning_tokens for count in counts),
         tokens_per_second=None if pace is None else pace.tokens_per_second,
         estimated_end=end,
         created_at=record.created_at,

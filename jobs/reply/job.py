@@ -150,6 +150,11 @@ class Job:
         return self.replies[0].reasoning if self.answers else None
 
     @property
+    def reasoning_unfinished(self) -> bool:
+        """True if the first answer was cut inside its reasoning, so that there is no answer proper."""
+        return bool(self.answers) and self.stop_reason is not None and self.replies[0].unfinished
+
+    @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
         """The tool calls of the first answer."""
         return self.replies[0].tool_calls if self.answers else ()

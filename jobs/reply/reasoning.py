@@ -1,18 +1,24 @@
 """Separation of a model's reasoning from its answer, by the marks around it."""
 
+from collections.abc import Iterator
+
 CHANNELS = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>")
 """The marks of reasoning in models that write messages to several channels, such as gpt-oss."""
-_STRAIGHT = {CHANNELS: "<|channel|>final<|message|>"}
-"""The beginning of an answer without reasoning from such a model."""
+GEMMA = ("<|channel>thought", "<channel|>")
+"""The marks of reasoning in Gemma 4, whose texts may have it more than once."""
 
 
 class Thoughts:
-    """An incremental parser that separates reasoning, once and at the beginning, from the answer."""
+    """An incremental parser that separates reasoning at the beginning from the answer.
 
-    def __init__(self, begin: str, end: str, opened: bool) -> None:
+    `again`: reasoning may follow in the answer, too.
+    """
+
+    def __init__(self, begin: str, end: str, opened: bool, *, again: bool = False) -> None:
         self._begin, self._end = begin, end
-        self._straight = _STRAIGHT.get((begin, end), "")
-        self._inside, self._over = opened, False
+        self._again = again
+        self._inside = self._within = opened
+        self._over = False
         self._pending = ""  # text that is still ambiguous
         self._bare = True  # only white space since the last mark
         self._pushed = 0  # characters
@@ -20,32 +26,37 @@ class Thoughts:
         """Offset of the answer in the whole text, in characters: after reasoning, its first non-space
         character. None until it is known."""
 
-    def push(self, text: str) -> tuple[str, str]:
-        """Add a piece of the text; returns (reasoning, content) that are known now."""
+    def push(self, text: str) -> Iterator[tuple[str, str]]:
+        """Add a piece of the text; yields (reasoning, content) that are known now."""
         self._pushed += len(text)
-        if self._over:
-            return "", self._answer(text)
         self._pending += text
-        if not self._inside:
+        if not self._inside and not self._over:
             seen = self._pending.lstrip()
-            if any(mark.startswith(seen) and seen != mark for mark in (self._begin, self._straight)):
-                return "", ""
-            if not seen.startswith(self._begin):
+            if not seen or (self._begin.startswith(seen) and seen != self._begin):
+                return
+            if seen.startswith(self._begin):
+                self._pending = seen.removeprefix(self._begin)
+                self._inside = self._within = True
+            else:
                 self._over, self._bare = True, False
-                pending = self._released()
-                if self._straight and seen.startswith(self._straight):
-                    pending = seen.removeprefix(self._straight)
-                self.answer_from = self._pushed - len(pending)
-                return "", pending
-            self._pending = seen.removeprefix(self._begin)
-            self._inside = True
-        place = self._pending.find(self._end)
-        if place < 0:
-            return self._known_thoughts(), ""
-        thought = self._unless_blank(self._pending[:place]).rstrip()
-        rest = self._pending[place + len(self._end) :]
-        self._over, self._bare, self._pending = True, True, ""
-        return thought, self._answer(rest)
+                if not self._again:
+                    self.answer_from = self._pushed - len(self._pending)
+        while self._pending:
+            mark = self._end if self._within else self._begin
+            place = self._pending.find(mark) if self._within or self._again else -1
+            if self._within:
+                yield (self._known_thoughts() if place < 0 else self._thought(place)), ""
+            elif self._again:
+                known = place if place >= 0 else undecided_from(self._pending, mark)
+                said, self._pending = self._pending[:known], self._pending[known:]
+                yield "", self._answer(said)
+            else:
+                yield "", self._answer(self._released())
+            if place < 0:
+                return
+            self._pending = self._pending.removeprefix(mark)
+            self._within, self._bare = not self._within, True
+            self._over = self._over or not self._within
 
     @property
     def over(self) -> bool:
@@ -59,17 +70,23 @@ class Thoughts:
 
     def end(self) -> tuple[str, str]:
         """Return the remaining (reasoning, content) at the end of the text."""
-        if self._inside and not self._over:
+        if self._within:
             return self._unless_blank(self._released()).rstrip(), ""
         if not self._over:
             self._over, self.answer_from = True, self._pushed - len(self._pending)
-        return "", self._released()
+            return "", self._released()
+        return "", self._answer(self._released())
+
+    def _thought(self, place: int) -> str:
+        """Release the reasoning before the end mark, which is at `place`."""
+        thought, self._pending = self._pending[:place], self._pending[place:]
+        return self._unless_blank(thought).rstrip()
 
     def _answer(self, text: str) -> str:
         """Return content of the answer, and note where it begins."""
         text = self._unless_blank(text)
         if text and self.answer_from is None:
-            self.answer_from = self._pushed - len(text)
+            self.answer_from = self._pushed - len(self._pending) - len(text)
         return text
 
     def _known_thoughts(self) -> str:

@@ -8,7 +8,15 @@ import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from nightmill.jobs.base.contract import CallFormat, Tools
+from nightmill.jobs.base.contract import CallFormat, JsonObject, Tools
+from nightmill.jobs.reply.call_syntax import (
+    Parsed,
+    Types,
+    gemma_call,
+    glm_call,
+    python_calls,
+    tagged_calls,
+)
 from nightmill.jobs.reply.reasoning import undecided_from
 
 _MOST_ENDS = 8  # end marks outside strings that are tried before the text is given up as a call
@@ -33,6 +41,7 @@ class _Style(NamedTuple):
     bare        beginnings of a text that consists of calls alone
     parse       parses the text between the marks; empty if it is not calls
     known       only names of existing functions count, as the text could be any JSON
+    typed       parses texts whose values have the types that their function's schema says
     """
 
     parse: Callable[[str], list[Found]]
@@ -40,6 +49,7 @@ class _Style(NamedTuple):
     end: str = ""
     bare: tuple[str, ...] = ()
     known: bool = False
+    typed: Callable[[str, Types], list[Parsed]] | None = None
 
 
 class Calls:
@@ -49,13 +59,15 @@ class Calls:
         """Parse the syntax `written`, one of KNOWN."""
         self._style = _STYLES[written]
         self._names = tools.names
+        self._tools = tools
         self._most = None if tools.parallel else 1  # calls that are still accepted
         self._must = tools.required  # unreadable text is a call that was cut
         self._pending = ""
         self._blank = ""  # white space that is emitted only if text follows
         self._begins = bool(self._style.bare)  # only white space so far
         self._inside = self._marked = self._had = self._quoted = False
-        self._edge = re.compile(f'"|{re.escape(self._style.end)}')
+        end = re.escape(self._style.end)
+        self._edge = re.compile(f'"|{end}' if self._style.typed is None else end)
         self._looked = 0  # how far the text was searched for an end mark
         self._ends = 0
 
@@ -143,11 +155,21 @@ class Calls:
 
     def _read(self, text: str) -> list[Found]:
         try:
-            found = self._style.parse(text)
+            if self._style.typed is not None:
+                found = [_checked(*call) for call in self._style.typed(text, self._types)]
+            else:
+                found = self._style.parse(text)
         except (ValueError, RecursionError):
             return []
         unknown = self._style.known and any(name not in self._names for name, _ in found)
         return [] if unknown else found
+
+    def _types(self, name: str) -> JsonObject:
+        """Return the schemas of a function's arguments by name."""
+        functions = (tool["function"] for tool in self._tools.functions)
+        parameters = next((one.get("parameters") for one in functions if one["name"] == name), None)
+        properties = parameters.get("properties") if isinstance(parameters, dict) else None
+        return properties if isinstance(properties, dict) else {}
 
     def _before_cut(self, text: str) -> list[Found]:
         """The whole calls at the beginning of a text that was cut in one."""
@@ -213,6 +235,15 @@ def _llama(text: str) -> list[Found]:
     return _bare(text.strip().removeprefix(_BEGIN_LLAMA))
 
 
+def _checked(name: str, arguments: JsonObject) -> Found:
+    """Return a call as it is stored; raises ValueError for one that cannot be."""
+    if not _NAME.fullmatch(name):
+        raise ValueError("not a name")
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    text.encode()  # raises for a lone surrogate
+    return name, text
+
+
 def _leading(text: str) -> Iterator[Found]:
     """Calls, up to the first that is not whole."""
     place = _after(_AROUND, text, 0)
@@ -243,6 +274,11 @@ def _of(value: Any) -> list[Found]:
         arguments: Any = next((call[key] for key in ("arguments", "parameters") if key in call), {})
         found.append((name, _arguments(arguments)))
     return found
+
+
+def arguments_of(text: str) -> str:
+    """Return a JSON object as it is stored in a call; raises ValueError for other text."""
+    return _arguments(_json(text))
 
 
 def _arguments(value: Any) -> str:
@@ -288,6 +324,17 @@ _STYLES = {
     CallFormat.MISTRAL_NAMED: _Style(_mistral, _BEGIN_MISTRAL),
     CallFormat.LLAMA: _Style(_llama, _BEGIN_LLAMA, bare=("{",), known=True),
     CallFormat.JSON: _Style(_bare, bare=("{", "[", "```"), known=True),
+    CallFormat.QWEN_XML: _Style(_tagged, "<tool_call>", "</tool_call>", typed=tagged_calls),
+    CallFormat.GLM_XML: _Style(_tagged, "<tool_call>", "</tool_call>", typed=glm_call, known=True),
+    CallFormat.GEMMA: _Style(_tagged, "<|tool_call>", "<tool_call|>", typed=gemma_call),
+    CallFormat.LFM2: _Style(_tagged, "<|tool_call_start|>", "<|tool_call_end|>", typed=python_calls),
+    CallFormat.PYTHONIC: _Style(
+        _tagged, "<|python_start|>", "<|python_end|>", bare=("[",), known=True, typed=python_calls
+    ),
+    CallFormat.GRANITE: _Style(_bare, "<|tool_call|>"),
+    CallFormat.PHI: _Style(_bare, "<|tool_call|>", "<|/tool_call|>", bare=("[",), known=True),
+    CallFormat.NEMOTRON: _Style(_bare, "<TOOLCALL>", "</TOOLCALL>"),
+    CallFormat.TOOL_CALLS: _Style(_bare, "<tool_calls>", "</tool_calls>"),
 }
 
 KNOWN = frozenset(_STYLES)

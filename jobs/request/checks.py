@@ -8,6 +8,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from nightmill.jobs.base.contract import unstorable
+from nightmill.jobs.request.effort import effort_fault
 from nightmill.jobs.request.prompts import json_type
 
 Check = Callable[[Any], None]
@@ -64,6 +65,12 @@ def model_name(value: Any) -> None:
     """Accept the name of a model."""
     if not isinstance(value, str) or not _MODEL_NAME.fullmatch(value):
         raise _not("a name of letters, digits and . _ : + / @ -", value)
+
+
+def effort(value: Any) -> None:
+    """Accept how much a model is to reason."""
+    if fault := effort_fault(value):
+        raise ValueError(fault)
 
 
 def moment(value: Any) -> None:

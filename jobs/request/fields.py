@@ -52,6 +52,8 @@ class BatchSettings(TypedDict, total=False):
     prompt_logprobs: int | None
     return_token_ids: bool | None
     truncate_prompt_tokens: int | None
+    max_reasoning_tokens: int | None
+    reasoning_effort: str | None
     n: int | None
     response_format: Mapping[str, Any] | type[BaseModel] | None
     json_schema: Mapping[str, Any] | type[BaseModel] | None
@@ -85,6 +87,11 @@ class JobSettings(BatchSettings, total=False):
 class Options:
     """The options of a job besides prompt and parameters, each with its check and its sentence of help."""
 
+    reasoning_effort: Annotated[
+        str | None,
+        checks.effort,
+        "How much the model reasons: none, minimal, low, medium, high, as far as its template knows.",
+    ] = None
     chat_template_kwargs: Annotated[
         Mapping[str, Any] | None,
         checks.template_variables,
@@ -189,8 +196,8 @@ _SCOPES = {
     Scope.ANSWER: ("stop", "include_stop_str_in_output", "min_tokens", "bad_words", *CONSTRAINT_FIELDS),
     Scope.BOTH: tuple(TOOL_KEYS),
     Scope.PROMPT: (
-        "prompt_logprobs", "truncate_prompt_tokens", "chat_template_kwargs", "add_generation_prompt",
-        "continue_final_message",
+        "prompt_logprobs", "truncate_prompt_tokens", "reasoning_effort", "chat_template_kwargs",
+        "add_generation_prompt", "continue_final_message",
     ),
     Scope.JOB: ("n", "score", "return_token_ids"),
 }  # fmt: skip

@@ -123,6 +123,13 @@ class GenerationParams(BaseModel):
         default=None, ge=1, le=2**31 - 1, description="Of a longer prompt take the last so many tokens."
     )
 
+    max_reasoning_tokens: int | None = Field(
+        default=None,
+        ge=0,
+        le=1_000_000,
+        description="Close the model's reasoning after so many tokens, so that an answer follows.",
+    )
+
     @property
     def only_echo(self) -> bool:
         """True if nothing is generated: the text is the prompt."""
@@ -190,6 +197,14 @@ class GenerationParams(BaseModel):
         most = info.data.get("max_tokens")  # missing if it is invalid itself, which is reported first
         if most and value > most:
             raise ValueError(f"must not be more than max_tokens, which is {most}")
+        return value
+
+    @field_validator("max_reasoning_tokens")
+    @classmethod
+    def _some_tokens_are_left_for_the_answer(cls, value: int | None, info: ValidationInfo) -> int | None:
+        most = info.data.get("max_tokens")
+        if value and most is not None and value >= most:
+            raise ValueError(f"must be less than max_tokens, which is {most}, so that an answer can follow")
         return value
 
     @field_validator("n")
@@ -325,6 +340,6 @@ REPEATED = ("temperature", "top_p")
 _LATER = (
     "stop_token_ids", "min_tokens", "n", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words",
     "logprobs", "echo", "score", "include_stop_str_in_output", "prompt_logprobs", "return_token_ids",
-    "truncate_prompt_tokens",
+    "truncate_prompt_tokens", "max_reasoning_tokens",
 )  # fmt: skip
 """Parameters added after the first version."""

@@ -19,6 +19,7 @@ from nightmill.jobs.base.contract import (
     Tools,
 )
 from nightmill.jobs.errors import InvalidParameterError, InvalidPromptError, RowCode
+from nightmill.jobs.request.effort import effort_variables
 from nightmill.jobs.request.fields import (
     FIELDS,
     INTERACTIVE,
@@ -107,7 +108,10 @@ class JobSpec(Options):
             return None
         continues = self.continue_final_message
         opens = not continues if self.add_generation_prompt is None else self.add_generation_prompt
-        rendering = Rendering(dict(self.chat_template_kwargs or {}), opens, continues, self.tools)
+        variables = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            variables = effort_variables(self.reasoning_effort) | variables
+        rendering = Rendering(variables, opens, continues, self.tools)
         return None if rendering == AS_USUAL else rendering
 
     def row(self, job_id: str, now: datetime, default_attempts: int) -> dict[str, Any]:
@@ -175,6 +179,12 @@ class JobSpec(Options):
             else:
                 check_option(name, value)
                 others[name] = value
+        if (effort := settings.get("reasoning_effort")) is not None and "max_reasoning_tokens" not in params:
+            # A template that knows no switch lets its model reason all the same: so there is a budget, too.
+            if effort == "none":
+                params["max_reasoning_tokens"] = 0
+            elif self.reasoning_effort == "none" and self.params.max_reasoning_tokens == 0:
+                params["max_reasoning_tokens"] = None
         if params:
             others["params"] = GenerationParams.parse(vars(self.params) | params)
         if forms:

@@ -23,6 +23,7 @@ from nightmill.jobs.formats.results import (
     ids_of,
     prompt_details,
     request_body,
+    unfinished,
     usage,
 )
 from nightmill.jobs.reply.job import Job
@@ -291,9 +292,9 @@ class _Chunks:
             )
             for index, (answer, reply) in enumerate(zip(job.answers, job.replies, strict=True), first)
         ]
-        for chunk, answer in zip(ends, job.answers, strict=True):
+        for chunk, answer, reply in zip(ends, job.answers, job.replies, strict=True):
             (chunk if self._chat else chunk["choices"][0]).update(prompt_details(job))
-            chunk["choices"][0].update(ids_of(answer))
+            chunk["choices"][0].update(ids_of(answer) | (unfinished(reply) if self._chat else {}))
         return held + ends
 
     def end(self, jobs: Sequence[Job]) -> list[JsonObject]:

@@ -177,6 +177,18 @@ class Metrics:
             {key: one.completion_tokens for key, one in ended.items()},
             names,
         )
+        yield _gauge(
+            "nightmill_cached_tokens",
+            "Tokens of prompts that were found computed, of jobs in SQL that have ended.",
+            {key: one.cached_tokens for key, one in ended.items()},
+            names,
+        )
+        yield _gauge(
+            "nightmill_reasoning_tokens",
+            "Tokens of thoughts among those that were generated, of jobs in SQL that have ended.",
+            {key: one.reasoning_tokens for key, one in ended.items()},
+            names,
+        )
         suspects = {(model,): waiting.suspects for model, waiting in queued.items()}
         yield _gauge(
             "nightmill_suspect_jobs",

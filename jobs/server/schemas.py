@@ -164,6 +164,7 @@ _READ: JsonObject = {
     "content": TEXT,
     "reasoning": _MAYBE_TEXT,
     "tool_calls": {"type": "array", "items": _object({"id": TEXT, "name": TEXT, "arguments": TEXT})},
+    "reasoning_unfinished": {"const": True},
 }
 """Keys for texts with reasoning or tool calls."""
 _LIKELY: JsonObject = {
@@ -289,6 +290,8 @@ def _completion(kind: str, content: JsonObject) -> JsonObject:
     }
     if kind == "text_completion":
         of_choice, of_prompt = of_choice | of_prompt, {}
+    else:
+        of_choice["reasoning_unfinished"] = {"const": True}
     choice = _object({"index": _NUMBER} | content | ends | of_choice, optional=("seed", *of_choice))
     return _object(
         of_prompt

@@ -16,7 +16,10 @@ from nightmill.jobs.server.errors import invalid
 from nightmill.jobs.server.job_service import JobService
 from nightmill.jobs.server.tokenizing import Tokenizing
 
-_OF_CHATS = ("messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
+_OF_CHATS = (
+    "messages", "add_generation_prompt", "continue_final_message", "reasoning_effort",
+    "chat_template_kwargs", "tools",
+)  # fmt: skip
 TOKENIZE = frozenset({"model", "prompt", "add_special_tokens", "return_token_strs", *_OF_CHATS})
 """Keys of a body of /tokenize."""
 DETOKENIZE = frozenset({"model", "tokens"})

@@ -34,6 +34,8 @@ class EndedJobs:
     jobs: int
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int
+    reasoning_tokens: int
 
 
 class QueueStats:
@@ -92,14 +94,18 @@ class QueueStats:
                 func.count(),
                 tokens_read(),
                 func.coalesce(func.sum(JobRow.completion_tokens), 0),
+                func.coalesce(func.sum(JobRow.cached_tokens), 0),
+                func.coalesce(func.sum(JobRow.reasoning_tokens), 0),
             )
             .where(JobRow.finished_at.is_not(None))
             .group_by(JobRow.model, JobRow.state)
         )
         with self._database.read() as connection:
             return {
-                (model, state): EndedJobs(jobs, int(read or 0), int(written or 0))
-                for model, state, jobs, read, written in connection.execute(query)
+                (model, state): EndedJobs(
+                    jobs, int(read or 0), int(written or 0), int(cached or 0), int(thought or 0)
+                )
+                for model, state, jobs, read, written, cached, thought in connection.execute(query)
             }
 
     @long_lasting

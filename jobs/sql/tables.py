@@ -24,7 +24,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from nightmill.jobs.base.contract import MAX_ERROR_LENGTH, JobState, JsonObject
 from nightmill.jobs.sql.types import StorableString, StorableText, UtcDateTime
 
-SCHEMA_REVISION = "0030"
+SCHEMA_REVISION = "0029"
 """The migration that these declarations match."""
 
 

@@ -14,6 +14,10 @@ class NoText:
     def push(self, token_id: int) -> str:
         return ""
 
+    @property
+    def whole(self) -> bool:
+        return True
+
     def flush(self) -> str:
         return ""
 

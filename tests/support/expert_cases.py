@@ -109,7 +109,7 @@ _FILES: dict[str, tuple[dict[str, Any], ModelSpec]] = {
             ),
         ),
     ),
-    "granitehybrid": (
+    "granitehybrid, with experts": (
         SSM | {"attention.head_count_kv": [2, 0]},
         model(
             "granitehybrid", replace(LLAMA, feed_forward=OF_CHOSEN),

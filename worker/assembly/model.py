@@ -10,9 +10,11 @@ from nightmill import package_directory
 from nightmill.jobs.base.contract import Markup, Prompt
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.errors import InvalidParameterError, NightmillError, SettingsError
+from nightmill.jobs.reply.structure import closing_of
 from nightmill.jobs.request.parameters import MAX_BANNED_TOKENS
 from nightmill.worker.assembly.encoding import PromptEncoder, chat_of
 from nightmill.worker.assembly.reporting import ReportingFile
+from nightmill.worker.engine.request import ClosingTokens
 from nightmill.worker.model.chat import Limits
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
@@ -77,6 +79,13 @@ class LoadedModel(OpenModel, PromptEncoder):
         if claim.messages is None or isinstance(self.chat, str):
             return None
         return self.chat.markup(claim.rendering, prompt_ids)
+
+    def closing(self, markup: Markup, *, calls: bool) -> ClosingTokens:
+        """Return what closes thoughts in a text with this markup; `calls`: calls must follow."""
+        assert markup.thinking is not None
+        texts = closing_of(markup.thinking, calls=calls)
+        inside, before = self.tokenizer.encode_batch(list(texts), special=True, add_bos=False)
+        return ClosingTokens(tuple(inside), tuple(before))
 
     def tokenize_banned(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Runs of tokens that spell one of these words in a text: each at its beginning, and after a space.

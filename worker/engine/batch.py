@@ -27,6 +27,7 @@ class BatchBuilder:
     def __init__(self, *, slots: int, pages: int, page_size: int) -> None:
         self._page_size = page_size
         self._tables = np.full((slots, pages), -1, dtype=np.int32)
+        self._masked_from = np.zeros(slots, dtype=np.int32)
         self._masked_until = np.zeros(slots, dtype=np.int32)
         self._likely = np.full(slots, NO_LOGPROBS, dtype=np.int32)
 
@@ -93,13 +94,19 @@ class BatchBuilder:
             asking,
         )
 
+    def mask(self, sequence: Sequence) -> None:
+        """Note which draws of a sequence are masked; to be called again when that changes."""
+        if sequence.slot is not None:
+            self._masked_from[sequence.slot] = sequence.masked_from
+            self._masked_until[sequence.slot] = sequence.masked_until
+
     def _enter(self, plan: StepPlan) -> None:
         tables = self._tables
         for sequence in plan.admitted:
             pages = sequence.page_table
             tables[sequence.slot] = -1
             tables[sequence.slot, : len(pages)] = pages
-            self._masked_until[sequence.slot] = sequence.masked_until
+            self.mask(sequence)
             self._likely[sequence.slot] = sequence.likely
         for sequence in plan.grown:
             pages = sequence.page_table
@@ -109,7 +116,8 @@ class BatchBuilder:
         draws = make_draws(rows, slots, positions)
         draws["likely"] = self._likely[slots]
         if self._masked_until.any():
-            masked = np.flatnonzero(positions < self._masked_until[slots])
+            begun = positions >= self._masked_from[slots]
+            masked = np.flatnonzero(begun & (positions < self._masked_until[slots]))
             draws["mask"][masked] = np.arange(len(masked))
         return draws
 

@@ -322,6 +322,7 @@ class Engine:
             sequence.reported += 1
             sequence.tokens.append(token)
             self._finish_if_over(sequence)
+            self._follow_budget(sequence)
             if sequence.state is not SequenceState.FINISHED and sequence.masked_until:
                 self._fail(self._token_masks.accept([sequence]))
             if sequence.state is SequenceState.FINISHED:
@@ -407,6 +408,7 @@ class Engine:
                 sequence.records += records.of(place, sequence.likely)
             if sequence.watch is not None or len(tokens) >= sequence.length_limit or token in sequence.ends:
                 self._finish_if_over(sequence)  # in other cases there is no reason to stop
+                self._follow_budget(sequence)
         if launch.masked:
             drew = [launch.wanting(place) for place in launch.masked if ids[place] != not_a_number]
             if obeying := [sequence for sequence in drew if sequence is not None]:
@@ -451,6 +453,12 @@ class Engine:
         )
         if reason is not None:
             self._finish(sequence, reason)
+
+    def _follow_budget(self, sequence: Sequence) -> None:
+        """See what a budget of thoughts says of the token that was added last."""
+        live = sequence.state is not SequenceState.FINISHED
+        if live and sequence.budget is not None and sequence.follow_budget():
+            self._builder.mask(sequence)
 
     def _finish(self, sequence: Sequence, reason: StopReason, error: str | None = None) -> None:
         """Make the completion; pages and slot follow when no launch uses them any more."""

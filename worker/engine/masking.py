@@ -32,6 +32,10 @@ class TokenMasks:
             masks[[place for place in range(len(masks)) if place not in held]] = self._everything
         faults = self._constraints.masks(held, masks) if held else Faults()
         for place, sequence in masked:
+            if sequence.forced:
+                faults.pop(place, None)  # where it allows no other token it allows this one at most
+                only(masks[place], sequence.forced[0])
+                continue
             if sequence.must_go_on:
                 spare(masks[place], sequence.ends)
             if (banned := completing(sequence)) and place not in faults:
@@ -68,6 +72,12 @@ def spare(mask: IntArray, token_ids: Iterable[int]) -> None:
     take_out(left, token_ids)
     if left.any():
         mask[:] = left
+
+
+def only(mask: IntArray, token_id: int) -> None:
+    """Allow one token in a mask (words,), and no other."""
+    mask[:] = 0
+    mask.view(np.uint32)[token_id // 32] = np.uint32(1 << token_id % 32)
 
 
 def take_out(mask: IntArray, token_ids: Iterable[int]) -> None:

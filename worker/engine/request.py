@@ -28,7 +28,8 @@ class Request:
     of all has none.
     `echo`: what its text begins with, before what is drawn. `scores`: its prompt ends with a text to score,
     so only what is told of that matters; what is drawn after it is no text. `markup`: the marks of thoughts,
-    which are not part of the answer.
+    which are not part of the answer. `closing`: what is drawn once thoughts have had all tokens that
+    `max_reasoning_tokens` allows.
     """
 
     job_id: str
@@ -48,15 +49,23 @@ class Request:
     echo: str = ""
     scores: bool = False
     markup: Markup | None = None
+    closing: "ClosingTokens | None" = None
 
     @property
     def thinking(self) -> tuple[str, str, bool] | None:
         """The marks of thoughts and whether they are opened, if what is asked of the answer needs to know."""
         if self.markup is None or self.markup.thinking is None:
             return None
-        if not (self.params.stop or self.params.min_tokens or self.banned):
+        if not (self.params.stop or self.params.min_tokens or self.banned or self.closing):
             return None
         return (*self.markup.thinking, self.markup.opened)
+
+
+class ClosingTokens(NamedTuple):
+    """The tokens that close thoughts: `inside` them, or `before` anything is drawn."""
+
+    inside: tuple[int, ...]
+    before: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +185,13 @@ class Sequence:
     constraint: object | None = field(init=False)
     reach: int = field(init=False)
     """No launch computes more than so many tokens of it, until this is raised."""
+    masked_from: int = field(init=False)
     masked_until: int = field(init=False)
-    """The tokens at places before this one are drawn under a mask; 0: none is."""
+    """The tokens at places from the one to before the other are drawn under a mask."""
+    budget: int | None = field(init=False)
+    """Most tokens of its thoughts; None: there is no limit, or they are over."""
+    forced: tuple[int, ...] = ()
+    """The tokens that are drawn next, whatever their likelihoods."""
     prompt_length: int = field(init=False)
     rank: tuple[int, int, int] = field(init=False)
     """Sorts sequences by who goes first: higher priority, then the earlier group, then submission."""
@@ -194,6 +208,14 @@ class Sequence:
         thinks = self.request.thinking is not None
         if self.constraint is not None or (thinks and (fewest or self.request.banned)):
             self.masked_until = self.length_limit
+        self.masked_from = 0
+        self.budget = None if self.request.closing is None else self.request.params.max_reasoning_tokens
+        if self.budget is not None:
+            if not self.masked_until:
+                self.masked_from = self.prompt_length + self.budget
+            self.masked_until = self.length_limit
+            if not self.budget:
+                self.forced = self.closing_tokens
         self.let_run()
         group = self.order if self.group is None else self.group
         self.rank = (-self.request.priority, group + self.request.behind, self.order)
@@ -201,7 +223,35 @@ class Sequence:
     def let_run(self) -> None:
         """One whose next token is drawn under a mask is computed up to that one; others run ahead."""
         length, last = len(self.tokens), self.length_limit - 1
-        self.reach = min(length + 1, last) if length < self.masked_until else last
+        self.reach = min(max(length + 1, self.masked_from - 1), last) if length < self.masked_until else last
+
+    @property
+    def closing_tokens(self) -> tuple[int, ...]:
+        """What closes thoughts where they have begun, or where nothing is drawn yet."""
+        closing, markup = self.request.closing, self.request.markup
+        if closing is None or markup is None:
+            return ()
+        return closing.before if not self.generated and not markup.opened else closing.inside
+
+    def follow_budget(self) -> bool:
+        """Look at the token that was added last; true if this ends what the budget had to say.
+
+        Thoughts that have had all their tokens are closed, token by token, where they can be closed: not in
+        the header of a message, nor before they begin. What is forced is a function of the tokens before.
+        """
+        assert self.budget is not None and self.watch is not None
+        was_forced, self.forced = bool(self.forced), self.forced[1:]
+        if not was_forced and self.generated >= self.budget and self.watch.closable:
+            self.forced = self.closing_tokens
+        over = not self.forced and (was_forced or self.watch.answer_from is not None)
+        if over:
+            self.budget = None
+            if self.masked_from:
+                # A launch that draws the next token under a mask may be under way: it always does.
+                until = len(self.tokens) + 1
+                self.masked_until = until if until > self.masked_from else 0
+        self.let_run()
+        return over
 
     def ask_again(self) -> None:
         """Ask once more about the tokens of the prompt whose log-probabilities are not known.

@@ -7,8 +7,8 @@ length, context. Deadline and cancellation are looked at between steps.
 from collections.abc import Callable
 from typing import Protocol
 
-from nightmill.jobs.base.contract import StopReason
-from nightmill.jobs.reply.reasoning import Thoughts
+from nightmill.jobs.base.contract import Markup, StopReason
+from nightmill.jobs.reply.structure import structure_of
 from nightmill.jobs.request.parameters import GenerationParams
 
 
@@ -17,6 +17,11 @@ class TokenDecoder(Protocol):
 
     def push(self, token_id: int, /) -> str:
         """Return the text that this token completes, possibly none."""
+        ...
+
+    @property
+    def whole(self) -> bool:
+        """True unless the last character lacks bytes."""
         ...
 
     def flush(self) -> str:
@@ -53,7 +58,9 @@ class TextWatch:
         self._included = included
         self._stop = stop
         self._after = after
-        self._thoughts = None if thinking is None else Thoughts(*thinking)
+        self._thoughts = None
+        if thinking is not None:
+            self._thoughts = structure_of(Markup(None, thinking[:2], thinking[2]))
         marks = () if thinking is None else thinking[:2]
         self._anywhere = tuple(one for one in stop if any(mark in one for mark in marks))
         self._begin: int | None = 0 if thinking is None else None  # the answer's first character
@@ -79,6 +86,12 @@ class TextWatch:
             return False
         self._thoughts.end()  # a text that may have begun with a mark, and has not
         return self._began() is not None and self._find(self.text, 0)
+
+    @property
+    def closable(self) -> bool:
+        """True in thoughts, where marks may end them: not in a header, nor in the middle of a character."""
+        inside = self._thoughts is not None and self.answer_from is None and self._thoughts.closable
+        return inside and self._stream.whole
 
     @property
     def text(self) -> str:

@@ -11,6 +11,8 @@ from typing import Final
 
 from nightmill.jobs.base.contract import CallFormat, Constrained, ConstraintKind, JsonObject, Tools
 from nightmill.jobs.request.closing import closed
+from nightmill.worker.grammar.thoughts import FINAL, START, pattern_of
+from nightmill.worker.grammar.written_calls import WRITTEN, call_rules, literal
 
 MOST_CALLS: Final = 16
 """Most calls in one answer: a weak model could go on to its limit."""
@@ -50,22 +52,28 @@ def calls_lark(
     """
     said = json.loads(text)
     written, free, functions = CallFormat(said["written"]), said["free"], said["functions"]
+    if written is CallFormat.HARMONY:
+        return _harmony_lark(said, enforced, lark_of)
     mark = _MARKS.get(written, "") if free else ""  # which the rule `head` has eaten
-    before, after = _AROUND_ARGUMENTS[written]
+    before, after = _AROUND_ARGUMENTS.get(written, ("", ""))
     begin, between, end = _AROUND_CALLS[written]
     form, bare = said.get("form"), before.startswith("{")
     rules = []
     for number, (name, parameters) in enumerate(functions):
+        if written in WRITTEN:
+            own = mark if WRITTEN[written].before.startswith(mark) else ""
+            rules += call_rules(number, name, parameters, written, enforced, own)
+            continue
         quoted = name if written is CallFormat.MISTRAL_NAMED else json.dumps(name)
         opening = before.replace("NAME", quoted).removeprefix(mark)
         rules += [
             f"call{number}: {_opening(opening, apart=bare and form is not None)} arguments{number} "
-            f"{_literal(after)}",
+            f"{literal(after)}",
             f"arguments{number}: %json {json.dumps(enforced(parameters))}",
         ]
     rules.append("call: " + " | ".join(f"call{number}" for number in range(len(functions))))
-    several = f"({_literal(between)} call){{0,{MOST_CALLS - 1}}}" if said["several"] else ""
-    calls = f"{_literal(begin.removeprefix(mark))} call {several} {_literal(end)}"
+    several = f"({literal(between)} call){{0,{MOST_CALLS - 1}}}" if said["several"] else ""
+    calls = f"{literal(begin.removeprefix(mark))} call {several} {literal(end)}"
     if written is CallFormat.JSON and several:  # a list only of several
         calls = f'call | "[" call {several} "]"'
     if form is not None:
@@ -79,8 +87,42 @@ def calls_lark(
     most = MOST_CALLS if said["several"] else 1
     again = "call" if not begin else f"({calls})"  # a list has all of them behind one mark
     head = f"head[suffix={json.dumps(mark)}]: /(?s:.*)/"
-    text_rule = _TEXT.format(f"(?s:.*){mark.replace('[', chr(92) + '[').replace(']', chr(92) + ']')}")
+    text_rule = _TEXT.format(f"(?s:.*){pattern_of(mark)}")
     return "\n".join([f"start: (head {again}){{0,{most}}} TEXT", head, text_rule, *rules])
+
+
+def _harmony_lark(
+    said: JsonObject, enforced: Callable[[JsonObject], JsonObject], lark_of: Callable[[Constrained], str]
+) -> str:
+    """The grammar of messages to channels, of which the last is a call, or an answer where there may be one.
+
+    The recipient stands before the channel or behind it. The model may think before, and where calls are
+    free say what it does.
+    """
+    rules, calls = [], []
+    for number, (name, parameters) in enumerate(said["functions"]):
+        headers = (
+            f" to=functions.{name}<|channel|>commentary json<|message|>",
+            f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
+        )
+        either = " | ".join(map(json.dumps, headers))
+        rules += [
+            f"call{number}: ({either}) arguments{number}",
+            f"arguments{number}: %json {json.dumps(enforced(parameters))}",
+        ]
+        calls.append(f"call{number}")
+    last, channels = " | ".join(calls), "analysis"
+    if (form := said.get("form")) is not None:
+        last += f" | {json.dumps(FINAL)} form"
+        inside = lark_of(Constrained(ConstraintKind(form["kind"]), form["text"]))
+        rules.append(f"form: %lark {{\n{inside}\n}}")
+    elif said["free"]:
+        last += f" | {json.dumps(FINAL)} TEXT"
+        rules.append("TEXT: /(?s:.*)/")
+        channels = "(analysis|commentary)"
+    thoughts = f"thoughts[suffix={json.dumps('<|end|>')}]: /<\\|channel\\|>{channels}<\\|message\\|>(?s:.*)/"
+    many = "*" if said["free"] else "?"
+    return "\n".join([f"start: (thoughts {json.dumps(START)}){many} ({last})", thoughts, *rules])
 
 
 def _opening(text: str, *, apart: bool) -> str:
@@ -93,14 +135,18 @@ def _opening(text: str, *, apart: bool) -> str:
     return " ".join(map(json.dumps, _JSON_PARTS.findall(text))) if apart else json.dumps(text)
 
 
-def _literal(text: str) -> str:
-    return json.dumps(text) if text else ""
-
-
 _JSON_PARTS: Final = re.compile(r'"(?:[^"\\]|\\.)*"|.')
 _TEXT: Final = "TEXT: /(?s:.*)/ & ~/{}(?s:.*)/"
 _MARKS: Final = {
     CallFormat.HERMES: "<tool_call>",
+    CallFormat.QWEN_XML: "<tool_call>",
+    CallFormat.GLM_XML: "<tool_call>",
+    CallFormat.GEMMA: "<|tool_call>",
+    CallFormat.LFM2: "<|tool_call_start|>",
+    CallFormat.GRANITE: "<|tool_call|>",
+    CallFormat.PHI: "<|tool_call|>",
+    CallFormat.NEMOTRON: "<TOOLCALL>",
+    CallFormat.TOOL_CALLS: "<tool_calls>",
     CallFormat.MISTRAL: "[TOOL_CALLS]",
     CallFormat.MISTRAL_NAMED: "[TOOL_CALLS]",
 }
@@ -111,8 +157,21 @@ _AROUND_ARGUMENTS: Final = {
     CallFormat.MISTRAL: ('{"name": NAME, "arguments": ', "}"),
     CallFormat.MISTRAL_NAMED: ("[TOOL_CALLS]NAME[ARGS]", ""),
     CallFormat.JSON: ('{"name": NAME, "arguments": ', "}"),
+    CallFormat.GRANITE: ('{"name": NAME, "arguments": ', "}"),
+    CallFormat.PHI: ('{"name": NAME, "arguments": ', "}"),
+    CallFormat.NEMOTRON: ('{"name": NAME, "arguments": ', "}"),
+    CallFormat.TOOL_CALLS: ('{"name": NAME, "arguments": ', "}"),
 }
 _AROUND_CALLS: Final = {
+    CallFormat.QWEN_XML: ("", "\n", ""),
+    CallFormat.GLM_XML: ("", "\n", ""),
+    CallFormat.GEMMA: ("", "", ""),
+    CallFormat.LFM2: ("<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),
+    CallFormat.PYTHONIC: ("[", ", ", "]"),
+    CallFormat.GRANITE: ("<|tool_call|>[", ", ", "]"),
+    CallFormat.PHI: ("<|tool_call|>[", ", ", "]<|/tool_call|>"),
+    CallFormat.NEMOTRON: ("<TOOLCALL>[", ", ", "]</TOOLCALL>"),
+    CallFormat.TOOL_CALLS: ("<tool_calls>[", ", ", "]</tool_calls>"),
     CallFormat.HERMES: ("", "\n", ""),
     CallFormat.LLAMA: ("", "; ", ""),
     CallFormat.MISTRAL: ("[TOOL_CALLS][", ", ", "]"),

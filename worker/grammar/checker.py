@@ -76,7 +76,7 @@ class Checker:
         if the process cannot be started.
         """
         alone, end = of_answer(asked)
-        return lark_behind(self.check(alone), end) if end else self._check(asked)
+        return lark_behind(asked, self.check(alone)) if end else self._check(asked)
 
     def _check(self, asked: Constrained) -> str:
         try:

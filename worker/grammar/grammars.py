@@ -13,7 +13,7 @@ from nightmill.jobs.errors import ConstraintError
 from nightmill.worker.engine.constraints import MatcherFactory
 from nightmill.worker.grammar.checker import Checker, CheckerLimits, UncheckedError
 from nightmill.worker.grammar.matcher import Grammar, Matchers
-from nightmill.worker.grammar.thoughts import of_answer
+from nightmill.worker.grammar.thoughts import marks_of, of_answer
 from nightmill.worker.grammar.tokens import GrammarTokens, grammar_tokens
 from nightmill.worker.model.tokenizer.vocabulary import Vocabulary
 
@@ -122,11 +122,11 @@ class Grammars(Matchers):
 
     def _marks(self, asked: Constrained) -> frozenset[int]:
         """The tokens of marks with which such texts may be spelt."""
-        alone, end = of_answer(asked)
+        alone, written = of_answer(asked)[0], marks_of(asked)
         marks = self._vocabulary.marks
         if alone.kind is ConstraintKind.CALLS:
             return marks
-        return frozenset(mark for mark in marks if end and self._vocabulary.text_of(mark) in end)
+        return frozenset(mark for mark in marks if self._vocabulary.text_of(mark) in written)
 
     def _tokens_with(self, marks: frozenset[int]) -> GrammarTokens:
         """Made when they are first needed: most nights have neither calls nor thoughts."""

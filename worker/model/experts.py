@@ -63,7 +63,7 @@ class Experts:
 
     def weights(self, width: int) -> Weights:
         """Its weights in a block of the file, for a residual stream of `width` elements."""
-        read, count, inner = self.latent or width, self.count, self.width
+        read, count, inner = width if self.latent is None else self.latent, self.count, self.width
         parts = ["gate", "up"] if self.gated else ["up"]
         rows = dict.fromkeys(parts, inner)
         if self.fused:

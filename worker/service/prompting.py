@@ -6,6 +6,7 @@ from typing import Protocol
 from nightmill.jobs.base.contract import Markup
 from nightmill.jobs.errors import NightmillError
 from nightmill.jobs.sql.claims import Claim
+from nightmill.worker.engine.request import ClosingTokens
 
 __all__ = ["Prompting", "TokenIds"]
 
@@ -36,4 +37,8 @@ class Prompting(Protocol):
 
     def markup(self, claim: Claim, prompt_ids: TokenIds, /) -> Markup | None:
         """The control texts in answers to a chat with this prompt; None for other prompts."""
+        ...
+
+    def closing(self, markup: Markup, /, *, calls: bool) -> ClosingTokens:
+        """Return what closes thoughts in a text with this markup; `calls`: calls must follow."""
         ...

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from nightmill.jobs.base.contract import Markup
 from nightmill.jobs.reply.logprobs import Spell
-from nightmill.jobs.reply.reasoning import Thoughts
+from nightmill.jobs.reply.structure import structure_of
 
 
 def reasoning_tokens(token_ids: Sequence[int], markup: Markup | None, spell: Spell) -> int:
@@ -17,14 +17,14 @@ def reasoning_tokens(token_ids: Sequence[int], markup: Markup | None, spell: Spe
     """
     if markup is None or markup.thinking is None:
         return 0
-    thoughts = Thoughts(*markup.thinking, markup.opened)
+    structure = structure_of(markup)
     decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
     count = 0
     for number, token_id in enumerate(token_ids, start=1):
         if data := spell(token_id)[0]:
-            thoughts.push(decode(data))
-            if thoughts.inside:
+            structure.push(decode(data))
+            if structure.inside:
                 count = number
-            if thoughts.over:
+            if structure.over:
                 break
     return count

@@ -7,6 +7,7 @@ from dataclasses import replace
 from datetime import datetime
 
 from nightmill.jobs.base.arithmetic import Arithmetic
+from nightmill.jobs.base.contract import CallFormat, ConstraintKind
 from nightmill.jobs.errors import NightmillError, RunnerError
 from nightmill.jobs.request.fields import INTERACTIVE
 from nightmill.jobs.sql.claims import Claim
@@ -88,14 +89,22 @@ class Requesting:
         markup, constrained = self._prompting.markup(claim, prompt_ids), claim.constrained
         tools = None if claim.rendering is None else claim.rendering.tools
         must = constrained is not None or (tools is not None and tools.required)
-        if markup is not None and must and not markup.opened:
+        if markup is not None and must and markup.closed:
             markup = replace(markup, thinking=None)  # it must begin with the answer
         if tools is not None and markup is not None and markup.calls is not None:
             form = None if tools.required else constrained
             if tools.required or tools.strict or form is not None:
                 constrained = calls_asked(tools, markup.calls, form)
-        if constrained is not None and markup is not None and markup.thinking is not None and markup.opened:
-            constrained = behind_thoughts(constrained, markup.thinking[1])
+        if constrained is not None and markup is not None and markup.thinking is not None:
+            free = not must and not markup.opened  # strict calls in a text that is free
+            if not (
+                free or (markup.calls is CallFormat.HARMONY and constrained.kind is ConstraintKind.CALLS)
+            ):
+                constrained = behind_thoughts(constrained, markup.thinking, opened=markup.opened)
+        closing = None
+        limited = claim.params.max_reasoning_tokens is not None
+        if limited and markup is not None and markup.thinking is not None and not markup.closed:
+            closing = self._prompting.closing(markup, calls=tools is not None and tools.required)
         self._in_flight.mark((claim.job_id, claim.attempt), mark, markup, prompt_digest(prompt_ids))
         deadline = None
         if claim.deadline_at is not None:  # the engine counts on this host's clock, the row on the database's
@@ -113,5 +122,6 @@ class Requesting:
             generated_ids=tokens_to_resume(claim.saved, mark),
             constrained=constrained,
             markup=markup,
+            closing=closing,
             banned=self._prompting.tokenize_banned(claim.params.bad_words) if claim.params.bad_words else (),
         )

@@ -16,6 +16,7 @@ from nightmill.jobs.formats.pairs import read_metadata
 from nightmill.jobs.formats.responses.items import ItemMessage, place_in_items, read_input
 from nightmill.jobs.formats.rows import invalid, missing
 from nightmill.jobs.formats.shapes import flag_of, items_of, mapping, only, text_of, type_of, unsupported
+from nightmill.jobs.request.effort import effort_fault
 from nightmill.jobs.request.fields import PARAMETERS, unknown_field
 from nightmill.jobs.request.parameters import MAX_LOGPROBS
 from nightmill.jobs.request.spec import JobSpec
@@ -61,7 +62,6 @@ _REFUSALS = {
 }
 KEYS = _TAKEN | _OWN | IGNORED | NEUTRAL.keys()
 """All keys that a body may have."""
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _LOGPROBS = "message.output_text.logprobs"
 INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
 """Allowed values of `include`; reasoning is always included, and never encrypted."""
@@ -143,11 +143,11 @@ def _fields(given: JsonObject) -> tuple[JsonObject, JsonObject]:
     fields = {name: given[name] for name in given.keys() & _TAKEN}
     tooling, tools = _tools(given)
     said_of_text, form = _text(given.get("text"))
-    effort, variables = _reasoning(given)
+    effort = _reasoning(given)
     likely = _logprobs(given)
     if form and (other := next((name for name in CONSTRAINT_FIELDS if name in given), None)):
         raise invalid("text.format", f"contradicts {other}; give one of them")
-    fields |= tooling | form | {"logprobs": likely, "chat_template_kwargs": variables or None}
+    fields |= tooling | form | {"logprobs": likely, "reasoning_effort": effort}
     fields |= {"max_tokens": given.get("max_output_tokens"), "metadata": read_metadata(given.get("metadata"))}
     return fields, {
         "url": RESPONSES,
@@ -221,30 +221,22 @@ def _text(value: Any) -> tuple[JsonObject, JsonObject]:
     return {"format": said}, {"response_format": form}
 
 
-def _reasoning(given: JsonObject) -> tuple[str | None, JsonObject]:
-    """Return the effort, and the template variables for it; templates of reasoning models use one of these
-    names."""
+def _reasoning(given: JsonObject) -> str | None:
+    """Return the effort."""
     value = mapping(given.get("reasoning", {}), "reasoning", "an object with an effort")
     only(value, {"effort", "summary", "generate_summary"}, "reasoning")
     for name in ("summary", "generate_summary"):
         refusal = "is not supported: thoughts come in full, and not summed up; give auto"
         check_neutral(f"reasoning.{name}", value.get(name), ("auto",), refusal)
-    variables = given.get("chat_template_kwargs", {})
     effort = value.get("effort")
-    if effort is None:
-        return None, variables
-    return effort, thinking_variables(effort, "reasoning.effort") | dict(
-        mapping(variables, "chat_template_kwargs", "an object")
-    )
+    return None if effort is None else checked_effort(effort, "reasoning.effort")
 
 
-def thinking_variables(effort: Any, place: str) -> JsonObject:
-    """Return template variables for a reasoning effort: a switch (Qwen, Granite) or a level (gpt-oss)."""
-    if not isinstance(effort, str) or effort not in EFFORTS:
-        raise invalid(place, f"must be one of {', '.join(EFFORTS)} (got {short(effort)})")
-    thinks = effort != "none"
-    degree = {"minimal": "low", "xhigh": "high", "max": "high"}.get(effort, effort)
-    return {"enable_thinking": thinks, "thinking": thinks} | ({"reasoning_effort": degree} if thinks else {})
+def checked_effort(effort: Any, place: str) -> str:
+    """Return a reasoning effort; raises the error of a body that has none."""
+    if fault := effort_fault(effort):
+        raise invalid(place, fault)
+    return str(effort)
 
 
 def _logprobs(given: JsonObject) -> int | None:

@@ -12,7 +12,7 @@ from typing import Any
 from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.errors import InvalidRequestError
 from nightmill.jobs.formats.neutral import check_neutral
-from nightmill.jobs.formats.responses.request import thinking_variables
+from nightmill.jobs.formats.responses.request import checked_effort
 from nightmill.jobs.formats.rows import invalid, missing
 from nightmill.jobs.formats.shapes import flag_of, items_of, mapping, only, text_of, type_of
 from nightmill.jobs.request.fields import PARAMETERS, unknown_field
@@ -103,10 +103,10 @@ def _fields(given: JsonObject) -> JsonObject:
     stops = items_of(given.get("stop_sequences", []), "stop_sequences")
     fields["stop"] = stops or None
     fields |= _tools(given)
-    variables, form = _thinking(given)
+    thinking, form = _thinking(given)
     if form and (other := next((name for name in CONSTRAINT_FIELDS if name in given), None)):
         raise invalid("output_config.format", f"contradicts {other}; give one of them")
-    return fields | form | {"chat_template_kwargs": variables or None}
+    return fields | form | thinking
 
 
 def _tools(given: JsonObject) -> JsonObject:
@@ -144,29 +144,34 @@ def _tool(tool: Any, place: str) -> JsonObject:
 
 
 def _thinking(given: JsonObject) -> tuple[JsonObject, JsonObject]:
-    """Return template variables for reasoning, and the constraint."""
+    """Return the fields about reasoning, and the constraint."""
+    fields: JsonObject = {}
     variables: JsonObject = {}
     output = mapping(given.get("output_config", {}), "output_config", "an object")
     only(output, {"effort", "format"}, "output_config")
     if output.get("effort") is not None:
-        variables |= thinking_variables(output["effort"], "output_config.effort")
+        fields["reasoning_effort"] = checked_effort(output["effort"], "output_config.effort")
     if (thinking := given.get("thinking")) is not None:
         thinking = mapping(thinking, "thinking", "an object with a type")
         thinks = THINKING[type_of(thinking, "thinking", THINKING, "give one of these")]
         only(thinking, {"type", "budget_tokens", "display"}, "thinking")
         refusal = "is not supported: thoughts come in full; remove it"
         check_neutral("thinking.display", thinking.get("display"), ("summarized",), refusal)
-        _check_budget(thinking.get("budget_tokens"))
+        fields |= _budget(thinking.get("budget_tokens"), given.get("max_tokens"))
         variables |= {"enable_thinking": thinks, "thinking": thinks}
     said = mapping(given.get("chat_template_kwargs", {}), "chat_template_kwargs", "an object")
     form = given.get("output_format") if output.get("format") is None else output["format"]
-    return variables | dict(said), {} if form is None else {"json_schema": _schema(form)}
+    fields["chat_template_kwargs"] = variables | dict(said) or None
+    return fields, {} if form is None else {"json_schema": _schema(form)}
 
 
-def _check_budget(value: Any) -> None:
-    """Check a reasoning budget, which has no effect: max_tokens limits answer and reasoning together."""
-    if value is not None and (type(value) is not int or value < 0):
+def _budget(value: Any, most: Any) -> JsonObject:
+    """Return the field for a reasoning budget; one that max_tokens comes before has no effect."""
+    if value is None:
+        return {}
+    if type(value) is not int or value < 0:
         raise invalid("thinking.budget_tokens", "must be a whole number")
+    return {"max_reasoning_tokens": value} if type(most) is int and value < most else {}
 
 
 def _schema(form: Any) -> Any:

@@ -1,7 +1,7 @@
 """Schemas of requests and responses of /v1/messages for /openapi.json."""
 
 from nightmill.jobs.base.contract import JsonObject
-from nightmill.jobs.formats.responses.request import EFFORTS
+from nightmill.jobs.request.effort import EFFORTS
 from nightmill.jobs.request.fields import FIELDS
 from nightmill.jobs.server.anthropic.request import KEYS, THINKING
 from nightmill.jobs.server.anthropic.turns import ROLES

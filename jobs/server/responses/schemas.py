@@ -2,7 +2,8 @@
 
 from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.formats.responses.items import ROLES
-from nightmill.jobs.formats.responses.request import EFFORTS, INCLUDED, KEYS
+from nightmill.jobs.formats.responses.request import INCLUDED, KEYS
+from nightmill.jobs.request.effort import EFFORTS
 from nightmill.jobs.request.fields import FIELDS
 from nightmill.jobs.request.parameters import REPEATED
 from nightmill.jobs.server.schema_words import (

@@ -183,6 +183,7 @@ def test_enqueue_prints_ids_and_keeps_every_option(run: Run, cli_client: Client)
             "prompt_logprobs": None,
             "return_token_ids": False,
             "truncate_prompt_tokens": None,
+            "max_reasoning_tokens": None,
         }
 
 

@@ -58,6 +58,8 @@ GOOD: dict[str, st.SearchStrategy[Any]] = {
     "prompt_logprobs": st.integers(0, 20),
     "return_token_ids": st.booleans(),
     "truncate_prompt_tokens": st.integers(1, 2**31 - 1),
+    "max_reasoning_tokens": st.just(0),
+    "reasoning_effort": st.sampled_from(["low", "medium", "high"]),
     "score": st.lists(TEXTS, min_size=1, max_size=5),
     "chat_template_kwargs": st.dictionaries(
         st.sampled_from(["enable_thinking", "reasoning_effort", "X1"]),
@@ -262,7 +264,7 @@ def test_the_table_of_fields_is_what_calls_and_commands_take() -> None:
         == PARAMETERS
         | CONSTRAINT_FIELDS.keys()
         | {*("priority", "max_attempts", "reuse", "model", "scheduled_at", "deadline")}
-        | {"chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
+        | {"reasoning_effort", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
         | TOOL_KEYS.keys()
     )
     assert FIELDS.keys() - {"batch", "scheduled_at", "deadline", "idempotency_key"} == ROW_FIELDS

@@ -21,15 +21,16 @@ def test_jobs_queues_and_workers_are_counted_by_model(server_settings: Settings,
         ids = client.enqueue_many(["prompt"] * 4, model="m")
         client.enqueue("any", scheduled_at=clock() + timedelta(hours=1))
         (done,) = first.claim([ids[0]])
-        first.finish([Outcome(done.job_id, done.attempt, StopReason.EOS, "text", 1, 1)])
+        counted = {"cached_tokens": 1, "reasoning_tokens": 2}
+        first.finish([Outcome(done.job_id, done.attempt, StopReason.EOS, "text", 3, 4, **counted)])
         second.claim([ids[1], ids[2]])
         client.cancel(client.enqueue("never mind", model="n"))
         clock.advance(seconds=20)
         assert standing.queued() == {"m": QueuedJobs(1, 0, 20.0), None: QueuedJobs(1, 0, 0.0)}
         assert standing.running() == {"m": 2}
         assert standing.ended() == {
-            ("m", "succeeded"): EndedJobs(1, 1, 1),
-            ("n", "cancelled"): EndedJobs(1, 0, 0),
+            ("m", "succeeded"): EndedJobs(1, 3, 4, 1, 2),
+            ("n", "cancelled"): EndedJobs(1, 0, 0, 0, 0),
         }
         assert standing.workers() == {("m", "starting"): 1, ("n", "starting"): 1}
         clock.advance(seconds=20)

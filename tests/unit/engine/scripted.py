@@ -65,6 +65,10 @@ class PieceStream:
     def push(self, token_id: int) -> str:
         return self._decoder.decode(PIECES[token_id])
 
+    @property
+    def whole(self) -> bool:
+        return not self._decoder.getstate()[0]
+
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
 

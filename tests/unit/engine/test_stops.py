@@ -19,6 +19,10 @@ class Letters:
     def push(self, token_id: int) -> str:
         return self.pieces[token_id]
 
+    @property
+    def whole(self) -> bool:
+        return True
+
     def flush(self) -> str:
         return self.rest
 

@@ -5,13 +5,13 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nightmill.jobs.base.contract import Markup, StopReason
 from nightmill.jobs.reply.parsing import read_reply
 from nightmill.jobs.request.parameters import GenerationParams
-from nightmill.worker.engine.request import Completion
+from nightmill.worker.engine.request import ClosingTokens, Completion, Request
 from nightmill.worker.engine.stops import TextWatch
 from tests.unit.engine.scripted import (
     PIECES,
@@ -134,3 +134,62 @@ def test_params_without_an_answer_to_tell_apart_cost_nothing() -> None:
     request = replace(make_request(), markup=OPENED)
     assert request.thinking is None
     assert replace(request, params=GenerationParams(stop=("a",))).thinking == ("b", "é", True)
+
+
+CLOSING = ClosingTokens((SPACE, E_ACUTE, SPACE), (B, E_ACUTE))
+
+
+def limited(seed: int, budget: int | None, markup: Markup, name: str = "j", **asked: Any) -> Request:
+    """A request whose thoughts have a budget."""
+    request = make_request(name, (0, 1, 2), seed=seed, max_reasoning_tokens=budget, **asked)
+    return replace(request, markup=markup, closing=None if budget is None else CLOSING)
+
+
+def done(request: Request, *others: Request, depth: int = 1, pages: int = 64) -> Completion:
+    engine = make_engine(ScriptedRunner(depth=depth, kv_pages=pages))
+    for one in (request, *others):
+        engine.submit(one)
+    return next(one for one in run(engine) if one.job_id == request.job_id)
+
+
+@pytest.mark.parametrize(
+    ("markup", "budget"), [(OPENED, 0), (OPENED, 1), (OPENED, 7), (BY_ITSELF, 0), (BY_ITSELF, 4)]
+)
+def test_thoughts_are_closed_after_their_budget_and_an_answer_follows(markup: Markup, budget: int) -> None:
+    closed = 0
+    for seed in range(30):
+        free = done(limited(seed, None, markup, max_tokens=40, ignore_eos=True)).token_ids
+        one = done(limited(seed, budget, markup, max_tokens=40, ignore_eos=True)).token_ids
+        watch = TextWatch(PieceStream(), (), thinking=(*markup.thinking, markup.opened))
+        assert one[:budget] == free[:budget]
+        place = None
+        for count, token in enumerate(one):
+            if count >= budget and (watch.closable or not (markup.opened or budget)):
+                place = count
+                break
+            watch.push(token)
+        if place is None:  # they were over before
+            continue
+        closed += 1
+        tokens = CLOSING.before if not place and not markup.opened else CLOSING.inside
+        assert one[place : place + len(tokens)] == tokens
+        assert not read_reply(text_of(list(one)), markup, None, "j").unfinished
+    assert closed > (0 if budget > 3 else 5)
+
+
+@settings(max_examples=25)
+@given(
+    st.integers(0, 2**32), st.integers(0, 20), st.sampled_from([OPENED, BY_ITSELF]), st.integers(1, 3),
+    st.sampled_from([12, 64]), st.sampled_from([{}, {"stop": ["ab"]}, {"min_tokens": 3}]),
+)  # fmt: skip
+def test_a_budget_holds_to_the_bit_however_often_a_text_is_interrupted(
+    seed: int, budget: int, markup: Markup, depth: int, pages: int, asked: dict[str, Any]
+) -> None:
+    asked = {"max_tokens": 24} | asked
+    whole = done(limited(seed, budget, markup, **asked))
+    others = [limited(seed + n, budget, markup, f"o{n}", max_tokens=24) for n in range(1, 6)]
+    again = done(limited(seed, budget, markup, **asked), *others, depth=depth, pages=pages)
+    assert replace(again, cached_tokens=whole.cached_tokens) == whole
+    for known in range(0, len(whole.token_ids) + 1, 4):
+        resumed = limited(seed, budget, markup, generated=whole.token_ids[:known], **asked)
+        assert done(resumed, depth=depth, pages=pages) == whole

@@ -27,7 +27,7 @@ from tests.unit.formats.files import job
 
 PAGES = Path(__file__).parents[3] / "docs"
 PAGE = (PAGES / "file-formats.md").read_text(encoding="utf-8")
-RENDERING = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+RENDERING = ("reasoning_effort", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 _BLOCK = re.compile(r"```(\w+) (\w+)(?: (\w+))?\n(.*?)```", re.DOTALL)
 EXAMPLES = [(kind, format, text) for _, kind, format, text in _BLOCK.findall(PAGE)]
 
@@ -182,9 +182,9 @@ def test_every_key_of_an_openai_body_is_described() -> None:
     ours = {"top_k", "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids", "min_tokens", "best_of"}
     ours |= {"include_stop_str_in_output", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words"}
     ours |= {"logprobs", "top_logprobs", "echo", "score"}
-    ours |= {"prompt_logprobs", "return_token_ids", "truncate_prompt_tokens"}
+    ours |= {"prompt_logprobs", "return_token_ids", "truncate_prompt_tokens", "max_reasoning_tokens"}
     ours |= {"tools", "tool_choice", "parallel_tool_calls"}
-    ours |= {"chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
+    ours |= {"reasoning_effort", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
     ours |= CONSTRAINT_FIELDS.keys() | GUIDED.keys() | {"structured_outputs"}
     parameters = {"max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "model", "n"}
     assert described == frame | ours | parameters | {"messages", "prompt"} | refusals.OF_ROWS.keys() | IGNORED

@@ -227,6 +227,17 @@ TOLD: dict[str, Any] = {
 }
 
 
+def test_a_text_that_was_cut_in_its_thoughts_says_so() -> None:
+    cut = job(**TOLD, text="<think>hm", stop_reason=StopReason.LENGTH)
+    ended = job(**TOLD, text="<think>hm</think>Yes", stop_reason=StopReason.LENGTH)
+    assert cut.reasoning_unfinished and not ended.reasoning_unfinished
+    for made, expected in ((cut, True), (ended, None)):
+        assert result_row(made, FileFormat.JSONL).get("reasoning_unfinished") is expected
+        (choice,) = result_row(made, FileFormat.OPENAI)["response"]["body"]["choices"]
+        assert (choice.get("reasoning_unfinished"), choice["finish_reason"]) == (expected, "length")
+        assert choice["message"]["reasoning_content"] == "hm"
+
+
 def test_thoughts_and_calls_are_told_apart_in_each_format(tmp_path: Path) -> None:
     made = job(**TOLD, text=f"<think>hm</think>Let me see. {CALL}")
     (call,) = made.tool_calls

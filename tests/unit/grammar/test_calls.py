@@ -1,6 +1,7 @@
 """A call that must be made is one that can be read, of a function that there is, with arguments that obey."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ from nightmill.jobs.request.structured import constrained_by
 from nightmill.worker.engine.request import Request
 from nightmill.worker.grammar.calls import calls_asked
 from nightmill.worker.grammar.source import complete, lark_of
+from nightmill.worker.grammar.thoughts import FINAL
+from nightmill.worker.grammar.written_calls import WRITTEN as TYPED_FORMATS
 from tests.support import constrained
 from tests.support.ggufs import CHATML, byte_vocabulary, write_model
+from tests.support.walking import BYTES, walk
 
 WEATHER = {
     "type": "object",
@@ -98,13 +102,20 @@ WRITTEN = {
     CallFormat.MISTRAL: ('I see.[TOOL_CALLS][{"name": "NAME", "arguments": ', "}]"),
     CallFormat.MISTRAL_NAMED: ("I see.[TOOL_CALLS]NAME[ARGS]", ""),
     CallFormat.JSON: ('{"name": "NAME", "arguments": ', "}"),
+    CallFormat.GRANITE: ('I see.<|tool_call|>[{"name": "NAME", "arguments": ', "}]"),
+    CallFormat.PHI: ('I see.<|tool_call|>[{"name": "NAME", "arguments": ', "}]<|/tool_call|>"),
+    CallFormat.NEMOTRON: ('I see.<TOOLCALL>[{"name": "NAME", "arguments": ', "}]</TOOLCALL>"),
+    CallFormat.TOOL_CALLS: ('I see.<tool_calls>[{"name": "NAME", "arguments": ', "}]</tool_calls>"),
+    CallFormat.HARMONY: ("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", ""),
 }
+IN_JSON = sorted(WRITTEN, key=str)
 
 
-@pytest.mark.parametrize("written", CallFormat)
+@pytest.mark.parametrize("written", IN_JSON)
 def test_where_functions_are_strict_text_is_free_and_calls_obey(written: CallFormat) -> None:
     grammar = complete(lark_of(calls_asked(STRICT, written)))
     begin, end = WRITTEN[written]
+    answer = FINAL if written is CallFormat.HARMONY else ""
 
     def obeys(text: str) -> bool:
         matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
@@ -115,7 +126,7 @@ def test_where_functions_are_strict_text_is_free_and_calls_obey(written: CallFor
         return begin.replace("NAME", name) + arguments + end
 
     for text in ("", "It rains.", "1 < 2 [TOOL", "<think>\nhm\n</think>\n\n<b>", "é\n" * 500):
-        assert obeys(text)
+        assert obeys(answer + text)
     assert obeys(call("news", '{"of": true}'))
     assert obeys(call("weather", '{"place": 7}'))  # which is not strict
     assert not obeys(call("news", '{"of": 1}'))
@@ -123,7 +134,7 @@ def test_where_functions_are_strict_text_is_free_and_calls_obey(written: CallFor
     assert not obeys(call("gossip", '{"of": true}'))
 
 
-@pytest.mark.parametrize("written", CallFormat)
+@pytest.mark.parametrize("written", IN_JSON)
 @pytest.mark.parametrize(
     ("form", "good", "bad"),
     [
@@ -147,8 +158,9 @@ def test_an_answer_is_calls_or_has_the_form(
         return taken and matcher.is_accepting()
 
     call = before.replace("NAME", "news") + '{"of": true}' + after
-    assert whole(good) and whole(call)
-    assert not whole(bad) and not whole("") and not whole("I see." + call)
+    answer = FINAL if written is CallFormat.HARMONY else ""
+    assert whole(answer + good) and whole(call)
+    assert not whole(answer + bad) and not whole("") and not whole("I see." + call)
     assert not whole(before.replace("NAME", "news") + '{"of": 1}' + after)  # of a strict function
     assert whole(before.replace("NAME", "weather") + '{"place": 7}' + after)  # of one that is not
 
@@ -166,3 +178,70 @@ def test_what_is_no_tools_fails_alone(model_path: Path) -> None:
         done = model.run([*strange, request("good", 1, calls_asked(NEWS, CallFormat.HERMES))])
     assert done.pop("good").error is None
     assert [name for name, one in done.items() if not (one.error or "").startswith("tools: ")] == []
+
+
+TYPED: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["a b", "c"]},
+        "days": {"type": "integer", "minimum": 0, "maximum": 9},
+        "deep": {"type": "array", "items": {"$ref": "#/$defs/flag"}, "maxItems": 2},
+    },
+    "required": ["kind"],
+    "additionalProperties": False,
+    "$defs": {"flag": {"type": ["boolean", "null"]}},
+}
+BY_ARGUMENT = sorted(TYPED_FORMATS, key=str)
+
+
+@pytest.mark.parametrize("written", BY_ARGUMENT)
+def test_calls_whose_arguments_have_marks_of_their_own_obey_their_schemas(written: CallFormat) -> None:
+    functions = [{"type": "function", "function": {"name": "f", "parameters": TYPED}}]
+    tools = Tools(functions, required=True, parallel=False)
+    grammar = complete(lark_of(calls_asked(tools, written)))
+    seen: set[str] = set()
+    for seed in range(40):
+        text = walk(LLMatcher(BYTES, grammar, log_level=0), random.Random(seed), 400)
+        if text is None:
+            continue
+        reply = read_reply(text.decode(errors="replace"), Markup(written), tools, "j")
+        assert reply.tool_calls and reply.content == "", text
+        for call in reply.tool_calls:
+            Draft202012Validator(TYPED).validate(call.parsed)
+            seen |= call.parsed.keys()
+    assert seen >= {"kind", "deep"}
+
+
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        (
+            CallFormat.QWEN_XML,
+            '<tool_call>\n<function=f>\n<parameter=note>\na "b" <c>\n</parameter>\n<parameter=n>\n7\n'
+            "</parameter>\n</function>\n</tool_call>",
+        ),
+        (
+            CallFormat.GLM_XML,
+            '<tool_call>f\n<arg_key>note</arg_key>\n<arg_value>a "b" <c></arg_value>\n<arg_key>n</arg_key>\n'
+            "<arg_value>7</arg_value>\n</tool_call>",
+        ),
+        (CallFormat.GEMMA, '<|tool_call>call:f{note:<|"|>a "b" <c><|"|>,n:7}<tool_call|>'),
+    ],
+)
+def test_a_text_stands_bare_between_its_marks(written: CallFormat, text: str) -> None:
+    parameters = {
+        "type": "object", "properties": {"note": {"type": "string"}, "n": {"type": "integer"}},
+        "required": ["note", "n"],
+    }  # fmt: skip
+    tools = Tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}], required=True)
+    grammar = complete(lark_of(calls_asked(tools, written)))
+
+    def obeys(said: str) -> bool:
+        matcher = LLMatcher(BYTES, grammar, log_level=0)
+        return (
+            matcher.try_consume_tokens(list(said.encode())) == len(said.encode()) and matcher.is_accepting()
+        )
+
+    assert obeys(text) and not obeys(text.replace("7", "x")) and not obeys(text[:-1])
+    (call,) = read_reply(text, Markup(written), tools, "j").tool_calls
+    assert call.parsed == {"note": 'a "b" <c>', "n": 7}

@@ -35,7 +35,10 @@ SCHEMA: dict[str, Any] = {
 )
 def test_the_keywords_that_bind_are_named_with_their_place(text: str, said: str) -> None:
     asked = Constrained(ConstraintKind.JSON_SCHEMA, json.dumps(SCHEMA))
-    for one, written in ((asked, text), (behind_thoughts(asked, "</think>"), f"{{[</think>\n{text}")):
+    for one, written in (
+        (asked, text),
+        (behind_thoughts(asked, ("<think>", "</think>"), opened=True), f"{{[</think>\n{text}"),
+    ):
         told = dead_end(one, written)
         assert told.startswith(STUCK) and said in told and repr(text) in told
 

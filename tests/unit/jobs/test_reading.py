@@ -2,13 +2,15 @@
 
 import json
 import random
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
 from nightmill.jobs.base.contract import CallFormat, Markup, Tools
 from nightmill.jobs.reply.parsing import Reading, Reply, call_id, read_reply
-from nightmill.jobs.reply.reasoning import CHANNELS
+from nightmill.jobs.reply.reasoning import CHANNELS, GEMMA
+from nightmill.jobs.reply.structure import structure_of
 from nightmill.jobs.reply.tool_calls import Calls
 
 TOOLS = Tools([{"type": "function", "function": {"name": name}} for name in ("weather", "news")])
@@ -53,6 +55,42 @@ CASES: list[tuple[CallFormat, str, str, list[tuple[str, object]]]] = [
     (NAMED, '[TOOL_CALLS]weather[ARGS]{"place": "Bonn"}[TOOL_CALLS]news{}', "", [BONN, ("news", {})]),
     (NAMED, 'I look.[TOOL_CALLS]weather[CALL_ID]abcdefghi[ARGS]{"place": "Bonn"}', "I look.", [BONN]),
     (NAMED, "[TOOL_CALLS]weather, please", "[TOOL_CALLS]weather, please", []),
+    (CallFormat.QWEN_XML,
+     "I look.\n<tool_call>\n<function=weather>\n<parameter=place>\nBonn\n</parameter>\n</function>\n"
+     "</tool_call>", "I look.", [BONN]),
+    (CallFormat.QWEN_XML,
+     '<tool_call>\n<function=weather>\n<parameter=n>\n[1, {"a": "b"}]\n</parameter>\n<parameter=f>\nFalse\n'
+     "</parameter>\n<parameter=s>\n5\" \npipe\n</parameter>\n</function>\n</tool_call> done",
+     " done", [("weather", {"n": [1, {"a": "b"}], "f": False, "s": '5" \npipe'})]),
+    (CallFormat.QWEN_XML, "<tool_call>\n<function=weather>\n<parameter=place>\nBo",
+     "<tool_call>\n<function=weather>\n<parameter=place>\nBo", []),
+    (CallFormat.QWEN_XML, "<tool_call>\n<function=weather>\nBonn\n</function>\n</tool_call>",
+     "<tool_call>\n<function=weather>\nBonn\n</function>\n</tool_call>", []),
+    (CallFormat.GLM_XML,
+     "<tool_call>weather\n<arg_key>place</arg_key>\n<arg_value>Bonn</arg_value>\n</tool_call>", "", [BONN]),
+    (CallFormat.GLM_XML, "<tool_call>news</tool_call><tool_call>gossip</tool_call>",
+     "<tool_call>gossip</tool_call>", [("news", {})]),
+    (CallFormat.GEMMA, '<|tool_call>call:weather{place:<|"|>Bonn<|"|>}<tool_call|>', "", [BONN]),
+    (CallFormat.GEMMA,
+     '<|tool_call>call:weather{a:[1,None,true,{b:<|"|>}<|"|>}],"c d":-1.5e3,e:{}}<tool_call|>.',
+     ".", [("weather", {"a": [1, None, True, {"b": "}"}], "c d": -1500.0, "e": {}})]),
+    (CallFormat.GEMMA, '<|tool_call>call:weather{place:<|"|>Bonn',
+     '<|tool_call>call:weather{place:<|"|>Bonn', []),
+    (CallFormat.GEMMA, "<|tool_call>call:weather{a:NaN}<tool_call|>",
+     "<|tool_call>call:weather{a:NaN}<tool_call|>", []),
+    (CallFormat.LFM2, "Well.<|tool_call_start|>[weather(place='Bonn'), a.b(n=-1, t=(1, true), d={'x': None})]"
+     "<|tool_call_end|>", "Well.", [BONN, ("a.b", {"n": -1, "t": [1, True], "d": {"x": None}})]),
+    (CallFormat.LFM2, "<|tool_call_start|>[weather(open('/etc'))]<|tool_call_end|>",
+     "<|tool_call_start|>[weather(open('/etc'))]<|tool_call_end|>", []),
+    (CallFormat.LFM2, "<|tool_call_start|>[weather(a=1e999)]<|tool_call_end|>",
+     "<|tool_call_start|>[weather(a=1e999)]<|tool_call_end|>", []),
+    (CallFormat.PYTHONIC, '[weather(place="Bonn"), news()]', "", [BONN, ("news", {})]),
+    (CallFormat.PYTHONIC, "[gossip()]", "[gossip()]", []),
+    (CallFormat.PYTHONIC, "[1, 2]", "[1, 2]", []),
+    (CallFormat.GRANITE, f"<|tool_call|>[{CALL}]", "", [BONN]),
+    (CallFormat.PHI, f"<|tool_call|>[{CALL}, {CALL}]<|/tool_call|>", "", [BONN, BONN]),
+    (CallFormat.NEMOTRON, f"<TOOLCALL>[{CALL}]</TOOLCALL>", "", [BONN]),
+    (CallFormat.TOOL_CALLS, f"<tool_calls>\n{CALL}\n{CALL}\n</tool_calls>", "", [BONN, BONN]),
     (JSON, f"```json\n[{CALL}]\n```", "", [BONN]),
     (JSON, f" {CALL}\n", "", [BONN]),
     (JSON, '{"place": "Bonn"}', '{"place": "Bonn"}', []),
@@ -71,7 +109,7 @@ def in_pieces(text: str, markup: Markup, draw: random.Random) -> Reply:
     parts += reading.end()
     calls = tuple(part.call for part in parts if part.call is not None)
     thoughts = "".join(part.reasoning for part in parts)
-    return Reply("".join(part.content for part in parts), thoughts or None, calls)
+    return Reply("".join(part.content for part in parts), thoughts or None, calls)  # as far as streams tell
 
 
 @pytest.mark.parametrize(("written", "text", "content", "calls"), CASES)
@@ -139,23 +177,111 @@ def test_of_calls_that_had_to_be_made_those_before_a_cut_count(written: CallForm
 def test_thoughts_stand_at_the_beginning(
     text: str, opened: bool, reasoning: str | None, content: str
 ) -> None:
-    assert read_reply(text, Markup(None, THINK, opened), None, "j") == Reply(content, reasoning)
+    unfinished = not content and "</think>" not in text and (opened or "<think>" in text)
+    expected = Reply(content, reasoning, unfinished=unfinished)
+    assert read_reply(text, Markup(None, THINK, opened), None, "j") == expected
+
+
+HARMONY = Markup(CallFormat.HARMONY, CHANNELS)
+THOUGHT, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+START = "<|start|>assistant"
+BEFORE = " to=functions.weather<|channel|>commentary json<|message|>"
+BEHIND = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+PLACE = '{"place": "<b> Bonn"}'
 
 
 @pytest.mark.parametrize(
-    ("text", "reasoning", "content"),
+    ("text", "reasoning", "content", "calls", "unfinished"),
     [
-        (f"{CHANNELS[0]}hm{CHANNELS[1]}yes", "hm", "yes"),
-        ("<|channel|>final<|message|>yes", None, "yes"),
-        (f"{CHANNELS[0]}hm<|end|><|start|>", "hm<|end|><|start|>", ""),
-        ("<|channel|>fin", None, "<|channel|>fin"),
-        ("yes", None, "yes"),
+        (f"{THOUGHT}hm<|end|>{START}{FINAL}yes", "hm", "yes", 0, False),
+        (f"{THOUGHT}hm<|end|>{START}{THOUGHT}well<|end|>{START}{FINAL}yes<|return|>",
+         "hm\nwell", "yes", 0, False),
+        (f"{THOUGHT}hm{START}{FINAL}yes", "hm", "yes", 0, False),  # as rows of older workers have it
+        (f"{FINAL}yes", None, "yes", 0, False),
+        (f"<|start|>assistant{FINAL}yes", None, "yes", 0, False),
+        (f"{THOUGHT}hm<|end|><|start|>", "hm", "", 0, True),
+        (f"{THOUGHT}hm<|en", "hm<|en", "", 0, True),
+        (THOUGHT, None, "", 0, True),
+        ("<|channel|>fin", None, "<|channel|>fin", 0, False),
+        ("yes", None, "yes", 0, False),
+        ("", None, "", 0, False),
+        ("<|channel|>analysis" + "x" * 600, None, "<|channel|>analysis" + "x" * 600, 0, False),
+        (f"{THOUGHT}hm<|end|>and so on", "hm", "and so on", 0, False),
+        (f"{BEFORE}{PLACE}<|call|>", None, "", 1, False),
+        (f"{BEHIND}{PLACE}", None, "", 1, False),
+        (f"{THOUGHT}hm<|end|>{START}{BEHIND}{PLACE}<|call|>", "hm", "", 1, False),
+        (f"<|channel|>commentary<|message|>I look.<|end|>{START}{BEFORE}{PLACE}<|call|>",
+         None, "I look.", 1, False),
+        (f"{BEFORE}{PLACE}<|call|>{START}{BEHIND}{PLACE}<|call|>", None, "", 2, False),
+        (f"{BEHIND}{PLACE[:9]}", None, BEHIND + PLACE[:9], 0, False),  # half a call
+        (f"{BEHIND}no JSON<|end|>{START}{FINAL}yes", None, f"{BEHIND}no JSON\nyes", 0, False),
+        (f"{BEHIND}[1]", None, f"{BEHIND}[1]", 0, False),
+        (f"{THOUGHT}{BEHIND}{PLACE}<|end|>{START}{FINAL}yes", f"{BEHIND}{PLACE}", "yes", 0, False),
+        ("<|channel|>analysis to=python code<|message|>1 + 1<|call|>", "1 + 1", "", 0, True),
+        ("<|channel|>commentary to=python code<|message|>1 + 1", None, "1 + 1", 0, False),
+    ],
+)  # fmt: skip
+def test_a_model_may_write_messages_to_channels(
+    text: str, reasoning: str | None, content: str, calls: int, unfinished: bool
+) -> None:
+    reply = read_reply(text, HARMONY, TOOLS, "j")
+    assert (reply.content, reply.reasoning, reply.unfinished) == (content, reasoning, unfinished)
+    assert [(call.name, call.arguments) for call in reply.tool_calls] == [("weather", PLACE)] * calls
+    draw = random.Random(len(text))
+    for _ in range(5):
+        assert in_pieces(text, HARMONY, draw) == replace(reply, unfinished=False)
+    if not calls and BEHIND not in text:
+        assert read_reply(text, Markup(None, CHANNELS), None, "j") == reply
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content", "unfinished"),
+    [
+        ("<|channel>thought\nhm\n<channel|>yes", "hm", "yes", False),
+        ("<|channel>thought\n<channel|>yes", None, "yes", False),
+        ("yes", None, "yes", False),
+        ("a<|channel>thought\nb<channel|> c<|channel>thought d", "bd", "ac", False),
+        ("<|channel>thought\nhm", "hm", "", True),
+        ("<|channel>th", None, "<|channel>th", False),
+        ("<channel|>yes", None, "<channel|>yes", False),
     ],
 )
-def test_a_model_may_think_in_a_channel_of_its_own(text: str, reasoning: str | None, content: str) -> None:
-    markup = Markup(None, CHANNELS)
-    assert read_reply(text, markup, None, "j") == Reply(content, reasoning)
-    assert in_pieces(text, markup, random.Random(1)) == Reply(content, reasoning)
+def test_a_model_may_reason_more_than_once(
+    text: str, reasoning: str | None, content: str, unfinished: bool
+) -> None:
+    markup = Markup(None, GEMMA)
+    reply = read_reply(text, markup, None, "j")
+    assert reply == Reply(content, reasoning, unfinished=unfinished)
+    for seed in range(8):
+        assert in_pieces(text, markup, random.Random(seed)) == replace(reply, unfinished=False)
+
+
+STYLES = (None, THINK, CHANNELS, GEMMA)
+
+
+def test_any_pieces_of_a_hostile_text_are_read_as_the_whole() -> None:
+    draw = random.Random(38)
+    marks = [
+        *THINK, *GEMMA, THOUGHT, FINAL, START, BEFORE, BEHIND, "<|channel|>", "<|message|>", "<|end|>",
+        "<|start|>", "<|call|>", "to=functions.", "<|constrain|>", "analysis", "final", PLACE, "{", '"', "<|",
+        "<", " ", "\n", "\n\n", "hm", "é",
+    ]  # fmt: skip
+    for _ in range(1_000):
+        text = "".join(draw.choices(marks, k=draw.randrange(12)))
+        calls = draw.choice((None, HERMES, CallFormat.HARMONY))
+        markup = Markup(calls, draw.choice(STYLES), draw.random() < 0.3)
+        whole = read_reply(text, markup, TOOLS, "j")
+        assert in_pieces(text, markup, draw) == replace(whole, unfinished=False), text
+        structure, cut = structure_of(markup, TOOLS), draw.randrange(len(text) + 1)
+        one = structure_of(markup, TOOLS)
+        one.push(text[:cut])
+        one.push(text[cut:])
+        structure.push(text)
+        assert (one.over, one.inside, one.closable) == (structure.over, structure.inside, structure.closable)
+        assert one.answer_from == structure.answer_from
+        one.end()
+        structure.end()
+        assert one.answer_from == structure.answer_from, (text, markup)
 
 
 def test_text_without_marks_is_not_looked_at() -> None:
@@ -208,13 +334,17 @@ def test_what_models_may_write_never_raises_and_loses_nothing() -> None:
     pieces = [
         "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>",
         "weather", "{", "}", "[", "]", '"', ":", ",", '{"name": "weather", "arguments": {}}', "\\u12", "1e9",
-        "é", "\n", " ", "```",
+        "é", "\n", " ", "```", "<function=weather>", "<parameter=a>", "</parameter>", "</function>",
+        "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|tool_call>", "call:weather{", '<|"|>',
+        "<tool_call|>", "<|tool_call_start|>[", "weather(a=", ")", "]<|tool_call_end|>", "<|tool_call|>",
+        "<|/tool_call|>", "'", "<TOOLCALL>", "</TOOLCALL>", "<tool_calls>", "</tool_calls>", "<|end|>",
+        "<|python_start|>", "-" * 3_000,
     ]  # fmt: skip
-    for _ in range(1_500):
+    for _ in range(4_000):
         text = "".join(draw.choices(pieces, k=draw.randrange(14)))
         markup = Markup(draw.choice(list(CallFormat)), draw.choice((None, THINK)), draw.random() < 0.3)
         whole = read_reply(text, markup, TOOLS, "j")
-        assert in_pieces(text, markup, draw) == whole
+        assert in_pieces(text, markup, draw) == replace(whole, unfinished=False)
         for call in whole.tool_calls:
             assert isinstance(json.loads(call.arguments), dict)
         if markup.thinking is None and not whole.tool_calls:

@@ -25,6 +25,31 @@ def test_a_chat_is_rendered_as_usual_unless_it_says_otherwise() -> None:
     assert rendering(USER, BEGUN, continue_final_message=True) == Rendering({}, False, True)
 
 
+def test_an_effort_is_variables_of_the_template_and_none_is_a_budget_of_nothing() -> None:
+    def parsed(**said: Any) -> tuple[dict[str, Any], int | None]:
+        spec = JobSpec.parse({"messages": [USER], **said}, JobSpec.defaults(of_batch))
+        return dict((spec.rendering or AS_USUAL).variables), spec.params.max_reasoning_tokens
+
+    of_batch: dict[str, Any] = {}
+    off, on = ({"enable_thinking": thinks, "thinking": thinks} for thinks in (False, True))
+    assert parsed(reasoning_effort="none") == (off, 0)
+    assert parsed(reasoning_effort="none", max_reasoning_tokens=9) == (off, 9)
+    assert parsed(reasoning_effort="minimal") == (on | {"reasoning_effort": "low"}, None)
+    assert parsed(reasoning_effort="high", chat_template_kwargs={"thinking": 7}) == (
+        on | {"reasoning_effort": "high", "thinking": 7}, None
+    )  # fmt: skip
+    of_batch = {"reasoning_effort": "none"}
+    assert parsed() == (off, 0)
+    assert parsed(reasoning_effort="medium") == (on | {"reasoning_effort": "medium"}, None)
+    for said, message in (
+        ({"reasoning_effort": "lots"}, "reasoning_effort: must be one of none, minimal, low"),
+        ({"max_reasoning_tokens": 256}, "max_reasoning_tokens: must be less than max_tokens, which is 256"),
+        ({"max_reasoning_tokens": -1}, "max_reasoning_tokens: "),
+    ):
+        with pytest.raises(InvalidParameterError, match=message):
+            parsed(**said)
+
+
 def test_what_is_said_of_chats_says_nothing_of_other_prompts() -> None:
     of_batch = JobSpec.defaults({"chat_template_kwargs": {"a": 1}, "continue_final_message": True})
     for prompt in ("a text", [1, 2]):

@@ -10,6 +10,7 @@ import pytest
 
 from nightmill.jobs.base.contract import CallFormat, Markup, Rendering, Tools
 from nightmill.jobs.errors import ChatTemplateError
+from nightmill.jobs.reply.parsing import read_reply
 from nightmill.jobs.reply.reasoning import CHANNELS
 from nightmill.worker.model.chat import ChatTemplate
 from nightmill.worker.model.chat.template import thinking_marks
@@ -42,6 +43,27 @@ WRITTEN = {
     "mistralai-Ministral-3-14B-Reasoning-2512": NAMED,
     "mistralai-Mistral-Nemo-Instruct-2407": MISTRAL,
     "unsloth-mistral-Devstral-Small-2507": NAMED,
+    "Apriel-1.6-15b-Thinker-fixed": CallFormat.TOOL_CALLS,
+    "GLM-4.6": CallFormat.GLM_XML,
+    "GLM-4.7-Flash": CallFormat.GLM_XML,
+    "LFM2-8B-A1B": CallFormat.LFM2,
+    "LFM2.5-8B-A1B": CallFormat.LFM2,
+    "MiniMax-M1": CallFormat.TOOL_CALLS,
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": CallFormat.QWEN_XML,
+    "NVIDIA-Nemotron-Nano-v2": CallFormat.NEMOTRON,
+    "Qwen3-Coder": CallFormat.QWEN_XML,
+    "Qwen3.5-4B": CallFormat.QWEN_XML,
+    "Spark2.5": CallFormat.GLM_XML,
+    "StepFun3.5-Flash": CallFormat.QWEN_XML,
+    "google-gemma-4-31B-it-interleaved": CallFormat.GEMMA,
+    "google-gemma-4-31B-it": CallFormat.GEMMA,
+    "ibm-granite-granite-3.3-2B-Instruct": CallFormat.GRANITE,
+    "inclusionai-ling-3.0-flash": CallFormat.GLM_XML,
+    "openai-gpt-oss-120b": CallFormat.HARMONY,
+    "poolside-Laguna-S-2.1": CallFormat.GLM_XML,
+    "poolside-Laguna-XS-2.1": CallFormat.GLM_XML,
+    "poolside-Laguna-XS.2": CallFormat.GLM_XML,
+    "unsloth-Apriel-1.5": CallFormat.TOOL_CALLS,
 }
 """The real templates whose calls are known; of the others, some know no tools."""
 REMEDY = "serve the model with --tool-format json"
@@ -78,11 +100,89 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tokenizer]:
         yield Tokenizer.from_gguf(file)
 
 
+CALLED: list[list[tuple[str, dict[str, Any]]]] = [
+    [("weather", {"place": "Bonn"})],
+    [("weather", {"place": 'a "b" <c> 7', "days": 3, "deep": {"a": [1, True, "é"]}, "wet": False})],
+    [("weather", {"place": "True"}), ("news", {"place": "[1]\nü", "days": -1})],
+]
+TURN_END = re.compile(
+    r"\s*(</s>|<\|(im_end|eot_id|eom_id|end_of_text|endoftext|end|role_end)\|>|<turn\|>|</assistant>"
+    r"|<SPECIAL_1\d>|<sep>|\[e~\[|<｜end▁of▁sentence｜>|<end_of_sentence>)\s*$"
+)
+"""What ends the model's turn, which its texts do not hold."""
+FULL = {
+    "type": "object",
+    "properties": {
+        "place": {"type": "string"}, "days": {"type": "integer"}, "deep": {"type": "object"},
+        "wet": {"type": "boolean"},
+    },
+}  # fmt: skip
+TYPED = Tools(
+    [{"type": "function", "function": {"name": name, "description": "d", "parameters": FULL}}
+     for name in ("weather", "news")]
+)  # fmt: skip
+
+
+def goes_round(render: Any, use: Any) -> int:
+    """Render conversations with calls, read what the model is shown to have written, and render that again.
+
+    Returns how many were compared: some templates take one call at most.
+    """
+    compared = 0
+    for called in CALLED:
+        calls = [
+            call(json.dumps(arguments, ensure_ascii=False), name) | {"id": f"Zq8rT1bX{number}"}
+            for number, (name, arguments) in enumerate(called)
+        ]
+
+        def conversation(calls: list[dict[str, Any]], length: int, opens: bool) -> str | ChatTemplateError:
+            said = [
+                {"role": "user", "content": "Rain?"},
+                {"role": "assistant", "content": "", "tool_calls": calls},
+                *(
+                    {
+                        "role": "tool",
+                        "tool_call_id": one["id"],
+                        "name": one["function"]["name"],
+                        "content": "wet",
+                    }
+                    for one in calls
+                ),
+                {"role": "assistant", "content": "Yes."},
+            ][:length]
+            messages, tools = use.told(said, TYPED)
+            shown: str | ChatTemplateError = render(
+                {"messages": messages, "tools": tools, "add_generation_prompt": opens}
+            )
+            return shown
+
+        before, whole = conversation(calls, 1, True), conversation(calls, 2, False)
+        if isinstance(before, ChatTemplateError) or isinstance(whole, ChatTemplateError):
+            continue
+        pairs = enumerate(zip(before, whole, strict=False))
+        shared = next((n for n, (one, other) in pairs if one != other), min(len(before), len(whole)))
+        tag = whole.rfind("<", 0, shared)
+        shared = tag if tag >= 0 and ">" not in whole[tag:shared] else shared  # not in the middle of a tag
+        written = TURN_END.sub("", whole[shared:])
+        if use.calls is CallFormat.HARMONY:
+            called = called[:1]  # the template shows the first alone
+        reply = read_reply(written, Markup(use.calls), TYPED, "j")
+        assert [(one.name, one.parsed) for one in reply.tool_calls] == called, written
+        again = [
+            call(one.arguments, one.name) | {"id": before["id"]}
+            for one, before in zip(reply.tool_calls, calls, strict=False)
+        ]
+        for length in (2, 2 + len(again), 3 + len(again)):
+            assert conversation(again, length, False) == conversation(calls[: len(again)], length, False)
+        compared += 1
+    return compared
+
+
 def test_how_real_templates_write_calls_is_found_out() -> None:
     paths = sorted((DOWNLOADED / "templates").glob("*.jinja"))
     if not paths:
         missing(Need.VOCABULARIES)
-    found, ignorant = {}, 0
+    found, ignorant, round_trips = {}, 0, 0
     for path in paths:
         plain = plain_jinja().from_string(path.read_text(encoding="utf-8"))
 
@@ -103,9 +203,11 @@ def test_how_real_templates_write_calls_is_found_out() -> None:
         messages, tools = use.told(chat('{"place": "Bonn"}'), TOOLS)
         text = render({"messages": messages, "tools": tools, "add_generation_prompt": True})
         assert isinstance(text, str)
-        assert re.search(r'\{"place": ?"Bonn"\}', text) and "wet" in text and "news" in text
+        assert "Bonn" in text and "wet" in text and "news" in text
+        round_trips += goes_round(render, use)
     assert found == WRITTEN
-    assert 10 <= ignorant < len(paths) - len(found)
+    assert round_trips >= 100
+    assert 4 <= ignorant < len(paths) - len(found)
 
 
 @pytest.mark.parametrize(
@@ -186,6 +288,51 @@ def test_what_tools_and_calls_hold_forges_no_special_token(tokenizer: Tokenizer)
     )
 
 
+def test_reasoning_goes_back_into_a_history_where_gpt_oss_looks_for_it(tokenizer: Tokenizer) -> None:
+    path = DOWNLOADED / "templates" / "openai-gpt-oss-120b.jinja"
+    if not path.exists():
+        missing(Need.VOCABULARIES)
+    messages = chat('{"place": "Bonn"}')[:3]
+    messages[1] |= {"content": "", "reasoning_content": "Where is it?"}
+    template = ChatTemplate(path.read_text(encoding="utf-8"), tokenizer, "model.gguf")
+    try:
+        text = template.render(messages, Rendering(tools=TOOLS))
+        messages[1] |= {"content": "I look."}
+        with_content = template.render(messages, Rendering(tools=TOOLS))
+    finally:
+        template.close()
+    header = "<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>"
+    call = header + '{"place": "Bonn"}<|call|>'
+    assert f"<|channel|>analysis<|message|>Where is it?<|end|>{call}" in text
+    assert f"<|channel|>analysis<|message|>I look.<|end|>{call}" in with_content
+
+
+PHI = (
+    "{% for message in messages %}{% if message['role'] == 'system' and 'tools' in message and "
+    "message['tools'] is not none %}{{ '<|' + message['role'] + '|>' + message['content'] + "
+    "'<|tool|>' + message['tools'] + "
+    "'<|/tool|>' + '<|end|>' }}{% else %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def test_a_template_may_want_tools_in_the_system_message(tokenizer: Tokenizer) -> None:
+    template = ChatTemplate(PHI, tokenizer, "model.gguf")
+    try:
+        text = template.render(chat('{"place": "Bonn"}'), Rendering(tools=TOOLS))
+        markup = template.markup(Rendering(tools=TOOLS), [])
+    finally:
+        template.close()
+    functions = json.dumps([tool["function"] for tool in TOOLS.functions], ensure_ascii=False)
+    assert text.startswith(f"<|system|><|tool|>{functions}<|/tool|><|end|><|user|>Rain?<|end|><|assistant|>")
+    written = '<|tool_call|>[{"name": "weather", "arguments": {"place": "Bonn"}}]<|/tool_call|>'
+    assert f"<|assistant|>{written}<|end|><|tool|>wet" in text
+    assert markup == Markup(CallFormat.PHI)
+    for said in (written, written.removeprefix("<|tool_call|>").removesuffix("<|/tool_call|>")):
+        (call,) = read_reply(said, markup, TOOLS, "j").tool_calls  # the marks may be control tokens
+        assert (call.name, call.parsed) == ("weather", {"place": "Bonn"})
+
+
 def test_tools_in_words_are_for_any_template(tokenizer: Tokenizer) -> None:
     template = ChatTemplate(WORDY, tokenizer, "model.gguf", calls=CallFormat.JSON)
     try:
@@ -230,7 +377,9 @@ def test_a_prompt_may_open_the_thinking(tokenizer: Tokenizer, ending: str, opene
     template = ChatTemplate(source, tokenizer, "model.gguf")
     try:
         ids = template.encode([{"role": "user", "content": "<think>"}])
-        assert template.markup(None, ids) == Markup(None, ("<think>", "</think>"), opened)
+        markup = template.markup(None, ids)
+        assert markup == Markup(None, ("<think>", "</think>"), opened)
+        assert markup is not None and markup.closed is ending.endswith("</think>\n")
     finally:
         template.close()
 
@@ -246,6 +395,7 @@ def test_real_templates_say_how_their_models_think(tokenizer: Tokenizer) -> None
         "ByteDance-Seed-OSS": "</seed:think>",
         "CohereForAI-c4ai-command-r7b-12-2024-tool_use": "<|END_THINKING|>",
         "openai-gpt-oss-120b": CHANNELS[1],
+        "google-gemma-4-31B-it": "<channel|>",
         "Qwen-Qwen2.5-7B-Instruct": None,
         "meta-llama-Llama-3.1-8B-Instruct": None,
     }
@@ -263,6 +413,18 @@ def test_marks_of_a_template_are_shown_in_texts(tmp_path: Path) -> None:
         tokenizer = Tokenizer.from_gguf(file)
     ids = [tokenizer.markers[text] for text in ("[TOOL_CALLS]", "[ARGS]", "<|im_end|>")]
     assert tokenizer.decode(ids) == "[TOOL_CALLS]"  # the others mean nothing to this template's model
+
+
+def test_the_end_of_a_step_is_shown_and_ends_no_text(tmp_path: Path) -> None:
+    texts = ["<|start|>", "<|end|>", "<|return|>", "<|call|>", "<|channel|>", "<|message|>", "<|constrain|>"]
+    vocabulary = byte_vocabulary(extra=[(text, 3) for text in texts])
+    source = f"{{{{ '{''.join(texts)}' }}}}" + CHATML
+    path = write_model(tmp_path / "m.gguf", layers=1, vocabulary=vocabulary, chat_template=source)
+    with GgufFile.open(path) as file:
+        tokenizer = Tokenizer.from_gguf(file)
+    ids = [tokenizer.markers[text] for text in texts]
+    assert tokenizer.decode(ids) == "<|start|><|end|><|channel|><|message|><|constrain|>"
+    assert ids[1] not in tokenizer.eos_ids and {ids[2], ids[3]} <= tokenizer.eos_ids
 
 
 STRANGE: list[Any] = [

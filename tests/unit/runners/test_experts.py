@@ -26,24 +26,25 @@ def normal(seed: int, *shape: int) -> Array:
 
 
 @pytest.fixture
-def network(tmp_path: Path) -> Callable[[str], Callable[[Array], Array]]:
+def network(tmp_path: Path) -> Callable[..., Callable[[Array], Array]]:
     """The experts of a spec's last layer as a function of tokens (T, width)."""
 
-    def make(name: str) -> Callable[[Array], Array]:
+    def make(name: str, *, fp8: bool = False) -> Callable[[Array], Array]:
         spec = MIXTURES[name]
         file = GgufFile.open(write_spec(tmp_path / "model.gguf", spec))
-        model = ReferenceRunner(file, spec, kv_pages=1, slots=1)._model
+        model = ReferenceRunner(file, spec, kv_pages=1, slots=1, rounding=Rounding(fp8=fp8))._model
         index = len(spec.layers) - 1
         return lambda x: model._feed_forward(index, spec.layers[index].feed_forward, model._layers[index], x)
 
     return make
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("name", MIXTURES)
 def test_a_token_alone_has_the_bits_that_it_has_among_many(
-    name: str, network: Callable[[str], Callable[[Array], Array]]
+    name: str, fp8: bool, network: Callable[..., Callable[[Array], Array]]
 ) -> None:
-    compute, x = network(name), normal(1, MANY, 64)
+    compute, x = network(name, fp8=fp8), normal(1, MANY, 64)
     together = compute(x)
     order = np.random.default_rng(2).permutation(MANY)
     assert (compute(x[order]) == together[order]).all()
@@ -56,7 +57,7 @@ def test_a_token_alone_has_the_bits_that_it_has_among_many(
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_what_is_not_a_number_stays_in_its_row(
-    name: str, network: Callable[[str], Callable[[Array], Array]]
+    name: str, network: Callable[..., Callable[[Array], Array]]
 ) -> None:
     compute, x = network(name), normal(1, 40, 64)
     clean = compute(x)

@@ -27,6 +27,10 @@ class Numbers:
     def push(self, token_id: int) -> str:
         return f"{token_id} "
 
+    @property
+    def whole(self) -> bool:
+        return True
+
     def flush(self) -> str:
         return ""
 

@@ -55,6 +55,8 @@ def test_numbers_of_servers_and_workers_are_true_and_those_of_the_board_are_ther
         assert told["nightmill_jobs", (ANY, "succeeded")] == 3
         assert told["nightmill_completion_tokens", (ANY, "succeeded")] == client.store.tokens()[1] > 0
         assert told["nightmill_prompt_tokens", (ANY, "succeeded")] == client.store.tokens()[0] > 0
+        assert told["nightmill_cached_tokens", (ANY, "succeeded")] >= 0
+        assert told["nightmill_reasoning_tokens", (ANY, "succeeded")] == 0
         assert told["nightmill_jobs", (ANY, "queued")] == told["nightmill_jobs", ("model", "queued")] == 1
         assert told["nightmill_queue_age_seconds", (ANY,)] == 0  # its time has not come
         assert 0.05 <= told["nightmill_queue_age_seconds", ("model",)] < 60

@@ -6,12 +6,15 @@ from typing import Any
 
 import openai
 import pytest
+from click.testing import CliRunner
 
 from nightmill.jobs.base.contract import CallFormat, Markup
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.client.client import Client
+from nightmill.jobs.commands.printing import print_all_of
 from tests.unit.engine import scripted
-from tests.unit.server.conftest import KEYS, Server, Slow, listening, working
+from tests.unit.server.conftest import ALICE, KEYS, Server, Slow, listening, working
+from tests.unit.server.test_pages import Browser
 from tests.unit.worker import bench as worker_bench
 from tests.unit.worker.bench import PROMPT, Bench, stop
 
@@ -69,6 +72,14 @@ def test_calls_and_thoughts_come_whole_and_streamed_and_go_back(talking: Server)
     assert job.reasoning_tokens == -(-thoughts_end // size)
     assert whole.usage is not None and whole.usage.completion_tokens_details is not None
     assert whole.usage.completion_tokens_details.reasoning_tokens == job.reasoning_tokens
+    page = Browser(talking, ALICE).get("/job", id=job.id).text
+    assert "<summary>Thoughts</summary><pre>Is it raining?</pre>" in page
+    assert f"<dt>Of these thoughts</dt><dd>{job.reasoning_tokens}</dd>" in page
+    with CliRunner().isolation() as (shown, *_):
+        print_all_of(job)
+    *_, said = shown.getvalue().decode().partition("\nthoughts\n")
+    assert said.startswith("Is it raining?\nanswer\nI'll look.\n") and "call weather" in said
+    assert "&lt;think&gt;" not in page and "I&#39;ll look." in page and "weather {" in page
     assert job.text == TEXT and [call.id for call in job.tool_calls] == [call.id for call in calls]
 
     with client.chat.completions.stream(**ASKED, tools=TOOLS) as stream:

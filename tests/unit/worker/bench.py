@@ -13,6 +13,7 @@ from nightmill.jobs.sql.sweep import Sweep
 from nightmill.jobs.streams.redis import Followers
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.options import Detokenizer, EngineSizes
+from nightmill.worker.engine.request import ClosingTokens
 from nightmill.worker.runners.base import StepBatch
 from nightmill.worker.service.service_options import ServiceOptions
 from nightmill.worker.service.shards import Service
@@ -79,6 +80,9 @@ class ScriptedPrompting:
 
     def markup(self, claim: Claim, prompt_ids: tuple[int, ...]) -> Markup | None:
         return None
+
+    def closing(self, markup: Markup, *, calls: bool) -> ClosingTokens:
+        return ClosingTokens((0,), (1, 0))
 
 
 class Bench:

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from nightmill.jobs.base.contract import AS_USUAL, CallFormat, Markup, Rendering
 from nightmill.jobs.errors import ChatTemplateError, NightmillError
-from nightmill.jobs.reply.reasoning import CHANNELS
+from nightmill.jobs.reply.reasoning import CHANNELS, GEMMA
 from nightmill.worker.model.chat.chat import Chat, Rendered
 from nightmill.worker.model.chat.content import ContentUse, content_use
 from nightmill.worker.model.chat.marking import Marking
@@ -39,6 +39,7 @@ _THINKING = {
     "</seed:think>": ("<seed:think>", "</seed:think>"),
     "<|END_THINKING|>": ("<|START_THINKING|>", "<|END_THINKING|>"),
     "<|start|>assistant<|channel|>final<|message|>": CHANNELS,
+    "<channel|>": GEMMA,
 }
 """The marks that models put around their reasoning, by the text that their templates have of them."""
 _END_TOKENS = 16  # of a prompt, in which such a mark may stand; it may be spelt out
@@ -212,6 +213,8 @@ class ChatTemplate:
                     return Chat(messages, rendering, end, fault=error)
                 use = ToolUse(CallFormat.JSON)  # earlier calls alone: the template may do what it likes
             told, tools = use.told(messages, rendering.tools)
+        if thinking_marks(self._source) == CHANNELS:
+            told = [_with_thinking(message) for message in told]
         fault = next(filter(None, map(contents.fault, told)), None)
         return Chat(told, rendering, end, tools, use=contents, fault=fault)
 
@@ -257,10 +260,9 @@ class ChatTemplate:
         thinking = thinking_marks(template._source)
         if calls is None and thinking is None:
             return None
-        opened = thinking is not None and self._tokenizer.decode(
-            prompt_ids[-_END_TOKENS:], special=True
-        ).rstrip().endswith(thinking[0])
-        return Markup(calls, thinking, opened)
+        tail = self._tokenizer.decode(prompt_ids[-_END_TOKENS:], special=True).rstrip()
+        opened = thinking is not None and tail.endswith(thinking[0])
+        return Markup(calls, thinking, opened, thinking is not None and tail.endswith(thinking[1]))
 
     def _render_all(self, chats: Sequence[Chat]) -> list[Rendered]:
         faults = [self._fault(chat) for chat in chats]
@@ -287,6 +289,12 @@ class ChatTemplate:
 
 def _concerns_tools(message: Mapping[str, Any]) -> bool:
     return message.get("role") == "tool" or bool(message.get("tool_calls"))
+
+
+def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose reasoning stands where gpt-oss's template looks, which takes it only without a text."""
+    thoughts = message.get("reasoning_content")
+    return {**message, "thinking": thoughts} if thoughts and not message.get("content") else message
 
 
 def thinking_marks(source: str) -> tuple[str, str] | None:

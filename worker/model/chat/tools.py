@@ -35,7 +35,42 @@ _SHAPES: Final[tuple[tuple[CallFormat, re.Pattern[str]], ...]] = (
     (CallFormat.HERMES, re.compile(rf"<tool_call>\s*{_CALL}\s*\}}\s*</tool_call>")),
     (CallFormat.MISTRAL, re.compile(rf"\[TOOL_CALLS\]\s*\[\s*{_CALL}")),
     (CallFormat.MISTRAL_NAMED, re.compile(rf"\[TOOL_CALLS\]\s*{_NAME}(\[CALL_ID\]{_ID})?(\[ARGS\])?\s*\{{")),
+    (
+        CallFormat.HARMONY,
+        re.compile(rf"to=functions\.{_NAME}<\|channel\|>commentary json<\|message\|>\s*\{{"),
+    ),
+    (CallFormat.PHI, re.compile(rf"<\|tool_call\|>\s*\[?\s*{_CALL}\s*\}}\s*\]?\s*<\|/tool_call\|>")),
+    (CallFormat.GRANITE, re.compile(rf"<\|tool_call\|>\s*\[?\s*{_CALL}")),
+    (CallFormat.NEMOTRON, re.compile(rf"<TOOLCALL>\s*\[?\s*{_CALL}")),
+    (CallFormat.TOOL_CALLS, re.compile(rf"<tool_calls>\s*\[?\s*{_CALL}")),
 )
+_SHAPES_OF_ARGUMENTS: Final[tuple[tuple[CallFormat, re.Pattern[str]], ...]] = (
+    (
+        CallFormat.QWEN_XML,
+        re.compile(rf"<tool_call>\s*<function={_NAME}>\s*<parameter={_KEY}>\s*{_VALUE}\s*</parameter>"),
+    ),
+    (
+        CallFormat.GLM_XML,
+        re.compile(
+            rf"<tool_call>{_NAME}\s*<arg_key>{_KEY}</arg_key>\s*<arg_value>{_VALUE}</arg_value>\s*</tool_call>"
+        ),
+    ),
+    (
+        CallFormat.GEMMA,
+        re.compile(rf'<\|tool_call>call:{_NAME}\{{{_KEY}:<\|"\|>{_VALUE}<\|"\|>\}}<tool_call\|>'),
+    ),
+    (
+        CallFormat.LFM2,
+        re.compile(rf"<\|tool_call_start\|>\[{_NAME}\({_KEY}=['\"]{_VALUE}['\"]\)\]<\|tool_call_end\|>"),
+    ),
+    (CallFormat.PYTHONIC, re.compile(rf"(?<!>)\[{_NAME}\({_KEY}=['\"]{_VALUE}['\"]\)\]")),
+)
+"""How calls are written whose arguments are no JSON."""
+_SIGNS: Final = (
+    ("<|tool_call|>", CallFormat.GRANITE),
+    ("<|tool_list_start|>", CallFormat.LFM2),
+)
+"""What templates say to their model that show no calls of earlier messages."""
 _BARE = re.compile(rf"\s*(?:<\|python_tag\|>)?{_CALL}\s*\}}")
 REMEDY: Final = (
     "serve the model with --tool-format json, by which a system message describes tools, or remove them"
@@ -49,11 +84,15 @@ class ToolUse:
     calls          how it writes calls
     as_text        the template takes the arguments of calls as JSON texts, and not as objects
     in_words       the template does not know tools: they are described in a system message
+    in_system      the template wants tools as a text of JSON in the system message (Phi-4 mini)
+    in_content     the template shows no calls of earlier messages: they are written into their texts
     """
 
     calls: CallFormat
     as_text: bool = False
     in_words: bool = False
+    in_content: bool = False
+    in_system: bool = False
 
     def told(
         self, messages: Messages, tools: Tools | None
@@ -61,6 +100,10 @@ class ToolUse:
         """The messages and tools that the template is given."""
         if self.in_words:
             return _in_words(messages, tools), None
+        if self.in_system and tools is not None:
+            messages = _in_system(messages, tools.functions)
+        if self.in_content:
+            messages = [_with_calls_in_text(message, self.calls) for message in messages]
         told = list(messages) if self.as_text else [_with_objects(message) for message in messages]
         return told, None if tools is None else list(tools.functions)
 
@@ -76,16 +119,26 @@ def tool_use(render: Render, wanted: CallFormat | None) -> ToolUse:
         return ToolUse(CallFormat.JSON, in_words=True)
     told = render({"messages": [_user()], "tools": [_TOOL], "add_generation_prompt": True})
     if isinstance(told, ChatTemplateError) or _NAME not in told:
+        in_system = _in_system([_user()], [_TOOL])
+        told = render({"messages": in_system, "tools": None, "add_generation_prompt": True})
+        if not isinstance(told, ChatTemplateError) and _NAME in told:
+            return ToolUse(wanted or CallFormat.PHI, in_content=True, in_system=True)
         raise ChatTemplateError(f"tools: the model's chat template does not know them; {REMEDY}")
     for as_text in (False, True):
         text = render({"messages": _chat(as_text), "tools": [_TOOL], "add_generation_prompt": True})
-        if isinstance(text, ChatTemplateError) or not _PLAIN.search(text):
+        if isinstance(text, ChatTemplateError):
+            continue
+        of_arguments = next((one for one, shape in _SHAPES_OF_ARGUMENTS if shape.search(text)), None)
+        if of_arguments is not None and wanted in (None, of_arguments):
+            return ToolUse(of_arguments, as_text)
+        if not _PLAIN.search(text):
             continue
         found = wanted or _format_of(text, told)
         if found is not None:
             return ToolUse(found, as_text)
-    if wanted is not None:
-        return ToolUse(wanted)
+    by_sign = next((one for sign, one in _SIGNS if sign in told), None)
+    if wanted is not None or by_sign is not None:
+        return ToolUse(wanted or by_sign or CallFormat.JSON, in_content=by_sign is not None)
     raise ChatTemplateError(
         f"tools: how calls are written by the model's chat template is not known here; {REMEDY}"
     )
@@ -130,6 +183,35 @@ def _with_object(call: Any) -> Any:
     except (TypeError, KeyError, ValueError, RecursionError):  # a row that no client of ours has written
         return call
     return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+def _in_system(messages: Messages, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages with functions as a text of JSON in the first, which is the system's."""
+    functions = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+    if messages and messages[0].get("role") == "system":
+        return [{**messages[0], "tools": functions}, *messages[1:]]
+    return [{"role": "system", "content": "", "tools": functions}, *messages]
+
+
+def _with_calls_in_text(message: Mapping[str, Any], written: CallFormat) -> Mapping[str, Any]:
+    """A message with its calls behind its text, as the model writes them, but for control tokens."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list) or not calls:
+        return message
+    functions = [one for call in calls if isinstance(one := _with_object(call).get("function"), Mapping)]
+    if written is CallFormat.LFM2:
+        said = f"<|tool_call_start|>[{', '.join(map(_python, functions))}]<|tool_call_end|>"
+    else:
+        end = "<|/tool_call|>" if written is CallFormat.PHI else ""
+        said = f"<|tool_call|>{json.dumps(functions, ensure_ascii=False)}{end}"
+    rest = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**rest, "content": f"{message.get('content') or ''}{said}"}
+
+
+def _python(function: Mapping[str, Any]) -> str:
+    arguments = function.get("arguments")
+    named = arguments.items() if isinstance(arguments, Mapping) else ()
+    return f"{function.get('name')}({', '.join(f'{name}={value!r}' for name, value in named)})"
 
 
 # -- in words ------------------------------------------------------------------------------------

@@ -25,6 +25,11 @@ class TextStream:
             self._strip_space = False
         return self._decoder.decode(data)
 
+    @property
+    def whole(self) -> bool:
+        """True unless the last character lacks bytes."""
+        return not self._decoder.getstate()[0]
+
     def flush(self) -> str:
         """The end of the text: U+FFFD for a character that was never completed, else empty."""
         return self._decoder.decode(b"", final=True)

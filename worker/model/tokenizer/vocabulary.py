@@ -33,7 +33,11 @@ _MARKS: Final = frozenset(
     {
         "<think>", "</think>", "[THINK]", "[/THINK]", "<seed:think>", "</seed:think>",
         "<|START_THINKING|>", "<|END_THINKING|>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>",
+        "<|constrain|>", "<|channel>", "<channel|>",
         "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>",
+        "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|tool_call>", "<tool_call|>", '<|"|>',
+        "<|tool_call_start|>", "<|tool_call_end|>", "<|tool_call|>", "<|/tool_call|>", "<|python_start|>",
+        "<|python_end|>", "<TOOLCALL>", "</TOOLCALL>", "<tool_calls>", "</tool_calls>",
     }
 )  # fmt: skip
 _SPECIAL = (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED)
@@ -106,8 +110,9 @@ class Vocabulary:
         byte_level = how is not None and how.byte_alphabet
         keys = ("tokenizer.chat_template", "tokenizer.chat_template.tool_use")
         template = "\n".join(file.string(key, default="") for key in keys)
-        marks = {index for index, text in enumerate(tokens) if text in _MARKS and text in template} - ends
-        return cls(byte_level, tokens, kinds, bos_id, eos_id, without_steps(ends, tokens), frozenset(marks))
+        marks = {index for index, text in enumerate(tokens) if text in _MARKS and text in template}
+        ends = set(without_steps(ends, tokens))
+        return cls(byte_level, tokens, kinds, bos_id, eos_id, frozenset(ends), frozenset(marks - ends))
 
     def ordinary(self) -> dict[str, int]:
         """Ids of the tokens that text is spelt with; of tokens with the same text the last counts."""

@@ -122,7 +122,7 @@ def plan_states(
         pages = -(-min(sizes.context, _EXPECTED_TOKENS) // PAGE) if sizes.kv_pages is None else 0
         return bytes_of(slots, _snapshots(slots)) + slots * pages * page
 
-    fixed = (sizes.kv_pages or 0) * page
+    fixed = 0 if sizes.kv_pages is None else sizes.kv_pages * page
     fewest, most = 1, sizes.slots
     while fewest < most:  # the most that fit lie between
         tried = (fewest + most + 1) // 2

@@ -1,12 +1,12 @@
 """Workers that somebody has paused: they finish what they have, free their GPU and wait to be resumed.
 
-Revision: 0030, after 0028.
+Revision: 0029, after 0028.
 """
 
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0030"
+revision = "0029"
 down_revision = "0028"
 branch_labels = None
 depends_on = None
