@@ -201,11 +201,11 @@ class GenerationParams(BaseModel):
 
     @field_validator("max_reasoning_tokens")
     @classmethod
-    def _some_tokens_are_left_for_the_answer(cls, value: int | None, info: ValidationInfo) -> int | None:
+    def _some_tokens_are_left_for_the_answer(cls, limit: int | None, info: ValidationInfo) -> int | None:
         most = info.data.get("max_tokens")
-        if value and most is not None and value >= most:
+        if limit is not None and most is not None and limit > 0 and limit >= most:
             raise ValueError(f"must be less than max_tokens, which is {most}, so that an answer can follow")
-        return value
+        return limit
 
     @field_validator("n")
     @classmethod

@@ -214,7 +214,7 @@ class Sequence:
             if not self.masked_until:
                 self.masked_from = self.prompt_length + self.budget
             self.masked_until = self.length_limit
-            if not self.budget:
+            if self.budget == 0:
                 self.forced = self.closing_tokens
         self.let_run()
         group = self.order if self.group is None else self.group

@@ -108,6 +108,8 @@ def test_everything_that_enqueue_may_be_told_may_be_said_here(server: Server) ->
         "prompt_logprobs": 1,
         "return_token_ids": True,
         "truncate_prompt_tokens": 3,
+        "reasoning_effort": "low",
+        "max_reasoning_tokens": 4,
         "score": [],
         "include_stop_str_in_output": True,
         "tools": [{"type": "function", "function": {"name": "weather"}}],
