@@ -77,8 +77,8 @@ def typed(text: str, schema: Any) -> Any:
     if stripped[:1] in "[{":  # templates show Python's lists
         try:
             return _plain(ast.literal_eval(stripped))
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            pass
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            pass  # TypeError: a list or a dictionary as a key
     return text
 
 
@@ -140,10 +140,12 @@ def _constant(tree: ast.expr, depth: int = 0) -> Any:
         case ast.List(elts=items) | ast.Tuple(elts=items):
             return [_constant(item, depth + 1) for item in items]
         case ast.Dict(keys=keys, values=values):
-            pairs = zip(keys, values, strict=True)
-            made = {_constant(key): _constant(value, depth + 1) for key, value in pairs if key is not None}
+            names = [_constant(key) for key in keys if isinstance(key, ast.Constant)]
+            if len(names) < len(keys):
+                raise ValueError("a key is not a text")  # nor `**`, whose key is None
+            made = {name: _constant(value, depth + 1) for name, value in zip(names, values, strict=True)}
             if len(made) < len(keys):
-                raise ValueError("a key twice, or none")
+                raise ValueError("a key twice")
             return _plain(made)
     raise ValueError("not a literal")
 

@@ -329,6 +329,31 @@ def test_ids_of_calls_follow_from_the_job() -> None:
     assert len(ids) == 162 and all(len(one) == 9 and one.isalnum() for one in ids)
 
 
+@pytest.mark.parametrize(
+    ("calls", "text"),
+    [
+        (CallFormat.LFM2, "<|tool_call_start|>[weather(a={[1]: 2})]<|tool_call_end|>"),
+        (CallFormat.LFM2, "<|tool_call_start|>[weather(a={**{}})]<|tool_call_end|>"),
+        (CallFormat.PYTHONIC, "[weather(a={[1]: 2})]"),
+        (CallFormat.PYTHONIC, "[weather(a={{}: 2})]"),
+        (
+            CallFormat.QWEN_XML,
+            "<tool_call><function=weather><parameter=a>{[1]: 2}</parameter></function></tool_call>",
+        ),
+        (
+            CallFormat.GLM_XML,
+            "<tool_call>weather<arg_key>a</arg_key><arg_value>{[1]: 2}</arg_value></tool_call>",
+        ),
+    ],
+)  # fmt: skip
+def test_a_key_that_cannot_be_one_raises_nothing(calls: CallFormat, text: str) -> None:
+    reply = read_reply(text, Markup(calls), TOOLS, "j")
+    if reply.tool_calls:  # in XML it is a text
+        assert json.loads(reply.tool_calls[0].arguments) == {"a": "{[1]: 2}"}
+    else:
+        assert reply.content == text
+
+
 def test_what_models_may_write_never_raises_and_loses_nothing() -> None:
     draw = random.Random(5)
     pieces = [
@@ -338,7 +363,7 @@ def test_what_models_may_write_never_raises_and_loses_nothing() -> None:
         "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|tool_call>", "call:weather{", '<|"|>',
         "<tool_call|>", "<|tool_call_start|>[", "weather(a=", ")", "]<|tool_call_end|>", "<|tool_call|>",
         "<|/tool_call|>", "'", "<TOOLCALL>", "</TOOLCALL>", "<tool_calls>", "</tool_calls>", "<|end|>",
-        "<|python_start|>", "-" * 3_000,
+        "<|python_start|>", "-" * 3_000, "{[1]: 2}", "{**{}}", "{1}",
     ]  # fmt: skip
     for _ in range(4_000):
         text = "".join(draw.choices(pieces, k=draw.randrange(14)))
