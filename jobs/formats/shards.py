@@ -6,7 +6,7 @@ existing folder of such parts is read into that file before, so that the same ru
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -34,16 +34,16 @@ class IntoFolder:
     def __init__(self, name: str, spool: Path) -> None:
         self.label = name
         self.path = spool / "rows.parquet"
-        self._folder = Path(name)
+        self._folder = Path(name).resolve()  # `./` has no name of its own
+        self._old = self._folder.with_name(f".{self._folder.name}.old")
         self._arrow, self._parquet = pyarrow_parquet()
         with writing(self.label):
+            if self._old.is_dir() and not self._folder.exists():
+                self._old.rename(self._folder)  # a process was killed between the two renames of `deliver`
             if self._folder.exists() and not self._folder.is_dir():
                 raise BatchFileError(f"{self.label}: is a file; name another folder")
             there = sorted(self._folder.iterdir()) if self._folder.exists() else []
-        if foreign := [one.name for one in there if not _PART.fullmatch(one.name)]:
-            raise BatchFileError(
-                f"{self.label}: holds {foreign[0]!r}, which is not of results; name another folder"
-            )
+        self._refuse_foreign(there)
         if there:
             with arrow_errors(self._arrow, self.label), self._writer(self.path, there[0]) as writer:
                 for batch in _batches(self._parquet, there):
@@ -54,20 +54,31 @@ class IntoFolder:
         if not self.path.exists():
             return
         new = self._folder.with_name(f".{self._folder.name}.partial")
-        old = self._folder.with_name(f".{self._folder.name}.old")
+        old = self._old
         with writing(self.label), arrow_errors(self._arrow, self.label):
             for left in (new, old):  # by a process that was killed
-                shutil.rmtree(left, ignore_errors=True)
+                if left.exists():
+                    self._refuse_foreign(left.iterdir())
+                    shutil.rmtree(left)
             new.mkdir(parents=True)
             try:
                 self._divide(new)
-            except BaseException:
+            except BaseException:  # Ctrl-C, too, leaves no half folder behind; it is raised again
                 shutil.rmtree(new, ignore_errors=True)
                 raise
             with suppress(FileNotFoundError):
                 self._folder.rename(old)
             new.rename(self._folder)
             shutil.rmtree(old, ignore_errors=True)
+
+    def _refuse_foreign(self, files: Iterable[Path]) -> None:
+        """Raise BatchFileError if there is a file that is not a part of results: it is somebody's."""
+        for file in files:
+            if not _PART.fullmatch(file.name):
+                where = "" if file.parent == self._folder else f"{file.parent.name} beside it "
+                raise BatchFileError(
+                    f"{self.label}: {where}holds {file.name!r}, which is not of results; name another folder"
+                )
 
     def _divide(self, folder: Path) -> None:
         batches = _batches(self._parquet, [self.path])

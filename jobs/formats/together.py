@@ -130,9 +130,7 @@ def files_of(path: str | Path, label: str | None = None) -> list[Path]:
         raise BatchFileUnavailableError(f"{said}: cannot be read: {error.strerror or error}") from error
     if not found:
         known = ", ".join(ENDINGS)
-        raise BatchFileUnavailableError(
-            f"{said}: there is no file that can be an input; names of such end in {known}"
-        )
+        raise BatchFileUnavailableError(f"{said}: no input files found; their names must end in {known}")
     if len(found) > _MOST_FILES:
         raise BatchFileError(f"{said}: has more than {_MOST_FILES:,} files; divide it")
     return sorted(found)

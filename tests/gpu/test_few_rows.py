@@ -16,6 +16,7 @@ from nightmill.worker.runners.gpu.shapes import Kind
 from nightmill.worker.runners.gpu.weights.layout import NO_MATRIX, LayerWeights, NormWeight
 from tests.gpu.oracles import PAGE
 from tests.support.elements import BOTH_ELEMENTS, ELEMENTS_AND_KV
+from tests.support.needs import Need, missing
 from tests.support.operands import (
     ByLibrary,
     buffer,
@@ -91,7 +92,7 @@ class Bench:
 @pytest.fixture(params=MODELS)
 def bench(device: Device, request: pytest.FixtureRequest) -> Bench:
     if not device.hopper:
-        pytest.skip("these kernels run on Hopper only")
+        missing(Need.HOPPER)
     spec = dense_spec(**MODELS[request.param])
     assert FewRows.suits(spec.layers[0], spec.width, [device.element.format], hopper=True)
     return Bench(device, spec)

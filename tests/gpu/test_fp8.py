@@ -23,6 +23,7 @@ from tests.support.driving import BLOCK, Chunk, Cuda, HasLogits, Pages, Referenc
 from tests.support.elements import BOTH_ELEMENTS, ROUNDED_ONCE, rounded
 from tests.support.family_cases import GPU_FILES, file_of
 from tests.support.ggufs import spec_tensors, write_model
+from tests.support.needs import Need, missing
 from tests.support.operands import Array, buffer, elements, fetched, fetched_fp8, fp8_room, poisoned
 
 ROWS = (1, 7, 63, 65, 257)
@@ -33,7 +34,7 @@ SIZES = ((1152, 896), (520, 80), (264, 18_944))  # outputs, inputs
 def hopper() -> None:
     with Device() as device:
         if not device.hopper:
-            pytest.skip("these kernels run on Hopper only")
+            missing(Need.HOPPER)
 
 
 def bytes_of(numbers: Array) -> Array:

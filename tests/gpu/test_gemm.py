@@ -30,6 +30,7 @@ from nightmill.worker.runners.gpu.shapes import (
 )
 from tests.support.comparing import nmse
 from tests.support.elements import BOTH_ELEMENTS, ROUNDED_ONCE, rounded
+from tests.support.needs import Need, missing
 from tests.support.operands import (  # fmt: skip
     Array,
     ByLibrary,
@@ -132,7 +133,7 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(
 @pytest.fixture
 def hopper(device: Device) -> HopperTiles:
     if not device.hopper:
-        pytest.skip("these kernels run on Hopper only")
+        missing(Need.HOPPER)
     return HopperTiles(device, tuple(Kind))
 
 

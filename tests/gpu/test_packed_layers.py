@@ -12,6 +12,7 @@ from nightmill.worker.runners.gpu.weights.layout import LayerWeights
 from tests.gpu.oracles import PAGE
 from tests.gpu.test_few_rows import CONTEXT, MODELS, Bench
 from tests.support.elements import BOTH_ELEMENTS
+from tests.support.needs import Need, missing
 from tests.support.operands import elements, fetched, inputs_of
 from tests.support.packed_weights import packed, weights_of
 from tests.support.specs import dense_spec
@@ -62,7 +63,7 @@ class PackedBench(Bench):
 @pytest.fixture(params=CASES, ids=lambda case: "-".join([case[0], *(kept.name for kept in case[1:])]))
 def bench(device: Device, request: pytest.FixtureRequest) -> PackedBench:
     if not device.hopper:
-        pytest.skip("these kernels run on Hopper only")
+        missing(Need.HOPPER)
     return PackedBench(device, *request.param)
 
 

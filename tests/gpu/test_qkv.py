@@ -15,6 +15,7 @@ from nightmill.worker.runners.gpu.shapes import padded_rows
 from tests.gpu.oracles import PAGE
 from tests.gpu.test_few_rows import CONTEXT, MODELS, Bench
 from tests.support.elements import BOTH_ELEMENTS, ELEMENTS_AND_KV
+from tests.support.needs import Need, missing
 from tests.support.operands import all_products, elements, fetched, inputs_of, room
 from tests.support.specs import dense_spec
 
@@ -31,7 +32,7 @@ WHOLE_HEADS = [
 def bench(device: Device, request: pytest.FixtureRequest) -> Bench:
     spec = dense_spec(**SOME_MODELS[request.param])
     if not HopperQkv.suits(spec.layers[0].attention, device.element.format, hopper=device.hopper):
-        pytest.skip("these kernels run on Hopper only")
+        missing(Need.HOPPER)
     return Bench(device, spec)
 
 

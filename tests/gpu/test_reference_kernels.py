@@ -136,7 +136,7 @@ def fp8_products_are_exact(device: Device, rows: int, outputs: int, inputs: int)
 
 
 def draws_are_the_definition_s(device: Device, count: int, vocab: int) -> None:
-    """Greedy and not, with each filter and with all, penalties, and a row that is no number."""
+    """Compare greedy and random draws, with each filter and all of them, penalties, and a row of NaN."""
     sampler: Any = ReferenceSampler(device, vocab)
     rng = np.random.default_rng(vocab)
     for change in (sampling._greedy, sampling._plain, sampling._top_k, sampling._top_p, sampling._all):

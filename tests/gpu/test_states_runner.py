@@ -215,7 +215,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def file(kind: str, tmp_path_factory: pytest.TempPathFactory) -> GgufFile:
-    """With a head of its own, so that a token whose embedding is no number can be given and not drawn."""
+    """A model with an untied head: a token whose embedding is NaN can be in a prompt, but is never drawn."""
     return halved(tmp_path_factory.mktemp("model"), kind, tied_head=False)
 
 

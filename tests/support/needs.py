@@ -24,6 +24,7 @@ class Need(StrEnum):
     CLIENTS = "clients"
     COMPILER = "compiler"
     GPU = "gpu"
+    HOPPER = "hopper"
     INDEX = "index"
     MODEL = "model"
     NODE = "node"
@@ -38,6 +39,7 @@ REMEDIES: Mapping[Need, str] = {
     Need.CLIENTS: "client libraries in environments of their own: `make clients` makes them",
     Need.COMPILER: "a C++ compiler: install g++ or clang++",
     Need.GPU: "an NVIDIA GPU and PyCUDA: `make gpu-test`",
+    Need.HOPPER: "a GPU of compute capability 9.0 (H100, H200): the kernels are of its instructions",
     Need.INDEX: "an index of packages that pip reaches",
     Need.MODEL: "a real model: `make fetched` gets SmolLM2; or set NIGHTMILL_TEST_REAL_MODEL",
     Need.NODE: "Node.js: install it",

@@ -62,6 +62,16 @@ def test_a_folder_of_shards_comes_back_as_one(
     assert read() == [f"on {number}{row}" for number in range(3) for row in range(9)][:ROWS]
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
 
+    # Killed between the two renames: the former results are found. A foreign folder is kept.
+    (tmp_path / "out").rename(tmp_path / ".out.old")
+    assert batch.write_results(target) == ROWS
+    assert len(read()) == ROWS and not (tmp_path / ".out.old").exists()
+    (tmp_path / ".out.old").mkdir()
+    (tmp_path / ".out.old" / "mine.txt").write_text("mine")
+    with pytest.raises(BatchFileError, match=r"out/: .out.old beside it holds 'mine.txt'"):
+        batch.write_results(target)
+    assert len(read()) == ROWS and (tmp_path / ".out.old" / "mine.txt").read_text() == "mine"
+
     # What is not of this batch stays as it is.
     other = sqlite_client.submit_batch(tmp_path / "in" / "0.parquet", **template)
     with pytest.raises(BatchFileError, match=r"out/: is there already, and is not of batch '0-"):

@@ -10,6 +10,7 @@ from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.client.client import Client
 from tests.unit.engine import scripted
 from tests.unit.server.conftest import KEYS, Server, Slow, listening, working
+from tests.unit.worker import bench as worker_bench
 from tests.unit.worker.bench import PROMPT, Bench, stop
 
 TEXT = (
@@ -28,7 +29,8 @@ def talking_server(settings: Settings, monkeypatch: pytest.MonkeyPatch, text: st
     size = -(-len(said) // scripted.EOS)
     pieces = [said[start : start + size] for start in range(0, len(said), size)]
     script = [*range(len(pieces)), scripted.EOS]
-    monkeypatch.setattr(scripted, "PIECES", [*pieces, *[b"?"] * (scripted.VOCAB - len(pieces))])
+    for module in (scripted, worker_bench):
+        monkeypatch.setattr(module, "PIECES", [*pieces, *[b"?"] * (scripted.VOCAB - len(pieces))])
     with Client(settings) as client:
         bench = Bench(client, Slow(script=script))
         monkeypatch.setattr(

@@ -8,49 +8,23 @@ import openai
 import pytest
 from click.testing import CliRunner
 
-from nightmill.jobs.base.contract import CallFormat, Markup
 from nightmill.jobs.base.settings import Settings
-from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.printing import print_all_of
 from tests.unit.engine import scripted
-from tests.unit.server.conftest import ALICE, KEYS, Server, Slow, listening, working
+from tests.unit.server.conftest import ALICE, Server
+from tests.unit.server.scripted_text import SEED, TEXT, talking_server
 from tests.unit.server.test_pages import Browser
-from tests.unit.worker import bench as worker_bench
-from tests.unit.worker.bench import PROMPT, Bench, stop
 
-TEXT = (
-    "<think>\nIs it raining?\n</think>\n\nI'll look.\n"
-    '<tool_call>\n{"name": "weather", "arguments": {"place": "Köln"}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "news", "arguments": {}}\n</tool_call>'
-)
 TOOLS: Any = [{"type": "function", "function": {"name": name}} for name in ("weather", "news")]
 HELLO: Any = [{"role": "user", "content": "Rain in Köln?"}]
-ASKED: dict[str, Any] = {"model": "model", "messages": HELLO, "seed": len(PROMPT), "max_tokens": 40}
+ASKED: dict[str, Any] = {"model": "model", "messages": HELLO, "seed": SEED, "max_tokens": 40}
 
 
 @pytest.fixture
 def talking(sqlite_settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """A server whose worker answers TEXT to everything, in pieces of six bytes or so."""
-    said = TEXT.encode()
-    size = -(-len(said) // scripted.EOS)
-    pieces = [said[start : start + size] for start in range(0, len(said), size)]
-    script = [*range(len(pieces)), scripted.EOS]
-    for module in (scripted, worker_bench):
-        monkeypatch.setattr(module, "PIECES", [*pieces, *[b"?"] * (scripted.VOCAB - len(pieces))])
-    with Client(sqlite_settings) as client:
-        bench = Bench(client, Slow(script=script))
-        monkeypatch.setattr(
-            bench.prompting,
-            "markup",
-            lambda claim, ids: Markup(
-                None if claim.rendering is None else CallFormat.HERMES, ("<think>", "</think>")
-            ),
-        )
-        try:
-            with listening(client, KEYS) as port, working(client, bench):
-                yield Server(client, bench, port)
-        finally:
-            stop(bench)
+    with talking_server(sqlite_settings, monkeypatch) as server:
+        yield server
 
 
 def test_calls_and_thoughts_come_whole_and_streamed_and_go_back(talking: Server) -> None:

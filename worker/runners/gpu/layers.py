@@ -93,7 +93,7 @@ class Addition:
 
 @dataclass(frozen=True, slots=True)
 class LayerKernels:
-    """The launchers of layers of one kind, but for norms, which all layers share; None where it lacks a part.
+    """The launchers of one kind of layer; None for a part that it lacks. Norms are shared by all layers.
 
     few  the fused kernels for steps of a few sequences, where they suit
     """
