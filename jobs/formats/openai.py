@@ -33,7 +33,10 @@ MAX_REQUEST_TOKENS = 1 << 24
 """Most tokens of all answers of a request, including log-probabilities, as they form one response body."""
 
 _OF_LOGPROBS = frozenset({"logprobs", "top_logprobs", "echo"})
-_TAKEN = PARAMETERS - _OF_LOGPROBS | CONSTRAINT_FIELDS.keys() | {"model"}  # OpenAI's and ours
+_OF_EMBEDDINGS = frozenset({"embed", "dimensions", "pooling"})
+_TAKEN = (
+    PARAMETERS - _OF_LOGPROBS - _OF_EMBEDDINGS | CONSTRAINT_FIELDS.keys() | {"model"}
+)  # OpenAI's and ours
 IGNORED = frozenset(
     {
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",

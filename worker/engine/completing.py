@@ -11,7 +11,13 @@ Decode = Callable[[list[int]], str]
 """The text of all tokens at once."""
 
 
-def completion(sequence: Sequence, decode: Decode, reason: StopReason, error: str | None) -> Completion:
+def completion(
+    sequence: Sequence,
+    decode: Decode,
+    reason: StopReason,
+    error: str | None,
+    embedding: bytes | None = None,
+) -> Completion:
     """Build the completion of a sequence that ends for `reason`.
 
     The reason becomes a stop sequence if the bytes that were still held back complete one.
@@ -40,6 +46,7 @@ def completion(sequence: Sequence, decode: Decode, reason: StopReason, error: st
         cached_tokens=sequence.cached or 0,
         echoed=len(request.echo),
         logprobs=sequence.logprobs,
+        embedding=embedding,
     )
 
 

@@ -117,6 +117,7 @@ class CudaRunner:
         self.page_size = PAGE
         self.slots = slots
         self.depth = sizes.depth
+        self.embeds = False
         self.prompt_grid, self.snapshots = prompt_grid(spec), 0
         self.vocab = spec.vocab
         self._row_of_logits = padded_vocab(spec)
