@@ -294,10 +294,9 @@ class GenerationParams(BaseModel):
     @field_validator("embed")
     @classmethod
     def _embeddings_have_no_answers(cls, value: bool, info: ValidationInfo) -> bool:
-        asking = ("echo", "score", "logprobs", "prompt_logprobs", "return_token_ids")
-        given = [name for name in asking if info.data.get(name) not in (None, False, ())]
-        if info.data.get("n", 1) != 1:
-            given.append("n")
+        asking = ("n", "echo", "score", "logprobs", "prompt_logprobs", "return_token_ids")
+        usual = {name: cls.model_fields[name].default for name in asking}
+        given = [name for name in asking if info.data.get(name, usual[name]) != usual[name]]
         if value and given:
             raise ValueError(f"does not go with {given[0]}: nothing is generated; give one of them")
         return value

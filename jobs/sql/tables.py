@@ -24,7 +24,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from nightmill.jobs.base.contract import MAX_ERROR_LENGTH, JobState, JsonObject
 from nightmill.jobs.sql.types import StorableString, StorableText, UtcDateTime
 
-SCHEMA_REVISION = "0029"
+SCHEMA_REVISION = "0033"
 """The migration that these declarations match."""
 
 
@@ -244,6 +244,17 @@ class LogprobsRow(Base):
         String(32), ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True
     )
     number: Mapped[int] = mapped_column(primary_key=True)  # number of the answer, from 0; below 0: the prompt
+    data: Mapped[bytes] = mapped_column(LargeBinary)
+
+
+class EmbeddingRow(Base):
+    """The embedding of an ended job, float32 (`jobs.reply.embeddings`)."""
+
+    __tablename__ = "embeddings"
+
+    job_id: Mapped[str] = mapped_column(
+        String(32), ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True
+    )
     data: Mapped[bytes] = mapped_column(LargeBinary)
 
 

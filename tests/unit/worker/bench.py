@@ -6,7 +6,8 @@ from typing import Any
 
 from nightmill.jobs.base.contract import Markup
 from nightmill.jobs.client.client import Client
-from nightmill.jobs.errors import ChatTemplateError, NightmillError, RunnerError
+from nightmill.jobs.errors import ChatTemplateError, InvalidParameterError, NightmillError, RunnerError
+from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.jobs.sql.claims import Claim, Claims
 from nightmill.jobs.sql.jobs import Selection
 from nightmill.jobs.sql.sweep import Sweep
@@ -77,6 +78,11 @@ class ScriptedPrompting:
 
     def spell_token(self, token_id: int) -> tuple[bytes, str]:
         return PIECES[token_id], f"<{token_id}>"
+
+    def embedded(self, params: GenerationParams, tokens: int) -> range:
+        if params.pooling is None:
+            raise InvalidParameterError("pooling: no file says any", field="pooling")
+        return range(0 if params.pooling == "mean" else tokens - 1, tokens)
 
     def markup(self, claim: Claim, prompt_ids: tuple[int, ...]) -> Markup | None:
         return None
