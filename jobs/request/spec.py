@@ -50,7 +50,8 @@ class JobSpec(Options):
     constrained: Constrained | None = None
     """The constraint, from whichever of CONSTRAINT_FIELDS was given."""
     request: JsonObject | None = None
-    """Parts of a request to /v1/responses that its answer repeats (`jobs.formats.responses`)."""
+    """Parts of a request to /v1/responses that its answer repeats (`jobs.formats.responses`), or the encoding
+    of one to /v1/embeddings."""
     asker: str | None = None
     """The name of the key that it came with over HTTP."""
 
@@ -162,6 +163,10 @@ class JobSpec(Options):
             "scheduled_at": moment("scheduled_at", self.scheduled_at, now),
             "deadline_at": moment("deadline", self.deadline, now),
         }
+
+    def for_request(self, request: JsonObject) -> Self:
+        """Return a copy that keeps these parts of a request over HTTP, for its answer."""
+        return self._replace({"request": request})
 
     def as_interactive(self) -> Self:
         """Return a copy with the interactive priority, which a later `updated` may override."""
