@@ -192,6 +192,12 @@ def masked_draws(draws: DrawArray) -> npt.NDArray[np.intp]:
     return np.flatnonzero(draws["mask"] != UNMASKED)
 
 
+def pooled_rows(pools: PoolArray) -> IntArray:
+    """The rows of a step's tokens that its pools have, in their order."""
+    rows = [np.arange(row, row + count, dtype=np.int32) for row, count in pools[["row", "rows"]].tolist()]
+    return np.concatenate(rows) if rows else np.zeros(0, dtype=np.int32)
+
+
 def mask_words(vocab: int) -> int:
     """Words of 32 tokens that a mask has."""
     return -(-vocab // 32)

@@ -27,7 +27,7 @@ from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.sources import Source, for_element
 from nightmill.worker.runners.gpu.products.fp8 import quantise
 from nightmill.worker.runners.gpu.products.packed import packed_rows
-from nightmill.worker.runners.gpu.rows import activate, embedding, logits, norms, rotation
+from nightmill.worker.runners.gpu.rows import activate, embedding, logits, norms, pooling, rotation
 from nightmill.worker.runners.gpu.states import chunks, convolution, delta_net, mamba2, recurrent
 from nightmill.worker.runners.gpu.weights import repacker
 from nightmill.worker.runners.kv_format import KvFormat
@@ -108,6 +108,9 @@ class HostDevice:
     def copy_rows_in(self, address: int, pitch: int, array: npt.NDArray[Any], width: int) -> None:
         for place, row in enumerate(array):
             ctypes.memmove(address + place * pitch, row.ctypes.data, width)
+
+    def copy_out(self, array: npt.NDArray[Any], address: int) -> None:
+        ctypes.memmove(array.ctypes.data, address, array.nbytes)
 
     def free(self, address: int) -> None:
         del self._held[address]
@@ -239,7 +242,8 @@ def run_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
 
 def run_rows_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     """The same of launchers of rows."""
-    return _launch_on_host(patch, folder, "rows", (activate, embedding, logits, norms, quantise, rotation))
+    modules = (activate, embedding, logits, norms, pooling, quantise, rotation)
+    return _launch_on_host(patch, folder, "rows", modules)
 
 
 def run_packed_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
