@@ -18,8 +18,8 @@ EMBEDDINGS: Final = "/v1/embeddings"
 MAX_INPUTS: Final = 2_048
 """Most texts of one request, as in OpenAI's API."""
 ENCODINGS: Final = ("float", BASE64)
-_FIELDS: Final = frozenset({"model", "dimensions", "pooling", "truncate_prompt_tokens", "priority"})
-_IGNORED: Final = frozenset({"user"})
+_FIELDS: Final = frozenset({"model", "dimensions", "pooling", "truncate_prompt_tokens"})
+_IGNORED: Final = frozenset({"user", "service_tier"})
 EMBEDDING_KEYS: Final = _FIELDS | _IGNORED | {"input", ENCODING}
 
 

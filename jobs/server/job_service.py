@@ -166,7 +166,7 @@ class JobService:
         most, key = self.limits.queued, specs[0].idempotency_key
         if owner is not None and len(specs) > most:
             said = f"has {len(specs):,} prompts, and a key may have {most:,} jobs queued; give fewer"
-            raise invalid("prompt", said)
+            raise invalid("input" if specs[0].params.embed else "prompt", said)
         if (
             owner is not None
             and self.client.store.count_queued(owner) + len(specs) > most

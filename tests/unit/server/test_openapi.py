@@ -85,6 +85,9 @@ def test_answers_are_as_it_says(start: Callable[..., Any]) -> None:
                 f"/v1/responses/{response.json()['id']}/cancel"
             ),
             ("DELETE", "/v1/responses/{response_id}"): http.delete(f"/v1/responses/{response.json()['id']}"),
+            ("POST", "/v1/embeddings"): http.post(
+                "/v1/embeddings", json={"model": "model", "input": ["a", [1, 2]], "pooling": "last"}
+            ),
             ("POST", "/v1/messages"): http.post("/v1/messages", json=CHAT | {"max_tokens": 3}),
             ("POST", "/v1/messages/count_tokens"): http.post("/v1/messages/count_tokens", json=CHAT),
             ("POST", "/tokenize"): http.post("/tokenize", json={"messages": CHAT["messages"]}),

@@ -63,6 +63,9 @@ class Pausing(Gated):
 class ScriptedPrompting:
     """Tokenises every prompt as PROMPT, and spells tokens by the scripted runner's pieces."""
 
+    pooling: str | None = None
+    """What the model's file says."""
+
     def tokenize_all(self, claims: Sequence[Claim]) -> list[tuple[int, ...] | NightmillError]:
         return [self.encode(claim) for claim in claims]
 
@@ -80,9 +83,10 @@ class ScriptedPrompting:
         return PIECES[token_id], f"<{token_id}>"
 
     def embedded(self, params: GenerationParams, tokens: int) -> range:
-        if params.pooling is None:
+        pooling = params.pooling or self.pooling
+        if pooling is None:
             raise InvalidParameterError("pooling: no file says any", field="pooling")
-        return range(0 if params.pooling == "mean" else tokens - 1, tokens)
+        return range(0 if pooling == "mean" else tokens - 1, tokens)
 
     def markup(self, claim: Claim, prompt_ids: tuple[int, ...]) -> Markup | None:
         return None
