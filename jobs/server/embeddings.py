@@ -39,7 +39,7 @@ class Embeddings:
         key = idempotency_key(request)
         if key is not None:
             specs = [replace(spec, idempotency_key=key) for spec in specs]
-        request_id, job_ids = await service.enqueue_request(caller, specs)
+        request_id, job_ids = await service.enqueue_request(caller, specs, "input")
 
         def leave() -> None:
             if key is None:  # with a key, the caller may return for the answer

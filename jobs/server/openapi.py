@@ -26,6 +26,8 @@ ENDPOINTS: dict[tuple[str, str], tuple[str, str | None, str | None]] = {
     ("POST", MESSAGES): ("Answer a chat, as Anthropic's API does.", "MessageRequest", "Message"),
     ("POST", COUNT_TOKENS): ("How many tokens a message's prompt has.", "CountRequest", "TokenCount"),
     ("POST", EMBEDDINGS): ("The embeddings of texts.", "EmbeddingRequest", "Embeddings"),
+    ("POST", "/v1/rerank"): ("Documents by relevance.", "RerankRequest", "Ranking"),
+    ("POST", "/v2/rerank"): ("The same, for clients of Cohere.", "RerankRequest", "Ranking"),
     ("POST", "/tokenize"): ("The tokens of a text or a chat.", "TokenizeRequest", "Tokens"),
     ("POST", "/detokenize"): ("The text of tokens.", "DetokenizeRequest", "Detokenized"),
     ("GET", "/tokenizer_info"): ("A model's special tokens and chat template.", None, "TokenizerInfo"),

@@ -7,6 +7,7 @@ from nightmill.jobs.base.contract import JobState, JsonObject, StopReason
 from nightmill.jobs.formats.embedding_requests import EMBEDDING_KEYS, ENCODINGS, MAX_INPUTS
 from nightmill.jobs.formats.openai import CHAT, COMPLETIONS, MAX_PROMPTS, URLS, body_keys
 from nightmill.jobs.formats.refusals import REFUSED
+from nightmill.jobs.formats.rerank import MAX_DOCUMENTS
 from nightmill.jobs.formats.results import READ
 from nightmill.jobs.reply.batch_status import BatchState
 from nightmill.jobs.request.fields import FIELDS, OF_A_BATCH
@@ -144,6 +145,22 @@ _BATCH_BODY = _object(
     optional=("metadata", "webhook"),
 )
 
+_DOCUMENT: JsonObject = {"anyOf": [TEXT, _object({"text": TEXT})]}
+_RERANK_BODY = _object(
+    {
+        "model": _MAYBE_TEXT,
+        "query": TEXT,
+        "documents": {"type": "array", "minItems": 1, "maxItems": MAX_DOCUMENTS, "items": _DOCUMENT},
+        "top_n": {"type": ["integer", "null"], "minimum": 1},
+        "return_documents": _MAYBE_FLAG,
+        "instruction": _MAYBE_TEXT,
+        "user": {},
+        "truncation": {},
+        FIELD: TIER,
+    },
+    optional=("model", "top_n", "return_documents", "instruction", "user", "truncation", FIELD),
+)
+
 # -- what is answered ----------------------------------------------------------------------------
 
 _USAGE = _object(
@@ -219,6 +236,11 @@ _JOB = _object(
     }
     | _OUTCOME,
     optional=(*READ, "embedding"),
+)
+
+_RANKED = _object(
+    {"index": _NUMBER, "relevance_score": {"type": "number"}, "document": _object({"text": TEXT})},
+    optional=("document",),
 )
 
 _FILE = _object(
@@ -351,6 +373,16 @@ SCHEMAS: dict[str, JsonObject] = {
         model=TEXT,
         system_fingerprint=_MAYBE_TEXT,
         usage=_object(dict.fromkeys(("prompt_tokens", "total_tokens"), _NUMBER)),
+    ),
+    "RerankRequest": _RERANK_BODY,
+    "Ranking": _object(
+        {
+            "id": TEXT,
+            "object": {"const": "list"},
+            "model": TEXT,
+            "usage": _object(dict.fromkeys(("prompt_tokens", "total_tokens"), _NUMBER)),
+            "results": {"type": "array", "items": _RANKED},
+        }
     ),
     **RESPONSES_SCHEMAS,
     **ANTHROPIC_SCHEMAS,

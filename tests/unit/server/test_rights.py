@@ -66,6 +66,8 @@ def test_a_key_that_may_only_read_is_refused_on_all_paths_that_change_something(
         "/v1/night": {"file": batch.input_file_id},
         "/v1/responses": {"model": "model", "input": "x"},
         "/v1/embeddings": {"model": "model", "input": "x"},
+        "/v1/rerank": {"query": "x", "documents": ["x"]},
+        "/v2/rerank": {"query": "x", "documents": ["x"]},
         "/v1/messages": {"max_tokens": 1, "messages": [{"role": "user", "content": "x"}]},
         "/v1/chat/completions": {"model": "model", "messages": [{"role": "user", "content": "x"}]},
     }  # fmt: skip
@@ -83,7 +85,7 @@ def test_a_key_that_may_only_read_is_refused_on_all_paths_that_change_something(
     with server.http(READS) as http:
         for method, path in routes:
             where = path.format(**named)
-            if path.startswith("/v1") or path == "/execute":
+            if path.startswith(("/v1", "/v2")) or path == "/execute":
                 if path == "/v1/files":
                     files = {"file": ("a.jsonl", b"{}")}
                     answer = http.post(where, data={"purpose": "batch"}, files=files)
