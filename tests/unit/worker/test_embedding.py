@@ -1,5 +1,7 @@
 """Jobs that embed their text, in a service on an engine whose runner does as the test says."""
 
+import json
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +13,8 @@ import pytest
 
 from nightmill.jobs.base.contract import JobState, StopReason
 from nightmill.jobs.batches.verifying import Verdict, compare
+from nightmill.jobs.commands.printing import job_values, print_all_of
+from nightmill.jobs.commands.terminal import to_json
 from nightmill.jobs.errors import EmbeddingError, InvalidParameterError, InvalidPromptError
 from nightmill.jobs.reply.embeddings import encoded, numbers, written
 from nightmill.jobs.request.spec import JobSpec
@@ -46,6 +50,21 @@ def test_a_job_ends_with_the_embedding_of_its_text(build: Callable[..., Bench]) 
     assert (last.prompt, cut.prompt_ids, text.embedding) == ("text", [1, 2], None)
     assert bench.service.in_flight.idle
     assert [job.packed_embedding for job in client.results(ids)] == found
+
+
+def test_it_is_shown_short_and_whole(build: Callable[..., Bench], capsys: pytest.CaptureFixture[str]) -> None:
+    bench = build(ScriptedRunner())
+    job_id, text = bench.client.enqueue_many([{"embed": "a", "pooling": "last"}, "b"], max_tokens=2)
+    bench.service.run_shard([job_id, text])
+    job = bench.client.get(job_id)
+    print_all_of(job)
+    assert re.search(r"^embedding +3 numbers: -?0\.\d{4}, .*, \.\.\.$", capsys.readouterr().out, re.M)
+    values = json.loads(to_json(job_values(job)))
+    assert np.array(values["embedding"], dtype="<f4").tobytes() == job.packed_embedding
+    told = bench.client.enqueue("b", prompt_logprobs=1, max_tokens=2)
+    bench.service.run_shard([told])
+    for shown in (job, bench.client.get(text), bench.client.get(told)):
+        assert not [name for name in job_values(shown) if name.startswith("packed")]
 
 
 def test_a_model_that_was_made_for_no_embeddings_says_so(build: Callable[..., Bench]) -> None:
