@@ -12,7 +12,8 @@ from nightmill.jobs.base.contract import JobState
 from nightmill.jobs.request.fields import INTERACTIVE
 from tests.support.servers import wait_until
 from tests.unit.engine.scripted import expected_embedding, make_request
-from tests.unit.server.conftest import BOB, Server
+from tests.unit.server.conftest import ALICE, BOB, Server
+from tests.unit.server.test_pages import Browser
 from tests.unit.worker.bench import PROMPT
 
 
@@ -61,6 +62,12 @@ def test_the_body_is_openais(server: Server) -> None:
         assert base64.b64decode(packed["data"][0]["embedding"]) == wanted()
         shown = http.get(f"/v1/jobs/{server.client.list_jobs()[0].id}").json()
         assert bits(shown["embedding"]) == wanted() and shown["text"] == ""
+
+
+def test_the_page_of_a_job_says_that_it_has_one(server: Server) -> None:
+    server.openai().embeddings.create(model="model", input="a")
+    page = Browser(server, ALICE).get("/job", id=server.client.list_jobs()[0].id)
+    assert "An embedding of 3 numbers." in page.text and 'class="answer"' not in page.text
 
 
 @pytest.mark.parametrize(
