@@ -34,6 +34,11 @@ class Chunk:
         return self.sequence.pooled(self.start, self.length)
 
     @property
+    def rows_asked(self) -> int:
+        """Rows that it is asked about or that are pooled, beside the one in which its sequence would draw."""
+        return len(self.given) + max(0, len(self.pooled) - 1)
+
+    @property
     def draws(self) -> bool:
         """True if the chunk ends with the last known token of its sequence, so that the next is drawn."""
         ends = self.start + self.length == len(self.sequence.tokens)
@@ -79,7 +84,7 @@ def next_chunk(sequence: Sequence, budget: int, spare: int, given: int, grid: in
     chunk = Chunk(sequence, start, length)
     if (surplus := len(chunk.given) - given) > 0:
         return Chunk(sequence, start, _on_grid(sequence, chunk.given.stop - 1 - surplus - start, grid))
-    if (surplus := len(chunk.pooled) - given) > 0:
+    if (surplus := chunk.rows_asked - given) > 0:
         return Chunk(sequence, start, _on_grid(sequence, chunk.pooled.stop - surplus - start, grid))
     return chunk
 
