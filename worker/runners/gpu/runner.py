@@ -276,7 +276,7 @@ class CudaRunner:
             self.device.copy_out(self._drawn[launch.turn][:count], self._model.drawn.address)
         if launch.logprobs:
             self.device.copy_out(self._found[launch.turn][:count], self._model.found.address)
-        self._pooled.tell(launch.turn, launch.sums)
+        self._pooled.tell(launch.turn, launch.sums, self._model.residual)
         self._done[launch.turn].record(self.device.stream)
 
     def logits(self, rows: int) -> np.ndarray:
@@ -400,7 +400,7 @@ class CudaRunner:
         inputs = self._steps.write(turn, batch, shape, tiles, pieces)
         adjusted, logprobs = self._slots.adjusts(batch.draws), wants_logprobs(batch.draws)
         self._model.forward(inputs, shape)
-        self._pooled.add(turn, batch.pools, self._model.normed, len(batch.draws))
+        self._pooled.add(turn, batch.pools, self._model.normed, len(batch.draws), self._model.residual)
         if not self._waits_for_masks:
             self._model.draw(inputs, shape, adjusted=adjusted, logprobs=logprobs)
         sums = int(batch.pools["ends"].sum())
