@@ -17,6 +17,7 @@ from nightmill.worker.engine.batch import BatchBuilder
 from nightmill.worker.engine.completing import completion, not_computed, snapshot
 from nightmill.worker.engine.constraints import GrammarBackend, NoGrammars, nothing_left
 from nightmill.worker.engine.deltas import FollowedTexts
+from nightmill.worker.engine.drafting import Drafter
 from nightmill.worker.engine.kv_cache import CacheIntegrityError, PagePool
 from nightmill.worker.engine.limits import RequestLimits
 from nightmill.worker.engine.logprobs import Records
@@ -61,6 +62,21 @@ class _Launch:
         sequence = self.drawing[place]
         return None if sequence is None or sequence.state is SequenceState.FINISHED else sequence
 
+    def drop_rest(self, place: int) -> None:
+        """What was drawn for a sequence behind a place counts no more: it followed what is not so."""
+        sequence, place = self.drawing[place], place + 1
+        while place < len(self.drawing) and self.drawing[place] is sequence:
+            self.drawing[place] = None
+            place += 1
+
+    def guesses(self) -> dict[int, int]:
+        """What was guessed to be drawn, by the place in `drawing`."""
+        place, guessed = len(self.plan.decodes), {}
+        for draft in self.plan.drafts:
+            guessed |= dict(enumerate(draft.guesses, start=place))
+            place += len(draft.tokens)
+        return guessed
+
 
 class Engine:
     """Generates for many requests at once on one runner.
@@ -70,6 +86,7 @@ class Engine:
     prefix_sharing  compute equal beginnings of requests once, and keep such requests together;
                     not where a runner has states and no snapshots of them
     constraints     makes constraints, and asks those of a step together
+    drafts          guess tokens while few requests run; not where a runner has states
 
     Raises ValueError for sizes that contradict each other.
     """
@@ -82,6 +99,7 @@ class Engine:
         *,
         prefix_sharing: bool = True,
         constraints: GrammarBackend | None = None,
+        drafts: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
         max_sequences, context_length = sizes.max_sequences, sizes.context_length
@@ -108,6 +126,9 @@ class Engine:
             max_given=max(1, runner.max_draws - max_sequences), prompt_grid=runner.prompt_grid,
             snapshots=runner.snapshots,
         )  # fmt: skip
+        # States have no way back from a guess that was wrong.
+        self._drafter = Drafter() if drafts and runner.prompt_grid == 1 else None
+        self._scheduler.drafter = self._drafter
         self._groups = PrefixGroups() if prefix_sharing else None
         pages = self._pool.pages_for(self._limits.cache_context)
         self._builder = BatchBuilder(slots=runner.slots, pages=pages, page_size=runner.page_size)
@@ -224,6 +245,8 @@ class Engine:
             generated_tokens=self._generated,
             resumed_tokens=self._resumed,
             preemptions=self._scheduler.preemptions,
+            guessed_tokens=0 if self._drafter is None else self._drafter.guessed,
+            guessed_right=0 if self._drafter is None else self._drafter.right,
             running=self._scheduler.running,
             waiting=self._scheduler.waiting,
             free_pages=self._pool.free,
@@ -297,13 +320,8 @@ class Engine:
         if (live := self.running + self.waiting) != len(self._sequences):
             raise CacheIntegrityError(f"{len(self._sequences)} requests are live, {live} are scheduled")
         for sequence in self._sequences.values():
-            draws = sum(sequence in launch.drawing for launch in self._outstanding)
-            touching = [
-                launch.number
-                for launch in self._outstanding
-                if sequence in launch.plan.decodes
-                or any(chunk.sequence is sequence for chunk in launch.plan.chunks)
-            ]
+            draws = sum(launch.drawing.count(sequence) for launch in self._outstanding)
+            touching = [launch.number for launch in self._outstanding if launch.plan.touches(sequence)]
             newest = touching[-1] if touching else min(sequence.last_launch, self._scheduler.collected)
             if (newest, draws) != (sequence.last_launch, sequence.drawing):
                 raise CacheIntegrityError(f"{sequence.request.job_id} miscounts its launches")
@@ -347,7 +365,7 @@ class Engine:
         self._failed = True  # unless the runner returns
         self._runner.launch(batch)
         self._steps += 1
-        self._step_sequences += len(plan.decodes) + len(plan.chunks)
+        self._step_sequences += len(plan.decodes) + len(plan.chunks) + len(plan.drafts)
         self._scheduler.launched(plan, self._steps)
         for chunk in plan.chunks:
             end = min(chunk.start + chunk.length, chunk.sequence.prompt_length)
@@ -395,12 +413,16 @@ class Engine:
         records = None if drawn.found is None else Records(drawn.found)
         if launch.asking:
             self._tell(launch, ids, records)
+        guesses = launch.guesses()
         for place, (sequence, token) in enumerate(zip(launch.drawing, ids, strict=False)):
             if sequence is None or sequence.state is finished:
                 continue
             if token == not_a_number:
+                launch.drop_rest(place)
                 self._handle_nan(sequence)
                 continue
+            if guesses and guesses.get(place, token) != token:
+                launch.drop_rest(place)
             self._generated += 1
             tokens = sequence.tokens
             tokens.append(token)
@@ -409,10 +431,22 @@ class Engine:
             if sequence.watch is not None or len(tokens) >= sequence.length_limit or token in sequence.ends:
                 self._finish_if_over(sequence)  # in other cases there is no reason to stop
                 self._follow_budget(sequence)
+        self._follow_drafts(launch)
         if launch.masked:
             drew = [launch.wanting(place) for place in launch.masked if ids[place] != not_a_number]
             if obeying := [sequence for sequence in drew if sequence is not None]:
                 self._fail(self._token_masks.accept(obeying))
+
+    def _follow_drafts(self, launch: _Launch) -> None:
+        """Go on from what was right of a launch's drafts, and see who may have guesses next."""
+        if self._drafter is None:
+            return
+        self._drafter.settle(launch.plan.drafts, launch.number)
+        active = self._drafter.rows(self.running, self.waiting) > 0
+        if not active and not self._drafter.holding:
+            return
+        drew = dict.fromkeys(one for one in launch.drawing if one is not None)
+        self._drafter.follow([one for one in drew if one.state is SequenceState.RUNNING], active=active)
 
     def _tell(self, launch: _Launch, ids: list[int], records: Records | None) -> None:
         """Give sequences the log-probabilities of tokens of their prompts."""

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from nightmill.jobs.base.contract import Constrained, Markup, StopReason
 from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.worker.engine.logprobs import Logprobs, likely_of, of_nothing, record_bytes
+from nightmill.worker.engine.ngrams import Guesses
 from nightmill.worker.engine.prefix_tree import PrefixNode
 from nightmill.worker.engine.stops import TextWatch
 from nightmill.worker.runners.base import NO_LOGPROBS, NO_SNAPSHOT
@@ -50,6 +51,14 @@ class Request:
     scores: bool = False
     markup: Markup | None = None
     closing: "ClosingTokens | None" = None
+
+    @property
+    def drawn_freely(self) -> bool:
+        """True if no penalty or ban looks at the tokens that were drawn before."""
+        params = self.params
+        return params.repetition_penalty == 1.0 and not (
+            params.presence_penalty or params.frequency_penalty or params.logit_bias or self.banned
+        )
 
     @property
     def thinking(self) -> tuple[str, str, bool] | None:
@@ -173,6 +182,11 @@ class Sequence:
     promise: tuple[PrefixNode, bytes] | None = None  # where in the tree the page is that it computes next
     follows: "tuple[Sequence, int] | None" = None  # waits until that one has computed so many pages
 
+    # What `Drafter` knows of it.
+    guesses: Guesses | None = None
+    holds: bool = False  # it waits for its last token, since more may be guessed
+    unsettled: bool = False  # its slot may not have its last token: a draft was drawn behind it
+
     snapshot: int = NO_SNAPSHOT  # the place of the states that it goes on from, if it has_shared_pages any
     marks: set[int] = field(default_factory=set)  # tokens of its prompt after which its states are copied
 
@@ -221,8 +235,14 @@ class Sequence:
         self.rank = (-self.request.priority, group + self.request.behind, self.order)
 
     def let_run(self) -> None:
-        """One whose next token is drawn under a mask is computed up to that one; others run ahead."""
+        """One whose next token is drawn under a mask is computed up to that one; others run ahead.
+
+        One that holds is computed up to the last token that is known.
+        """
         length, last = len(self.tokens), self.length_limit - 1
+        if self.holds:
+            self.reach = max(min(length, last), self.computed)
+            return
         self.reach = min(max(length + 1, self.masked_from - 1), last) if length < self.masked_until else last
 
     @property
