@@ -89,6 +89,7 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
             ),
             prefix_sharing=settings.prefix_sharing,
             constraints=grammars,
+            drafts=settings.drafts == "ngram",
         )
 
     try:

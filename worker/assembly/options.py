@@ -83,6 +83,12 @@ def worker_options() -> list[click.Option]:
             help="Compute equal beginnings of prompts once; on by default [NIGHTMILL_PREFIX_SHARING].",
         ),
         click.Option(
+            ["--drafts"],
+            type=click.Choice(["off", "ngram"]),
+            help="ngram: while few texts are computed, guess each one's next tokens from its own words, so "
+            "that it takes fewer steps; no text changes. Off by default [NIGHTMILL_DRAFTS].",
+        ),
+        click.Option(
             ["--hours"],
             metavar="WINDOWS",
             help="Serve at these times of day only, such as 22:00-06:00 or 22:00-06:00/Europe/Berlin; sleep "
@@ -136,6 +142,7 @@ WORKER_SETTINGS = frozenset(
         "max_sequences",
         "context",
         "prefix_sharing",
+        "drafts",
         "hours",
         "idle_seconds",
         "drain_seconds",

@@ -71,9 +71,10 @@ class _Launch:
 
     def guesses(self) -> dict[int, int]:
         """What was guessed to be drawn, by the place in `drawing`."""
-        place, guessed = len(self.plan.decodes), {}
+        guessed: dict[int, int] = {}
+        place = len(self.plan.decodes)
         for draft in self.plan.drafts:
-            guessed |= dict(enumerate(draft.guesses, start=place))
+            guessed |= enumerate(draft.guesses, start=place)
             place += len(draft.tokens)
         return guessed
 

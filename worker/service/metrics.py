@@ -23,6 +23,8 @@ _COUNTERS = {
     "generated_tokens": "Tokens that were drawn and kept.",
     "resumed_tokens": "Tokens that an earlier attempt had drawn, and that this one went on from.",
     "preemptions": "Times that a sequence gave its pages back, to be computed again.",
+    "guessed_tokens": "Tokens that were guessed and computed, by drafts.",
+    "guessed_right": "Guessed tokens that were drawn, each of which spared a step.",
 }
 """Fields of EngineStats that only grow, and what they say."""
 

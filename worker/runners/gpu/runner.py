@@ -127,8 +127,9 @@ class CudaRunner:
         self._pending: deque[_PendingLaunch] = deque()
         self._graphs: dict[tuple[int, int], Graph] = {}
         """Whole decode steps, by sequences, and pieces of their contexts."""
-        self._undrawn_graphs: dict[tuple[int, int], Graph] = {}
-        """The same up to the draws, where these are launched apart; captured when such a step first comes."""
+        self._rarer_graphs: dict[tuple[int, int, bool, bool], Graph] = {}
+        """Those without their draws, which are launched apart, and those in which a sequence has several
+        tokens; captured when such a step first comes. By size, room, whether it draws, and whether it has."""
         self._waits_for_masks = False
         self._tune = launching.tune
         self._turn = 0
@@ -287,13 +288,13 @@ class CudaRunner:
 
     def close(self) -> None:
         """Release the GPU; safe to call twice."""
-        graphs = [*self._graphs.values(), *self._undrawn_graphs.values()]
+        graphs = [*self._graphs.values(), *self._rarer_graphs.values()]
         if graphs and not self.device.lost:
             self.device.synchronize()
             for graph in graphs:
                 graph.close()
         self._graphs.clear()
-        self._undrawn_graphs.clear()
+        self._rarer_graphs.clear()
         self._pending.clear()
         if self._products is not None:
             self._products.close()
@@ -334,16 +335,16 @@ class CudaRunner:
         lengths = padded_lengths(batch, size)
         return self._decode.pieces(lengths, np.arange(size, dtype=np.int32))
 
-    def _capture(self, size: int, room: int, *, draws: bool) -> Graph:
-        """Capture a decode step of `size` sequences, after one run in the open, which loads what it needs.
+    def _capture(self, size: int, room: int, *, draws: bool, again: bool = False) -> Graph:
+        """Capture a decode step of `size` tokens, after one run in the open, which loads what it needs.
 
-        room  for pieces of contexts; draws: with its draws
+        room  for pieces of contexts; draws: with its draws; again: a sequence may have several of the tokens
         """
         ones = np.ones(size if room else 0, dtype=np.int32)
         pieces = whole_pieces(ones, np.arange(len(ones), dtype=np.int32), segment=PAGE)
         self.device.synchronize()  # the host's copy of the inputs is still those of the run before
         inputs = self._steps.write_padded(self._turn, PADDING, size, pieces, room)
-        shape = _decode_shape(size, room)
+        shape = _decode_shape(size, room, again=again)
         self._queue(inputs, shape, draws=draws)
         return Graph(self.device, lambda: self._queue(inputs, shape, draws=draws))
 
@@ -357,21 +358,29 @@ class CudaRunner:
             self._model.draw(inputs, shape, adjusted=adjusted, logprobs=logprobs)
 
     def _replay(self, turn: int, batch: StepBatch) -> _PendingLaunch:
-        """Queue a step in which all sequences decode one token."""
+        """Queue a step in which every token was drawn or guessed, and is followed by a draw."""
         size = min(bucket_of(len(batch.slots)), self.slots)
+        again = len(np.unique(batch.slots)) < len(batch.slots)
         pieces = self._decode_pieces(batch, size)
         room = self._decode.room(size, len(pieces))
         adjusted, logprobs = self._slots.adjusts(batch.draws), wants_logprobs(batch.draws)
         apart = adjusted or logprobs or self._waits_for_masks
-        graphs = self._undrawn_graphs if apart else self._graphs
-        if (size, room) not in graphs:
-            graphs[size, room] = self._capture(size, room, draws=not apart)
-            self.device.synchronize()
-        inputs, shape = self._steps.write_padded(turn, batch, size, pieces, room), _decode_shape(size, room)
-        graphs[size, room].launch()
+        graph = None if apart or again else self._graphs.get((size, room))
+        if graph is None:
+            graph = self._rarer_graph(size, room, not apart, again)
+        inputs = self._steps.write_padded(turn, batch, size, pieces, room)
+        shape = _decode_shape(size, room, again=again)
+        graph.launch()
         if apart and not self._waits_for_masks:
             self._model.draw(inputs, shape, adjusted=adjusted, logprobs=logprobs)
         return _PendingLaunch(turn, batch.draws, inputs, shape, adjusted, logprobs)
+
+    def _rarer_graph(self, size: int, room: int, draws: bool, again: bool) -> Graph:
+        key = size, room, draws, again
+        if key not in self._rarer_graphs:
+            self._rarer_graphs[key] = self._capture(size, room, draws=draws, again=again)
+            self.device.synchronize()
+        return self._rarer_graphs[key]
 
     def _launch_kernels(self, turn: int, batch: StepBatch) -> _PendingLaunch:
         """Queue a step of any composition."""
@@ -397,6 +406,6 @@ class CudaRunner:
         return _PendingLaunch(turn, batch.draws, inputs, shape, adjusted, logprobs)
 
 
-def _decode_shape(size: int, room: int) -> StepShape:
+def _decode_shape(size: int, room: int, *, again: bool) -> StepShape:
     """Return the shape of a decode step that is replayed."""
-    return StepShape(tokens=size, sequences=size, drawn=size, draws=size, tiles=0, pieces=room)
+    return StepShape(tokens=size, sequences=size, drawn=size, draws=size, tiles=0, pieces=room, again=again)
