@@ -33,8 +33,9 @@ struct Gate {
 };
 
 template <int PIECES>
-static __device__ __forceinline__ void combine_row(Ranks ranks, const float* base, const float* shared, Gate gate, const Norm& after,
-                                                   float scale, float* x, const Norm& before, Element* out, int width) {
+static __device__ __forceinline__ void combine_row(Ranks ranks, const float* base, const float* shared, Gate gate,
+                                                   const Norm& after, float scale, float* x, const Norm& before, Element* out,
+                                                   int width) {
     __shared__ float partial[4][32];
     launch_next();
     wait_for_previous(ranks.y, ranks.places, ranks.weights, base, shared, gate.logits, x);

@@ -20,89 +20,9 @@
 // two that follow each other. It goes through K by DEPTH, STAGES copies ahead; weights go to shared memory as they are. Of 32
 // elements of row lane / 4 a lane makes what it holds of two products' operands. Which expert a block has is known when
 // `route.cu` is done, so nothing is fetched before. grid (outputs, tiles that there may be): blocks without a tile end.
-#ifdef FORMAT
-#include "common/packed.cuh"
-#else
-#include "common/common.cuh"
-#endif
-#ifdef FP8
-#include "common/e4m3.cuh"
-#endif
+#include "experts/grouped.cuh"
 
-static constexpr int WARPS = 4, PANEL = 8;
-
-enum Activation { SILU, GELU, RELU_SQUARED, CLAMPED_SWIGLU };
-
-static __device__ __forceinline__ float activated(int activation, float gate, float up) {
-    if (activation == SILU) return silu_times(gate, up);
-    if (activation == GELU) return gelu_times(gate, up);
-    if (activation == RELU_SQUARED) return relu_squared_times(gate, up);
-    constexpr float LIMIT = 7.0f, STEEP = -1.702f * LOG2_E;
-    const float g = gate > LIMIT ? LIMIT : gate, u = up > LIMIT ? LIMIT : up < -LIMIT ? -LIMIT : up;
-    return logistic_times(g, __fmul_rn(g, STEEP), u + 1.0f);
-}
-
-// A panel's weights, as they lie in memory and in shared memory, and those of a lane of 32 elements of row lane / 4.
-#if defined(FORMAT)
-struct Weights {
-    static constexpr int STEP = Packed::STEP, PACKET = Packed::PACKET, GROUPS = STEP / 32;
-    static constexpr int DEPTH = STEP == 256 ? 256 : 128, PACKETS = DEPTH / STEP, BYTES = PACKETS * PACKET;
-
-    static __device__ __forceinline__ void fetch(uint32_t target, const unsigned char* weights, int64_t row, int inputs,
-                                                 int step) {
-        const int packets = (inputs + STEP - 1) / STEP, bytes = min(PACKETS, packets - step * PACKETS) * PACKET;
-        const unsigned char* own = weights + (row / PANEL * packets + step * PACKETS) * PACKET;
-        for (int at = threadIdx.x % 32 * 16; at < bytes; at += 32 * 16) copy_async(target + at, own + at, true);
-    }
-    static __device__ __forceinline__ Element8 group(const unsigned char* panel, int group) {
-        const int lane = threadIdx.x % 32;
-        const unsigned char* packet = panel + group / GROUPS * PACKET;
-        const auto scale = packed::scale_of<Packed>(packet, lane / 4, group % GROUPS);
-        return Packed::eight(Packed::raw(packet, lane / 4, group % GROUPS * 4 + lane % 4), scale);
-    }
-};
-#else
-struct Weights {
-#ifdef FP8
-    static constexpr int DEPTH = 128, SIZE = 1;
-#else
-    static constexpr int DEPTH = 128, SIZE = 2;
-#endif
-    static constexpr int PITCH = DEPTH * SIZE + 16, BYTES = PANEL * PITCH;  // lanes meet no conflict
-
-    static __device__ __forceinline__ void fetch(uint32_t target, const unsigned char* weights, int64_t row, int inputs,
-                                                 int step) {
-        constexpr int PIECES = DEPTH * SIZE / 16;
-        for (int piece = threadIdx.x % 32; piece < PANEL * PIECES; piece += 32) {
-            const int within = piece / PIECES, k = step * DEPTH + piece % PIECES * (16 / SIZE);
-            const bool inside = k < inputs;
-            copy_async(target + within * PITCH + piece % PIECES * 16,
-                       weights + (inside ? ((row + within) * inputs + k) * SIZE : 0), inside);
-        }
-    }
-    static __device__ __forceinline__ Element8 group(const unsigned char* panel, int group) {
-        const int lane = threadIdx.x % 32;
-        const unsigned char* row = panel + lane / 4 * PITCH + (group * 32 + lane % 4 * 2) * SIZE;
-        Element8 out;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-#ifdef FP8
-            const Element2 pair = elements_of_e4m3x2(*reinterpret_cast<const uint16_t*>(row + 8 * i));
-            out.word[i] = *reinterpret_cast<const uint32_t*>(&pair);
-#else
-            out.word[i] = *reinterpret_cast<const uint32_t*>(row + 16 * i);
-#endif
-        }
-        return out;
-    }
-};
-#endif
-
-#ifdef FP8
-using Input = uint8_t;
-#else
-using Input = Element;
-#endif
+static constexpr int WARPS = 4;
 
 template <int TILES>
 struct Shared {
@@ -126,16 +46,6 @@ static __device__ __forceinline__ void load_rows(uint32_t (&a)[4], const unsigne
     load_matrices(a, shared_address(stage) + (row + lane % 16) * PITCH + lane / 16 * 16 + k * 2);
 #endif
 }
-
-// What a kernel is given.
-struct Operands {
-    const Input* x;
-    const float* x_scales;
-    const int* sources;
-    const unsigned char* weights;
-    const float *w_scales, *bias, *first_scales, *second_scales, *other;
-    int outputs, inputs, stride, side, activation;
-};
 
 // c[p][m]: positions 16 m + lane / 4, + 8 of the tile, outputs 2 (lane % 4), + 1 of panel p, whose rows begin at rows[p].
 template <int TILES>
@@ -197,17 +107,6 @@ static __device__ __forceinline__ void multiply(float (&c)[2][TILES][4], const O
     }
 }
 
-enum class Result { FLOATS, ONE, TWO };
-
-template <Result RESULT>
-struct Stored {
-    using type = Element;
-};
-template <>
-struct Stored<Result::FLOATS> {
-    using type = float;
-};
-
 template <Result RESULT, int TILES>
 static __device__ __forceinline__ void product(const Operands& given, const int4* tiles, const int* total,
                                                typename Stored<RESULT>::type* y) {
@@ -238,13 +137,7 @@ static __device__ __forceinline__ void product(const Operands& given, const int4
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     const int64_t row = rows[p] + lane % 4 * 2 + i;
-                    float value = c[p][m][2 * part + i];
-#ifdef FP8
-                    value = value * given.x_scales[source_rows[within]] * given.w_scales[row];
-#endif
-                    if (scales[p] != nullptr) value *= scales[p][tile.x];
-                    if (given.bias != nullptr) value += given.bias[row];
-                    values[p][i] = value;
+                    values[p][i] = finished(c[p][m][2 * part + i], given, source_rows[within], row, scales[p], tile.x);
                 }
             if constexpr (TWO) {
                 if (begins[0] < outputs)
@@ -269,18 +162,8 @@ static __device__ __forceinline__ void product(const Operands& given, const int4
         }
 }
 
-#define PRODUCT(NAME, RESULT, TILES)                                                                                          \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32)                                                                  \
-        experts_##NAME##_##TILES(const Input* x, const float* x_scales, const int* sources, const int4* tiles,                \
-                                 const int* total, const unsigned char* weights, const float* w_scales, const float* bias,    \
-                                 const float* first_scales, const float* second_scales, const float* other,                   \
-                                 Stored<RESULT>::type* y, int outputs, int inputs, int stride, int side, int activation) {    \
-        launch_next();                                                                                                        \
-        wait_for_previous(x, x_scales, sources, tiles, total, other, y);                                                      \
-        product<RESULT, TILES>({x, x_scales, sources, weights, w_scales, bias, first_scales, second_scales, other, outputs,   \
-                                inputs, stride, side, activation},                                                            \
-                               tiles, total, y);                                                                              \
-    }
+#define PRODUCT(NAME, RESULT, TILES) \
+    EXPERTS_KERNEL(experts_##NAME##_##TILES, RESULT, __launch_bounds__(WARPS * 32), (product<RESULT, TILES>))
 #define PRODUCTS(NAME, RESULT) PRODUCT(NAME, RESULT, 1) PRODUCT(NAME, RESULT, 2) PRODUCT(NAME, RESULT, 4)
 
 PRODUCTS(floats, Result::FLOATS)

@@ -10,7 +10,7 @@ from nightmill.worker.model.spec import Activation, Experts, FeedForward, Norm, 
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ABSENT, FP8, INT, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.experts.combine import Combine
-from nightmill.worker.runners.gpu.experts.grouped import Given, GroupedProducts, tile_rows
+from nightmill.worker.runners.gpu.experts.grouped import Given, GroupedProducts
 from nightmill.worker.runners.gpu.experts.room import ExpertRoom
 from nightmill.worker.runners.gpu.experts.route import Routing
 from nightmill.worker.runners.gpu.weights.layout import NO_NORM, NormWeight
@@ -164,7 +164,7 @@ class ExpertTrial:
         routing, grouped = Routing(device, experts), GroupedProducts(device, self._formats)
         routing(
             of("router_bias", experts.router_bias), of("selection_bias", experts.selection_bias), at, tokens,
-            tile_rows(experts, tokens), slots=slots, padding=PADDING,
+            grouped.tile(experts, tokens).rows, slots=slots, padding=PADDING,
         )  # fmt: skip
         parts = [given.get(part, ABSENT) for part in (("gate", "up") if experts.gated else ("up", ""))]
         read = self._rounded(x) if fp8 else elements(device, x)
@@ -290,7 +290,8 @@ class ExpertTrial:
         order = np.argsort(owners, kind="stable")[np.count_nonzero(owners < 0) :]
         np.testing.assert_array_equal(routed.places.reshape(-1)[order], np.arange(len(order)))
         np.testing.assert_array_equal(routed.sources[: len(order)], order // self.experts.used)
-        rows, expected, first = tile_rows(self.experts, len(routed.chosen)), [], 0
+        grouped, expected, first = GroupedProducts(self.device, ()), [], 0
+        rows = grouped.tile(self.experts, len(routed.chosen)).rows
         for expert, count in enumerate(np.bincount(owners[order], minlength=self.experts.count)):
             expected += [(expert, first + at, min(rows, count - at), 0) for at in range(0, count, rows)]
             first += count

@@ -16,7 +16,7 @@ from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import FLOAT, Format
 from nightmill.worker.runners.gpu.device.sources import Source, for_element, source_of
-from nightmill.worker.runners.gpu.experts.grouped import _source
+from nightmill.worker.runners.gpu.experts.grouped import _sources
 from nightmill.worker.runners.gpu.shapes import Kind
 from nightmill.worker.runners.gpu.weights.router import PART_SCALE, part_rows, router_parts
 from tests.gpu.expert_trials import KINDS, ExpertTrial, assert_same, results
@@ -42,13 +42,20 @@ PACKED = [kept for kept in Format if kept.packed]
 def compiled() -> Iterator[None]:
     """All files at once: a test would compile its own, one after the other."""
     with Device(0) as device:
-        architecture = device.architecture
+        architecture, hopper = device.architecture, device.hopper
     sources: list[Source] = [
         for_element(source, element)
         for element in Element
-        for source in [source_of("route"), source_of("combine"), *map(_source, (Format.F16, Format.FP8))]
+        for source in [
+            source_of("route"),
+            source_of("combine"),
+            *_sources(Format.F16, hopper=hopper),
+            *_sources(Format.FP8, hopper=hopper),
+        ]
     ]
-    sources += [for_element(_source(kept), Element.F16) for kept in PACKED]
+    sources += [
+        for_element(source, Element.F16) for kept in PACKED for source in _sources(kept, hopper=hopper)
+    ]
     compile_all(list(dict.fromkeys(sources)), architecture)
     yield
 

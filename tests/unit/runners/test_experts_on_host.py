@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nightmill.worker.model.spec import Experts
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import Format
 from tests.gpu import test_experts_kernels as on_gpu
-from tests.gpu.expert_trials import KINDS, ExpertTrial
+from tests.gpu.expert_trials import KINDS, ExpertTrial, assert_same, results
 from tests.unit.runners.host_kernels import HostDevice, run_experts_on_host
 
 
@@ -43,3 +44,20 @@ def test_what_a_tokens_bits_depend_on(launched: set[str]) -> None:
     on_gpu.strange(device, KINDS["groups, squared"], 20)
     on_gpu.ties(device)
     assert launched >= {f"experts_{name}_{tiles}" for name, tiles in (("two", 4), ("two", 1))}
+
+
+@pytest.mark.parametrize(
+    "kept", [None, Format.FP8, Format.MXFP4, pytest.param(Format.Q4_K, marks=pytest.mark.slow)]
+)
+def test_wgmma_has_the_bits_of_mma(launched: set[str], kept: Format | None) -> None:
+    """On Hopper many rows go through other kernels: sums on the host have no order of their own."""
+    device: Any = HostDevice(Element.F16)
+    device.hopper, device.compute_capability = True, (9, 0)
+    step = 256 if kept is Format.Q4_K else 32
+    experts = Experts(count=2, used=2, width=step)
+    trial = ExpertTrial(device, experts, 2 * step if kept else 72, kept)
+    x, logits = trial.inputs(70)
+    found = {rows: trial.check(x[:rows], logits[:rows]) for rows in (3, 20, 40, 70)}
+    for rows in (20, 40, 70):
+        assert_same(results(found[3], slice(None)), results(found[rows], slice(3)))
+    assert launched >= {f"hopper_{name}_{rows}" for name in ("two", "floats") for rows in (32, 64, 128)}

@@ -60,7 +60,7 @@ def sources_for(spec: ModelSpec, precision: Precision, *, hopper: bool) -> list[
     others = (s for launcher in (*_LAUNCHERS, *widening) for s in launcher.sources(spec, hopper=hopper))
     products = [
         *ModelFormats(spec, precision).sources(hopper=hopper),
-        *GroupedProducts.sources(spec, precision),
+        *GroupedProducts.sources(spec, precision, hopper=hopper),
     ]
     sources = (*products, *others)
     return list(dict.fromkeys(for_element(source, precision.element, precision.kv) for source in sources))

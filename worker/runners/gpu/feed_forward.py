@@ -8,7 +8,7 @@ from nightmill.worker.runners.gpu.activations import Activations
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.experts.combine import Combine
-from nightmill.worker.runners.gpu.experts.grouped import Given, GroupedProducts, tile_rows
+from nightmill.worker.runners.gpu.experts.grouped import Given, GroupedProducts
 from nightmill.worker.runners.gpu.experts.room import SLICE, ExpertRoom
 from nightmill.worker.runners.gpu.experts.route import Routing
 from nightmill.worker.runners.gpu.kinds import gate_up_kind
@@ -138,7 +138,7 @@ class Mixture:
         assert own is not None
         self._router(x, own.router, at.logits, rows)
         self._routing(
-            own.router_bias, own.selection_bias, at, rows, tile_rows(experts, rows), slots=slots,
+            own.router_bias, own.selection_bias, at, rows, grouped.tile(experts, rows).rows, slots=slots,
             padding=self._launchers.padding,
         )  # fmt: skip
         read = x

@@ -1,4 +1,8 @@
-"""Products of experts with the rows that are sent to them, by `grouped.cu`."""
+"""Products of experts with the rows that are sent to them.
+
+By `grouped.cu`, or, many on Hopper, by `hopper_grouped.cu`. Both have the same bits, so that a row's hang on
+that row alone.
+"""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -12,14 +16,51 @@ from nightmill.worker.runners.gpu.experts.room import ExpertRoom, most_tiles
 from nightmill.worker.runners.gpu.precision import Precision
 from nightmill.worker.runners.gpu.weights.layout import OF_EXPERTS, formats_in
 
-__all__ = ["ACTIVATIONS", "GroupedProducts", "Given", "tile_rows"]
+__all__ = ["ACTIVATIONS", "Given", "GroupedProducts", "Tile"]
 
+_PANELS = 2  # of a warp
+_ALIGNMENT = 1024  # of a stage in shared memory
 ACTIVATIONS = {
     Activation.SILU: 0, Activation.GELU: 1, Activation.RELU_SQUARED: 2, Activation.CLAMPED_SWIGLU: 3,
 }  # fmt: skip
-_WARPS, _PANELS = 4, 2  # of a block, and of a warp
-_TILES = (1, 2, 4)  # of 16 rows
 _WIDE_STEP = 256
+_SHARED = {1: 222 << 10, 2: 110 << 10}
+"""Bytes of shared memory for stages, by the blocks of a multiprocessor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Positions that a block has, and how it multiplies them.
+
+    rows   positions
+    warps  of a block, with two panels of weights each
+    wgmma  on Hopper
+    """
+
+    rows: int
+    warps: int
+    wgmma: bool
+
+    def kernel(self, name: str) -> str:
+        """The kernel that leaves `floats`, activations of `one` matrix, or of `two`."""
+        return f"hopper_{name}_{self.rows}" if self.wgmma else f"experts_{name}_{self.rows // 16}"
+
+    def shared(self, format_: Format) -> int:
+        """Bytes of shared memory of a block, as the kernels' files say."""
+        depth = _WIDE_STEP if format_.step == _WIDE_STEP else 128
+        size = 1 if format_.scaled else 2
+        panel = depth // format_.step * format_.packet if format_.packed else PANEL_ROWS * (depth * size + 16)
+        weights = _PANELS * self.warps * panel
+        if not self.wgmma:
+            return (3 if self.rows < 64 else 2) * (self.rows * (depth * size + 16) + weights)
+        stage = -(-(2 * depth * self.rows + weights) // _ALIGNMENT) * _ALIGNMENT
+        stages = min(max(_SHARED[1 if self.rows >= 128 else 2] // stage, 2), 4)
+        return stages * stage + _ALIGNMENT
+
+
+_FILLED = 0.75  # of a tile by what an expert is sent on average: some are sent more
+_ANYWHERE = (Tile(16, 4, False), Tile(32, 4, False), Tile(64, 4, False))
+_ON_HOPPER = (Tile(16, 4, False), Tile(32, 8, True), Tile(64, 8, True), Tile(128, 16, True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,25 +77,29 @@ class Given:
 
 
 class GroupedProducts:
-    """Launches `grouped.cu` for matrices of these formats."""
+    """Launches these kernels for matrices of these formats."""
 
     def __init__(self, device: Device, formats: Collection[Format]) -> None:
-        self._kernels: dict[tuple[Format, str, int], Function] = {}
+        self._tiles = _ON_HOPPER if device.hopper else _ANYWHERE
+        self._kernels: dict[tuple[Format, str, Tile], Function] = {}
         for format_ in formats:
-            module = Module.of(device, _source(format_))
+            modules = [Module.of(device, source) for source in _sources(format_, hopper=device.hopper)]
             for name in ("floats", "one", "two"):
-                for tiles in _TILES:
-                    self._kernels[format_, name, tiles] = module.function(
-                        f"experts_{name}_{tiles}", "PPPPPPPPPPPPiiiii", shared=_shared(format_, tiles),
-                        dependent=True,
-                    )  # fmt: skip
+                for tile in self._tiles:
+                    self._kernels[format_, name, tile] = modules[tile.wgmma].function(
+                        tile.kernel(name), "PPPPPPPPPPPPiiiii", shared=tile.shared(format_), dependent=True
+                    )
 
     @staticmethod
-    def sources(spec: ModelSpec, precision: Precision) -> list[Source]:
-        """List the kernel files: one for each format of experts."""
-        if not spec.experts:
-            return []
-        return [_source(one) for one in sorted(formats_in(spec, precision, *OF_EXPERTS), key=str)]
+    def sources(spec: ModelSpec, precision: Precision, *, hopper: bool) -> list[Source]:
+        """List the kernel files: those of each format of experts."""
+        formats = formats_in(spec, precision, *OF_EXPERTS) if spec.experts else ()
+        return [one for format_ in sorted(formats, key=str) for one in _sources(format_, hopper=hopper)]
+
+    def tile(self, experts: Experts, tokens: int) -> Tile:
+        """The tile for so many tokens, by how many an expert is sent on average."""
+        mean = tokens * experts.used / experts.count
+        return next((one for one in self._tiles if mean <= one.rows * _FILLED), self._tiles[-1])
 
     @staticmethod
     def refusal(spec: ModelSpec) -> str | None:
@@ -103,36 +148,19 @@ class GroupedProducts:
         tokens: int, *, y: Buffer | None = None, other: Buffer = ABSENT, stride: int, side: int = 0,
         gathers: bool = True,
     ) -> None:  # fmt: skip
-        y = y or at.activated
-        outputs, rows = y.shape[1], tile_rows(experts, tokens)
-        tiles = rows // 16
-        block = _WARPS * PANEL_ROWS * (1 if name == "two" else _PANELS)
-        self._kernels[weight.format, name, tiles](
-            (-(-outputs // block), most_tiles(experts, tokens, rows)), (32 * _WARPS, 1, 1), x.address,
-            x.scales if x.dtype == FP8 else 0, at.sources.address if gathers else 0, at.tiles.address,
-            at.total.address, weight.address, weight.scales, given.bias.address, given.first.address,
-            given.second.address, other.address, y.address, outputs, weight.columns, stride, side,
-            ACTIVATIONS[experts.activation], shared=_shared(weight.format, tiles),
+        y, tile = y or at.activated, self.tile(experts, tokens)
+        outputs, block = y.shape[1], tile.warps * PANEL_ROWS * (1 if name == "two" else _PANELS)
+        gathered = at.sources.address if gathers else 0
+        self._kernels[weight.format, name, tile](
+            (-(-outputs // block), most_tiles(experts, tokens, tile.rows)), (32 * tile.warps, 1, 1),
+            x.address, x.scales if x.dtype == FP8 else 0, gathered, at.tiles.address, at.total.address,
+            weight.address, weight.scales, given.bias.address, given.first.address, given.second.address,
+            other.address, y.address, outputs, weight.columns, stride, side, ACTIVATIONS[experts.activation],
+            shared=tile.shared(weight.format),
         )  # fmt: skip
 
 
-def tile_rows(experts: Experts, tokens: int) -> int:
-    """Rows of a tile: 16, 32 or 64, by how many an expert is sent on average."""
-    mean = tokens * experts.used / experts.count
-    return 16 * (1 if mean <= 16 else 2 if mean <= 32 else 4)
-
-
-def _shared(format_: Format, tiles: int) -> int:
-    """Bytes of shared memory of a block, as grouped.cu says."""
-    depth = _WIDE_STEP if format_.step == _WIDE_STEP else 128
-    size = 1 if format_.scaled else 2
-    pitch = depth * size + 16
-    panel = depth // format_.step * format_.packet if format_.packed else PANEL_ROWS * pitch
-    stages = 3 if tiles < 4 else 2
-    return stages * (16 * tiles * pitch + _PANELS * _WARPS * panel)
-
-
-def _source(format_: Format) -> Source:
-    if format_.packed:
-        return source_of("grouped", f"-DFORMAT={format_.name}")
-    return source_of("grouped", *(["-DFP8"] if format_.scaled else []))
+def _sources(format_: Format, *, hopper: bool) -> list[Source]:
+    """The file of any GPU, and on Hopper the other."""
+    option = [f"-DFORMAT={format_.name}"] if format_.packed else ["-DFP8"] if format_.scaled else []
+    return [source_of(name, *option) for name in ("grouped", "hopper_grouped")[: 1 + hopper]]
