@@ -18,7 +18,20 @@ from nightmill.worker.model.spec import (
     ShortConv,
 )
 from tests.support.ggufs import spec_tensors, write_file
-from tests.support.hybrid_cases import ALONE, DELTA, EPS, GATED, LAYER, MAMBA, NORM, QWEN35, ROPE, SSM, model
+from tests.support.hybrid_cases import (
+    ALONE,
+    DELTA,
+    EPS,
+    GATED,
+    LAYER,
+    MAMBA,
+    NORM,
+    QWEN35,
+    ROPE,
+    SSM,
+    model,
+    with_heads_of_32,
+)
 
 KEYS: dict[str, Any] = {
     "context_length": 512, "embedding_length": 64, "feed_forward_length": 96, "attention.head_count": 4,
@@ -185,6 +198,14 @@ _FILES: dict[str, tuple[dict[str, Any], ModelSpec]] = {
     ),
 }  # fmt: skip
 EXPERT_FILES = {name: (COUNTS | keys, spec) for name, (keys, spec) in _FILES.items()}
+_STATES = ("qwen35moe", "granitehybrid, with experts", "nemotron_h_moe")
+_REFUSED = ("gpt-oss", "deepseek2", "deepseek2, older", "qwen3next", "llama, dense")
+GPU_EXPERT_FILES = {
+    name: with_heads_of_32(file) if name in _STATES else file
+    for name, file in EXPERT_FILES.items()
+    if name not in _REFUSED
+}
+"""Those that the CUDA runner computes, in sizes that there are kernels for."""
 
 
 def file_of(

@@ -12,6 +12,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -25,13 +26,14 @@ from nightmill.worker.runners.gpu.attention import decode, general, prefill, wid
 from nightmill.worker.runners.gpu.device.compiler import kernel_directory
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.sources import Source, for_element
+from nightmill.worker.runners.gpu.experts import combine, grouped, route
 from nightmill.worker.runners.gpu.products.fp8 import quantise
 from nightmill.worker.runners.gpu.products.packed import packed_rows
 from nightmill.worker.runners.gpu.rows import activate, embedding, logits, norms, rotation
 from nightmill.worker.runners.gpu.states import chunks, convolution, delta_net, mamba2, recurrent
 from nightmill.worker.runners.gpu.weights import repacker
 from nightmill.worker.runners.kv_format import KvFormat
-from tests.support import reference_kernels
+from tests.support import packed_weights, reference_kernels
 from tests.support.needs import Need, missing
 
 HERE = Path(__file__).parent / "cuda_on_host"
@@ -172,6 +174,19 @@ class HostFunction:
         module.launched.add(self._name)
 
 
+class Staged:
+    """In place of `Staging`: a tensor in one part."""
+
+    def __init__(self, device: HostDevice, size: int = 0) -> None:
+        self._device = device
+
+    def parts(self, raw: npt.NDArray[np.uint8], unit: int) -> Iterator[tuple[int, int, int]]:
+        yield self._device.upload(raw), 0, len(raw)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
 class HostMaps:
     """In place of `TensorMaps`."""
 
@@ -263,6 +278,16 @@ def run_states_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     """The same of layers with states."""
     launched = _launch_on_host(patch, folder, "warps", (chunks, convolution, delta_net, mamba2, recurrent))
     patch.setattr(HostModule, "together", True)
+    return launched
+
+
+def run_experts_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
+    """The same of mixtures of experts."""
+    launched = _launch_on_host(patch, folder, "warps", (route, combine))
+    for module in (grouped, repacker):
+        patch.setattr(module, "Module", HostModule)
+    patch.setattr(HostModule, "together", True)
+    patch.setattr(packed_weights, "Staging", Staged)
     return launched
 
 

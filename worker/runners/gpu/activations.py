@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nightmill.worker.model.spec import LayerSpec, ModelSpec
+from nightmill.worker.model.spec import NO_FEED_FORWARD, Experts, LayerSpec, ModelSpec
 from nightmill.worker.runners.base import FOUND
 from nightmill.worker.runners.gpu.device.device import Arena, Device, aligned
 from nightmill.worker.runners.gpu.device.operands import BYTE, ELEMENT, FLOAT, INT, Buffer
+from nightmill.worker.runners.gpu.experts.room import ExpertRoom
 from nightmill.worker.runners.gpu.kinds import layer_kinds, mixer_sizes
 from nightmill.worker.runners.gpu.precision import HALF, Precision
 from nightmill.worker.runners.gpu.products.formats import ModelFormats
@@ -82,6 +83,7 @@ class Activations:
     gates: Buffer  # of attention, elements
     controls: Buffer  # of mixers with states, float
     work: Buffer  # what kernels of such mixers hand on among them, bytes
+    expert_work: Buffer  # what those of experts do (`experts/room.py`), bytes
 
     @classmethod
     def allocate(
@@ -109,8 +111,10 @@ class Activations:
 
 def _widths(layer: LayerSpec) -> dict[str, int]:
     """Return the widths of the buffers that are as wide as a layer needs."""
-    ffn = layer.feed_forward.width
-    inner = 2 * ffn if layer.feed_forward.gated else ffn
+    network = layer.feed_forward
+    dense = network.shared or NO_FEED_FORWARD if isinstance(network, Experts) else network
+    ffn = dense.width
+    inner = 2 * ffn if dense.gated else ffn
     sizes = mixer_sizes(layer.mixer)
     return {
         "qkv": sizes.inputs, "mixed": sizes.outputs, "mixed_drawing": sizes.outputs, "gates": sizes.gates,
@@ -128,8 +132,10 @@ def _arrays(spec: ModelSpec, precision: Precision, max_tokens: int, max_draws: i
     adds = any(Kind.ADDEND in layer_kinds(layer) for layer in spec.layers)
     rounded = ModelFormats(spec, precision).rounded
     read = ELEMENT if rounded is None else rounded.activations
-    rounds = rounded is not None and only_rms_norms(spec) and not controls  # whose weights are elements
-    widest = max(max(one["mixed"], one["activated"]) for one in widths)
+    # What makes controls, and routers, are elements.
+    rounds = rounded is not None and only_rms_norms(spec) and not controls and not spec.experts
+    latents = (experts.latent or 0 for experts in spec.experts)
+    widest = max(*latents, *(max(one["mixed"], one["activated"]) for one in widths), 0)
     return {
         "tokens": _Array((tokens,), INT),
         "no_rows": _Array((tokens,), INT),
@@ -148,6 +154,7 @@ def _arrays(spec: ModelSpec, precision: Precision, max_tokens: int, max_draws: i
         ),
         "controls": _Array((tokens, controls), FLOAT),
         "work": _Array((StateMixers.workspace(spec, tokens),), BYTE),
+        "expert_work": _Array((ExpertRoom.workspace(spec, tokens, fp8=rounded is not None),), BYTE),
     }
 
 

@@ -12,6 +12,9 @@ from nightmill.worker.runners.gpu.attention.widening import Widening
 from nightmill.worker.runners.gpu.computed import refusal
 from nightmill.worker.runners.gpu.device.device import NamedGpu
 from nightmill.worker.runners.gpu.device.sources import Source, for_element
+from nightmill.worker.runners.gpu.experts.combine import Combine
+from nightmill.worker.runners.gpu.experts.grouped import GroupedProducts
+from nightmill.worker.runners.gpu.experts.route import Routing
 from nightmill.worker.runners.gpu.precision import HALF, Precision
 from nightmill.worker.runners.gpu.products.formats import ModelFormats
 from nightmill.worker.runners.gpu.rows.activate import Activate
@@ -46,16 +49,20 @@ class Launcher(Protocol):
 
 _LAUNCHERS: tuple[type[Launcher], ...] = (
     Embedding, Norms, Activate, Rotation, LogitScale, DecodeAttention, HopperPrefill, PortablePrefill,
-    GeneralDecode, StateMixers, States, Sampler, Dequantizer,
+    GeneralDecode, StateMixers, States, Routing, Combine, Sampler, Dequantizer,
 )  # fmt: skip
-_LAST = (Norms, Activate, Rotation, PortablePrefill, StateMixers)
+_LAST = (Norms, Activate, Rotation, PortablePrefill, StateMixers, Routing, GroupedProducts)
 
 
 def sources_for(spec: ModelSpec, precision: Precision, *, hopper: bool) -> list[Source]:
     """Files and options for nvcc; those that take longest first."""
     widening = (Widening,) if precision.kv is KvFormat.FP8 else ()
     others = (s for launcher in (*_LAUNCHERS, *widening) for s in launcher.sources(spec, hopper=hopper))
-    sources = (*ModelFormats(spec, precision).sources(hopper=hopper), *others)
+    products = [
+        *ModelFormats(spec, precision).sources(hopper=hopper),
+        *GroupedProducts.sources(spec, precision, hopper=hopper),
+    ]
+    sources = (*products, *others)
     return list(dict.fromkeys(for_element(source, precision.element, precision.kv) for source in sources))
 
 

@@ -35,6 +35,7 @@ from nightmill.worker.runners.gpu.catalogue import check_spec, sources_for
 from nightmill.worker.runners.gpu.device.compiler import compile_all
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.graphs import Graph, bucket_of, buckets
+from nightmill.worker.runners.gpu.feed_forward import ExpertLaunchers
 from nightmill.worker.runners.gpu.kv_cache import PAGE, KvCache
 from nightmill.worker.runners.gpu.layers import Launchers, bind_layers
 from nightmill.worker.runners.gpu.loading import load_weights
@@ -191,7 +192,8 @@ class CudaRunner:
         cache = KvCache.allocate(device, spec, self.kv_pages + 1)  # one more for rows of padding
         self._states = States(device, spec, slots=slots, snapshots=self.snapshots, depth=self.depth)
         mixers = Mixers(device, spec, products, activate, attentions, at, max_context=context)
-        launchers = Launchers(products, norms, activate, mixers)
+        experts = ExpertLaunchers.of(device, spec, precision, padding=slots)
+        launchers = Launchers(products, norms, activate, mixers, experts)
         layers = bind_layers(device, spec, weights, cache, self._states, at, launchers)
         sampler = Sampler(device, spec.vocab, max_rows=LOGIT_ROWS)
         self._slots = SlotTable(device, sampler, slots=slots, vocab=spec.vocab, depth=self.depth)

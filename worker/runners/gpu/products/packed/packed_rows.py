@@ -11,7 +11,7 @@ from nightmill.worker.runners.gpu.device.sources import Source, source_of
 from nightmill.worker.runners.gpu.precision import Precision
 from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.shapes import Candidate, Kernel, Kind, Shape
-from nightmill.worker.runners.gpu.weights.layout import formats_in
+from nightmill.worker.runners.gpu.weights.layout import OF_EXPERTS, formats_in
 
 __all__ = ["PackedRows"]
 
@@ -45,7 +45,9 @@ class PackedRows:
     @staticmethod
     def sources(spec: ModelSpec, precision: Precision, *, hopper: bool) -> list[Source]:
         """List the kernel files: one for each format."""
-        formats = [] if hopper or precision.plain_products else sorted(formats_in(spec, precision), key=str)
+        if hopper or precision.plain_products:
+            return []
+        formats = sorted(formats_in(spec, precision, but=OF_EXPERTS), key=str)
         return [_source(format_) for format_ in formats if format_.packed]
 
     def candidates(self, shape: Shape) -> list[Candidate]:

@@ -1,0 +1,166 @@
+"""Products of experts with the rows that are sent to them.
+
+By `grouped.cu`, or, many on Hopper, by `hopper_grouped.cu`. Both have the same bits, so that a row's hang on
+that row alone.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from nightmill.worker.model.spec import Activation, Experts, ModelSpec
+from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.functions import Function, Module
+from nightmill.worker.runners.gpu.device.operands import ABSENT, FP8, PANEL_ROWS, Buffer, Format, Matrix
+from nightmill.worker.runners.gpu.device.sources import Source, source_of
+from nightmill.worker.runners.gpu.experts.room import ExpertRoom, most_tiles
+from nightmill.worker.runners.gpu.precision import Precision
+from nightmill.worker.runners.gpu.weights.layout import OF_EXPERTS, formats_in
+
+__all__ = ["ACTIVATIONS", "Given", "GroupedProducts", "Tile"]
+
+_PANELS = 2  # of a warp
+_ALIGNMENT = 1024  # of a stage in shared memory
+ACTIVATIONS = {
+    Activation.SILU: 0, Activation.GELU: 1, Activation.RELU_SQUARED: 2, Activation.CLAMPED_SWIGLU: 3,
+}  # fmt: skip
+_WIDE_STEP = 256
+_SHARED = {1: 222 << 10, 2: 110 << 10}
+"""Bytes of shared memory for stages, by the blocks of a multiprocessor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Positions that a block has, and how it multiplies them.
+
+    rows   positions
+    warps  of a block, with two panels of weights each
+    wgmma  on Hopper
+    """
+
+    rows: int
+    warps: int
+    wgmma: bool
+
+    def kernel(self, name: str) -> str:
+        """The kernel that leaves `floats`, activations of `one` matrix, or of `two`."""
+        return f"hopper_{name}_{self.rows}" if self.wgmma else f"experts_{name}_{self.rows // 16}"
+
+    def shared(self, format_: Format) -> int:
+        """Bytes of shared memory of a block, as the kernels' files say."""
+        depth = _WIDE_STEP if format_.step == _WIDE_STEP else 128
+        size = 1 if format_.scaled else 2
+        panel = depth // format_.step * format_.packet if format_.packed else PANEL_ROWS * (depth * size + 16)
+        weights = _PANELS * self.warps * panel
+        if not self.wgmma:
+            return (3 if self.rows < 64 else 2) * (self.rows * (depth * size + 16) + weights)
+        stage = -(-(2 * depth * self.rows + weights) // _ALIGNMENT) * _ALIGNMENT
+        stages = min(max(_SHARED[1 if self.rows >= 128 else 2] // stage, 2), 4)
+        return stages * stage + _ALIGNMENT
+
+
+_FILLED = 0.75  # of a tile by what an expert is sent on average: some are sent more
+_ANYWHERE = (Tile(16, 4, False), Tile(32, 4, False), Tile(64, 4, False))
+_ON_HOPPER = (Tile(16, 4, False), Tile(32, 8, True), Tile(64, 8, True), Tile(128, 16, True))
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a product is given beside rows and a matrix; ABSENT what there is not.
+
+    bias    as long as the matrix has rows
+    first   factors of experts, float (E,); `second` of the other half of gate and up
+    """
+
+    bias: Buffer = ABSENT
+    first: Buffer = ABSENT
+    second: Buffer = ABSENT
+
+
+class GroupedProducts:
+    """Launches these kernels for matrices of these formats."""
+
+    def __init__(self, device: Device, formats: Collection[Format]) -> None:
+        self._tiles = _ON_HOPPER if device.hopper else _ANYWHERE
+        self._kernels: dict[tuple[Format, str, Tile], Function] = {}
+        for format_ in formats:
+            modules = [Module.of(device, source) for source in _sources(format_, hopper=device.hopper)]
+            for name in ("floats", "one", "two"):
+                for tile in self._tiles:
+                    self._kernels[format_, name, tile] = modules[tile.wgmma].function(
+                        tile.kernel(name), "PPPPPPPPPPPPiiiii", shared=tile.shared(format_), dependent=True
+                    )
+
+    @staticmethod
+    def sources(spec: ModelSpec, precision: Precision, *, hopper: bool) -> list[Source]:
+        """List the kernel files: those of each format of experts."""
+        formats = formats_in(spec, precision, *OF_EXPERTS) if spec.experts else ()
+        return [one for format_ in sorted(formats, key=str) for one in _sources(format_, hopper=hopper)]
+
+    def tile(self, experts: Experts, tokens: int) -> Tile:
+        """The tile for so many tokens, by how many an expert is sent on average."""
+        mean = tokens * experts.used / experts.count
+        return next((one for one in self._tiles if mean <= one.rows * _FILLED), self._tiles[-1])
+
+    @staticmethod
+    def refusal(spec: ModelSpec) -> str | None:
+        """Return the size or the activation of a model that it does not take, or None."""
+        for experts in spec.experts:
+            read = experts.latent or spec.width
+            if odd := next((size for size in (experts.width, read) if size % PANEL_ROWS), None):
+                return f"experts with rows of {odd} (multiples of {PANEL_ROWS})"
+            if experts.activation not in ACTIVATIONS:
+                return f"the activation {experts.activation} of experts"
+            if experts.activation is Activation.CLAMPED_SWIGLU and not experts.gated:
+                return f"the activation {experts.activation} without a gate"
+        return None
+
+    def gate_up(
+        self, experts: Experts, x: Buffer, weight: Matrix, given: Given, at: ExpertRoom, tokens: int
+    ) -> None:
+        """Queue gate, up and activation of x (T, R) at all positions -> at.activated (N, F)."""
+        count, width = experts.count, experts.width
+        if not experts.gated:
+            self._queue("one", experts, x, weight, given, at, tokens, stride=width)
+        elif weight.parts:  # in two formats: gates, and ups
+            gates, ups = weight.parts
+            bias = given.bias
+            of_ups = bias if bias is ABSENT else bias.from_row(count)
+            self._queue(
+                "floats", experts, x, ups, Given(of_ups, given.second), at, tokens, y=at.ups, stride=width
+            )
+            self._queue("one", experts, x, gates, given, at, tokens, other=at.ups, stride=width)
+        elif experts.fused:
+            self._queue("two", experts, x, weight, given, at, tokens, stride=2 * width, side=width)
+        else:
+            self._queue("two", experts, x, weight, given, at, tokens, stride=width, side=count * width)
+
+    def down(
+        self, experts: Experts, x: Buffer, weight: Matrix, given: Given, at: ExpertRoom, tokens: int
+    ) -> None:
+        """Queue the product of x (N, F), rows by position -> at.outputs (N, R)."""
+        stride = weight.rows // experts.count
+        self._queue(
+            "floats", experts, x, weight, given, at, tokens, y=at.outputs, stride=stride, gathers=False
+        )
+
+    def _queue(
+        self, name: str, experts: Experts, x: Buffer, weight: Matrix, given: Given, at: ExpertRoom,
+        tokens: int, *, y: Buffer | None = None, other: Buffer = ABSENT, stride: int, side: int = 0,
+        gathers: bool = True,
+    ) -> None:  # fmt: skip
+        y, tile = y or at.activated, self.tile(experts, tokens)
+        outputs, block = y.shape[1], tile.warps * PANEL_ROWS * (1 if name == "two" else _PANELS)
+        gathered = at.sources.address if gathers else 0
+        self._kernels[weight.format, name, tile](
+            (-(-outputs // block), most_tiles(experts, tokens, tile.rows)), (32 * tile.warps, 1, 1),
+            x.address, x.scales if x.dtype == FP8 else 0, gathered, at.tiles.address, at.total.address,
+            weight.address, weight.scales, given.bias.address, given.first.address, given.second.address,
+            other.address, y.address, outputs, weight.columns, stride, side, ACTIVATIONS[experts.activation],
+            shared=tile.shared(weight.format),
+        )  # fmt: skip
+
+
+def _sources(format_: Format, *, hopper: bool) -> list[Source]:
+    """The file of any GPU, and on Hopper the other."""
+    option = [f"-DFORMAT={format_.name}"] if format_.packed else ["-DFP8"] if format_.scaled else []
+    return [source_of(name, *option) for name in ("grouped", "hopper_grouped")[: 1 + hopper]]
