@@ -83,7 +83,7 @@ def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
         (large, bf16, (HOPPER, "sm_80")),
         (small, f16, ("sm_80",)),
         (small, bf16, (HOPPER, "sm_100")),
-        (with_scores(bundled, window=512), f16, ("sm_80",)),
+        (with_scores(bundled, window=512, sinks=True), f16, (HOPPER, "sm_80")),
         (with_scores(large, window=512, softcap=50.0), bf16, (HOPPER,)),
         (with_scores(small, softcap=50.0), f16, (HOPPER,)),
         (with_heads(bundled, 96, RopeStyle.HALVES), f16, (HOPPER,)),

@@ -26,7 +26,7 @@
 //
 // Heads over 128 leave no registers for the values of a page: they come from shared memory piece by piece.
 //
-// Options: -DHEAD_DIM, a multiple of 16 from 64 to 256; -DWINDOW, -DSOFTCAP, -DKV_FP8. Dynamic shared memory: 4 warps of AHEAD
+// Options: -DHEAD_DIM, a multiple of 16 from 64 to 256; -DWINDOW, -DSOFTCAP, -DSINKS, -DKV_FP8. Dynamic shared memory: 4 warps of AHEAD
 // pages, and of their exponents.
 #include "attention/decode_page.cuh"
 
@@ -182,7 +182,7 @@ struct Piece {
 template <int ROWS, int AHEAD>
 static __device__ __forceinline__ void decode(const Element* q, const Cache& cache, const Piece& piece,
                                               const Meeting& meeting, int shared_heads, int segment_pages,
-                                              const Scores& scores, Element* out) {
+                                              const Scores& scores, int head, Element* out) {
     static_assert((AHEAD & (AHEAD - 1)) == 0, "a power of two");
     extern __shared__ __align__(128) unsigned char rings[];  // 16 bytes further on, copies of rows take 14% longer
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -282,7 +282,7 @@ static __device__ __forceinline__ void decode(const Element* q, const Cache& cac
         });
         kept.end_section();
     }
-    if (own) store_result(kept.all, out);
+    if (own) store_result(kept.all, scores, head, out);
 }
 
 #define DECODE_KERNEL(ROWS, AHEAD)                                                                                \
@@ -290,12 +290,12 @@ static __device__ __forceinline__ void decode(const Element* q, const Cache& cac
         decode_attention_##ROWS##_##AHEAD(                                                                        \
             const Element* qkv, const Kept* k_cache, const Kept* v_cache, const int* tables, int table_stride,    \
             const int* starts, const int4* pieces, Element* out, float* partials, float* sums, unsigned* counters, \
-            int heads, int kv_heads, int segment_pages, float scale, float cap, int window) {                     \
+            int heads, int kv_heads, int segment_pages, float scale, float cap, int window, const float* sinks) { \
         launch_next();                                                                                            \
         const int4 words = pieces[blockIdx.y];                                                                    \
         const Piece piece{words.x, words.y & 0xffff, words.y >> 16, words.z >> 1, words.z > 0 && words.z % 2 == 1};   \
         if (piece.sequence < 0) return;                                                                           \
-        const Scores scores{scale, cap, window};                                                                  \
+        const Scores scores{scale, cap, window, sinks};                                                           \
         const int group = heads / kv_heads, tiles = (group + ROWS - 1) / ROWS;                                    \
         const int kv_head = blockIdx.x / tiles, first = (blockIdx.x % tiles) * ROWS;                              \
         const int head = kv_head * group + first;                                                                 \
@@ -308,7 +308,7 @@ static __device__ __forceinline__ void decode(const Element* q, const Cache& cac
         const Meeting meeting{partials + part * D, sums + part * 2, counters + base * gridDim.x + blockIdx.x,      \
                               heads};                                                                             \
         decode<ROWS, AHEAD>(qkv + (row * (heads + 2 * kv_heads) + head) * D, cache, piece, meeting,               \
-                            min(ROWS, group - first), segment_pages, scores, out + (row * heads + head) * D);     \
+                            min(ROWS, group - first), segment_pages, scores, head, out + (row * heads + head) * D); \
     }
 
 #ifdef KV_FP8

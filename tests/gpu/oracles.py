@@ -51,6 +51,7 @@ class Paged:
     k_cache: Array  # [pages, G, 16, D] of them
     v_cache: Array
     tables: Array  # (S, stride) int32
+    sinks: Array | None = None  # (H,) of the layer, if it has any
 
 
 def make_paged(
@@ -95,10 +96,12 @@ def attention_of(shape: tuple[int, int, int], **changes: Any) -> Attention:
     return replace(spec.layers[0].attention, **changes)
 
 
-def attention_oracle(attention: Attention, qkv: Array, keys: Array, values: Array, visible: Array) -> Array:
+def attention_oracle(
+    attention: Attention, qkv: Array, keys: Array, values: Array, visible: Array, sinks: Array | None = None
+) -> Array:
     """`ops.attention` in float64: qkv (M, H + 2 G, D), keys and values (L, G, D), visible (M,)."""
     q = qkv[:, : attention.heads]
-    how = ops.Scores(attention.scale, attention.softcap, attention.window)
+    how = ops.Scores(attention.scale, attention.softcap, attention.window, sinks)
     length = -(-len(keys) // ops.KEY_TILE) * ops.KEY_TILE
     padded = [np.zeros((1, length, *keys.shape[1:])) for _ in range(2)]
     padded[0][0, : len(keys)] = keys

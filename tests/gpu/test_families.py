@@ -1,19 +1,26 @@
 """Every family is computed as by the reference runner, from files with real keys."""
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from nightmill.worker.model.families import read_spec
+from nightmill.worker.model.gguf.file import GgufFile
+from nightmill.worker.model.spec import ModelSpec
 from tests.support.comparing import compare_logits
 from tests.support.driving import BLOCK, Chunk, Cuda, Pages, Reference, logits_of
 from tests.support.family_cases import GPU_FILES, file_of
-from tests.support.ggufs import spec_tensors
+from tests.support.ggufs import spec_tensors, write_file
+from tests.support.specs import variant
 
 PROMPT, DECODED = 100, 8
-
+SINKS = {"heads": 16, "head_dim": 64, "sinks": True, "bias": True, "output_bias": True}
+LAYERS = [variant(attention=SINKS | {"window": one}).layers[0] for one in (20, None, 20)]
+PARTS = {"sinks": replace(variant(), layers=tuple(LAYERS))}
+"""Specs of layers that only models with experts have, with other feed-forward networks."""
 
 CHUNKS = {"whole": [100], "in chunks": [60, 40], "with rows that do not draw": [60, 40]}
 
@@ -21,11 +28,29 @@ CHUNKS = {"whole": [100], "in chunks": [60, 40], "with rows that do not draw": [
 @pytest.mark.parametrize("prompt", CHUNKS)
 @pytest.mark.parametrize("name", GPU_FILES)
 def test_logits_agree_with_the_reference_runner(name: str, prompt: str, tmp_path: Path) -> None:
-    """A prompt, then a few tokens one by one. Weights are half: what the GPU has of them is all there is."""
+    """Weights are half: what the GPU has of them is all there is."""
     keys, like = GPU_FILES[name]
-    halves = {name: array.astype(np.float16).astype(np.float32) for name, array in spec_tensors(like).items()}
-    file = file_of(tmp_path, keys, like, **halves)
-    spec = read_spec(file)
+    file = file_of(tmp_path, keys, like, **halves_of(like))
+    agree(file, read_spec(file), prompt)
+
+
+@pytest.mark.parametrize("prompt", CHUNKS)
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_families_with_experts_agree_with_the_reference_runner(
+    name: str, prompt: str, tmp_path: Path
+) -> None:
+    spec = PARTS[name]
+    path = write_file(tmp_path / "model.gguf", "llama", {}, halves_of(spec))
+    agree(GgufFile.open(path), spec, prompt)
+
+
+def halves_of(spec: ModelSpec) -> dict[str, np.ndarray]:
+    """Random weights that are halves."""
+    return {name: array.astype(np.float16).astype(np.float32) for name, array in spec_tensors(spec).items()}
+
+
+def agree(file: GgufFile, spec: ModelSpec, prompt: str) -> None:
+    """Compute a prompt in these CHUNKS, and then tokens one by one, by both runners."""
     text = np.random.default_rng(5).integers(0, spec.vocab, PROMPT + DECODED).tolist()
     chunks, start = [], 0
     for length in CHUNKS[prompt]:

@@ -9,7 +9,7 @@ from nightmill.worker.runners.gpu.attention.pieces import NO_PIECES, decode_piec
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.graphs import Graph
 from nightmill.worker.runners.gpu.device.operands import ELEMENT
-from tests.gpu.attending import decode_oracle, run_decode, run_split
+from tests.gpu.attending import decode_oracle, make_sinks, run_decode, run_split
 from tests.gpu.oracles import (  # fmt: skip
     ATTENTION,
     LONG,
@@ -272,3 +272,35 @@ def test_a_captured_launch_serves_other_contexts(device: Device, count: int) -> 
             np.array([lengths[sequence]]),
         )  # fmt: skip
         assert_close(actual[sequence : sequence + 1], expected, ATTENTION)
+
+
+@BOTH_ELEMENTS
+@pytest.mark.parametrize("window", [None, 128])
+@pytest.mark.parametrize("shape", [(64, 8, 64), (16, 2, 128), (8, 4, 256), (20, 1, 64), SLOW_SHAPES[0]])
+def test_sinks_join_a_softmax_after_all_parts_of_a_context(
+    device: Device, shape: tuple[int, int, int], window: int | None
+) -> None:
+    """As gpt-oss has them. Cut anyhow, in clusters and whole, with the same bits."""
+    attention = attention_of(shape, window=window, sinks=True)
+    decode = decode_attention(device, attention, max_context=LONG)
+    rng = np.random.default_rng(17)
+    lengths = [*BORDERS, 5000]
+    paged = make_paged(
+        rng, lengths, attention.kv_heads, attention.head_dim, stride=LONG // 16, element=device.element
+    )
+    paged.sinks = make_sinks(rng, attention)
+    for sequence, length in enumerate(lengths):
+        poison_before(paged, sequence, length - (window or LONG))
+    qkv = make_queries(rng, len(lengths), attention, device.element)
+    case = attention, qkv, paged, lengths
+    results = [run_decode(device, decode, *case)]
+    if isinstance(decode, DecodeAttention):
+        contexts, everyone = np.array(lengths, dtype=np.int32), np.arange(len(lengths), dtype=np.int32)
+        for at_once in (1, 20):
+            pieces = decode_pieces(contexts, everyone, segment=256, at_once=at_once, most_cut=1000)
+            results.append(run_decode(device, decode, *case, pieces=pieces))
+        if attention.head_dim <= 128:
+            results.append(run_split(device, decode, *case))
+    assert_close(results[0], decode_oracle(*case), ATTENTION)
+    for other in results[1:]:
+        np.testing.assert_array_equal(other, results[0])

@@ -7,7 +7,7 @@ from nightmill.worker.model.spec import Attention
 from nightmill.worker.runners.gpu.attention.choice import Prefill, prefill_attention
 from nightmill.worker.runners.gpu.attention.prefill import PortablePrefill
 from nightmill.worker.runners.gpu.device.device import Device
-from tests.gpu.attending import prefill_oracle, run_prefill
+from tests.gpu.attending import make_sinks, prefill_oracle, run_prefill
 from tests.gpu.oracles import (  # fmt: skip
     ATTENTION,
     LONG,
@@ -193,3 +193,30 @@ def test_rising_scores_of_some_rows_leave_the_bits_of_others(
     plain = run_prefill(device, prefill, attention, qkv, paged, [RISING], [RISING])
     others = np.delete(np.arange(attention.heads), np.arange(1, attention.heads, 4))
     np.testing.assert_array_equal(mixed[:, others], plain[:, others])
+
+
+@BOTH_ELEMENTS
+@pytest.mark.parametrize("window", [None, 128])
+@pytest.mark.parametrize("portable", [False, True], ids=["best", "portable"])
+@pytest.mark.parametrize("shape", [(64, 8, 64), (16, 2, 128), (8, 4, 256), SLOW_SHAPES[0]])
+def test_sinks_join_a_softmax_at_its_end(
+    device: Device, shape: tuple[int, int, int], portable: bool, window: int | None
+) -> None:
+    attention = attention_of(shape, window=window, sinks=True)
+    prefill = make_prefill(device, attention, portable=portable)
+    rng = np.random.default_rng(18)
+    chunks, before = [330, 1, 130], [0, 400, 500]
+    lengths = [chunk + earlier for chunk, earlier in zip(chunks, before, strict=True)]
+    paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim, element=device.element)
+    paged.sinks = make_sinks(rng, attention)
+    for sequence, earlier in enumerate(before):
+        poison_before(paged, sequence, (earlier + 1 - (window or LONG)) // TILE * TILE)
+    qkv = make_queries(rng, sum(chunks), attention, device.element)
+    whole = run_prefill(device, prefill, attention, qkv, paged, lengths, chunks)
+    assert_close(whole, prefill_oracle(attention, qkv, paged, lengths, chunks), ATTENTION)
+    first = 0
+    for chunk in (100, 2, 37, 191):
+        part = slice(first, first + chunk)
+        first += chunk
+        piece = run_prefill(device, prefill, attention, qkv[part], paged, [first], [chunk])
+        np.testing.assert_array_equal(piece, whole[part])

@@ -113,7 +113,7 @@ def test_active_parameters_are_those_that_a_token_goes_through() -> None:
     ("name", "titles"),
     [
         ("qwen3moe", "layers with mixtures of experts"),
-        ("gpt-oss", "layers with mixtures of experts, attention with sinks"),
+        ("gpt-oss", "layers with mixtures of experts"),
         ("deepseek2", "layers with multi-head latent attention, layers with mixtures of experts"),
     ],
 )

@@ -356,7 +356,8 @@ def test_every_way_of_a_product_can_be_launched(hopper: RecordedDriver, kind: Ki
         ((20, 1, 128), {"softcap": 50.0}),
         ((4, 2, 80), {}),
         ((20, 1, 256), {"window": 100, "softcap": 50.0, "scale": 0.1}),
-        ((2, 1, 320), {"window": 100, "softcap": 50.0}),
+        ((2, 1, 320), {"window": 100, "softcap": 50.0, "sinks": True}),
+        ((64, 8, 64), {"window": 128, "sinks": True}),
     ],
     ids=str,
 )

@@ -26,8 +26,6 @@ def _lacking(spec: ModelSpec) -> Iterator[str]:
         yield f"layers with {LatentAttention.title}"
     if spec.experts:
         yield "layers with mixtures of experts"
-    if any(attention.sinks for attention in spec.attentions):
-        yield "attention with sinks"
     if any(isinstance(mixer, GatedDeltaNet) and mixer.by_key_head for mixer in mixers):
         yield "delta nets in the order of key heads"
 
@@ -84,6 +82,7 @@ def _computed_attention(attention: Attention) -> Attention:
         scale=attention.scale,
         softcap=attention.softcap,
         temperature=attention.temperature,
+        sinks=attention.sinks,
     )
 
 

@@ -137,6 +137,7 @@ class _Loader:
             ffn_down_bias=self._vector(own, Role.FFN_DOWN_BIAS),
             ffn_post_norm=self._norm(own, Role.FFN_POST_NORM, layer.feed_forward_post_norm),
             attn_gate=self._matrix(own, Role.ATTN_GATE, mixer),
+            sinks=self._vector(own, Role.SINKS),
             mixer_input=self._matrix(own, Role.MIXER_INPUT, mixer),
             mixer_controls=self._matrix(own, Role.MIXER_CONTROLS, mixer),
             mixer=self._mixer(own) if Role.MIXER_INPUT in own else None,

@@ -81,9 +81,9 @@ class AttentionMixer:
     def mix(self, layer: MixedLayer, inputs: StepInputs, shape: StepShape) -> None:
         """Queue attention of the drawn tokens, and of the chunks of prompts."""
         if shape.drawn:
-            self.decode(layer.at.qkv, layer.cache, inputs, shape, layer.at.mixed)
+            self.decode(layer.at.qkv, layer.cache, inputs, shape, layer.at.mixed, layer.weights.sinks)
         if shape.tiles:
-            self.prefill(layer.at.qkv, layer.cache, inputs, shape, layer.at.mixed)
+            self.prefill(layer.at.qkv, layer.cache, inputs, shape, layer.at.mixed, layer.weights.sinks)
         if self.gates is not None:
             self.activate.open_gates(layer.at.mixed, layer.at.gates, shape.tokens)
 

@@ -26,15 +26,20 @@ class Attentions:
         first = spec.attentions[0]
         self.decode = decode_attention(device, first, max_context=max_context)
         self.prefill = prefill_attention(device, first)
-        self._known = {score_arguments(first): (self.decode, self.prefill)}
+        self._known = {_kind(first): (self.decode, self.prefill)}
         for other in spec.attentions:
-            if score_arguments(other) not in self._known:
+            if _kind(other) not in self._known:
                 decode = decode_attention(device, other, max_context=max_context, beside=self.decode)
-                self._known[score_arguments(other)] = decode, prefill_attention(device, other, self.prefill)
+                self._known[_kind(other)] = decode, prefill_attention(device, other, self.prefill)
 
     def of(self, attention: Attention) -> tuple[Decode, Prefill]:
         """Return the launchers for the drawn tokens, and for the prompts, of such a layer."""
-        return self._known[score_arguments(attention)]
+        return self._known[_kind(attention)]
+
+
+def _kind(attention: Attention) -> tuple[tuple[float, float, int], bool]:
+    """What layers with equal heads differ in."""
+    return score_arguments(attention), attention.sinks
 
 
 def decode_attention(

@@ -9,7 +9,7 @@ from nightmill.worker.runners.gpu.attention.pieces import NO_PIECES, WAVES, Plan
 from nightmill.worker.runners.gpu.attention.scores import FAST_HEADS, SCORES, score_arguments, scoring
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import KernelPairs
-from nightmill.worker.runners.gpu.device.operands import ELEMENT, Buffer
+from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, Buffer
 from nightmill.worker.runners.gpu.device.sources import Source
 from nightmill.worker.runners.gpu.kv_cache import PAGE, LayerCache
 from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
@@ -147,26 +147,28 @@ class DecodeAttention:
         return _FAR_BLOCKS * self._device.multiprocessors // self._blocks
 
     def __call__(
-        self, qkv: Buffer, cache: LayerCache, inputs: StepInputs, shape: StepShape, out: Buffer
-    ) -> None:
+        self, qkv: Buffer, cache: LayerCache, inputs: StepInputs, shape: StepShape, out: Buffer,
+        sinks: Buffer = ABSENT,
+    ) -> None:  # fmt: skip
         """Queue attention of a step's first chunks, drawn tokens: qkv (T, H + 2 G, D) -> out (T, H D).
 
         Without pieces in the step they are split. Where a step writes more of a context than its last token
         (`again`), nothing is fetched ahead of that. The result is the same to the bit, however contexts are
-        shared out.
+        shared out. `sinks`: float (H,), of a layer that has them.
         """
         if not shape.pieces:
-            self._in_segments(qkv, cache, inputs, shape, out)
+            self._in_segments(qkv, cache, inputs, shape, out, sinks)
             return
         kernel, shared = self._far if shape.pieces <= self._far_pieces else self._near
         kernel.of(shape.drawn)(
             (self._blocks, shape.pieces, 1), _THREADS, qkv.address, cache.keys.address, cache.values.address,
             inputs.page_tables, inputs.table_width, 0, inputs.pieces, out.address, *self._meeting,
-            self._heads, self._kv_heads, self._segment_pages, *self._scores, shared=shared, apart=shape.again,
+            self._heads, self._kv_heads, self._segment_pages, *self._scores, sinks.address, shared=shared,
+            apart=shape.again,
         )  # fmt: skip
 
     def _in_segments(
-        self, qkv: Buffer, cache: LayerCache, inputs: StepInputs, shape: StepShape, out: Buffer
+        self, qkv: Buffer, cache: LayerCache, inputs: StepInputs, shape: StepShape, out: Buffer, sinks: Buffer
     ) -> None:
         """Blocks for each segment: too few sequences to fill the chip, whatever their contexts."""
         count, stride = shape.drawn, inputs.table_width
@@ -186,8 +188,8 @@ class DecodeAttention:
         split(
             (self._blocks, count, segments), _THREADS, qkv.address, cache.keys.address, cache.values.address,
             inputs.page_tables, stride, inputs.context_lengths, 0, 0, out.address, *self._meeting,
-            self._heads, self._kv_heads, self._segment_pages, self._segments, *self._scores, shared=shared,
-            apart=shape.again,
+            self._heads, self._kv_heads, self._segment_pages, self._segments, *self._scores, sinks.address,
+            shared=shared, apart=shape.again,
         )  # fmt: skip
 
 

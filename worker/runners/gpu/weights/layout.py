@@ -66,6 +66,7 @@ class LayerWeights:
     ffn_down_bias: Buffer = ABSENT  # float (width,)
     ffn_post_norm: NormWeight = NO_NORM
     attn_gate: Matrix = NO_MATRIX  # (heads head_dim, width)
+    sinks: Buffer = ABSENT  # float (heads,)
     mixer_input: Matrix = NO_MATRIX  # filled up with rows of 0, as `stored` says
     mixer_controls: Matrix = NO_MATRIX  # the same
     mixer: MixerWeights | None = None  # what else a mixer with a state has
