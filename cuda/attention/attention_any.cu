@@ -5,13 +5,24 @@
 // over the warp, then the running softmax, all FP32. Decode: grid (H, S), blocks of one warp. Prefill: grid
 // (H, tiles), blocks of 4 warps, which take the tile's tokens in turn.
 //
-// Options: -DHEAD_DIM, up to 512 (64); -DWINDOW, -DSOFTCAP, -DSINKS.
+// With -DVALUE_DIM attention is latent: q is (T, H, D) by itself, both caches are one, of one KV head, and the first VALUE_DIM
+// elements of a key are its value; out is (T, H, VALUE_DIM).
+//
+// Options: -DHEAD_DIM, up to 576 (64); -DVALUE_DIM; -DWINDOW, -DSOFTCAP, -DSINKS.
 #include "attention/attention.cuh"
 #include "common/kv_cache.cuh"
 
-static_assert(D <= 512, "head sizes are at most 512");
+static_assert(D <= 576, "head sizes are at most 576");
 
 static constexpr int EACH = (D + 31) / 32;
+#ifdef VALUE_DIM
+static constexpr int V = VALUE_DIM;
+#else
+static constexpr int V = D;
+#endif
+
+// Heads that a token has in q.
+static __device__ __forceinline__ int all_heads(int heads, int kv_heads) { return V == D ? heads + 2 * kv_heads : heads; }
 
 // Element i of a head's part of a page, for a token with this place in it.
 static __device__ __forceinline__ float number_in(const Kept* part, int token, int i) {
@@ -45,13 +56,13 @@ static __device__ __forceinline__ void attend(const Element* __restrict__ q, con
         l = l * shrink + p;
 #pragma unroll
         for (int i = 0; i < EACH; ++i)
-            if (lane + 32 * i < D) o[i] = o[i] * shrink + p * number_in(v_cache + part, key % PAGE, lane + 32 * i);
+            if (lane + 32 * i < V) o[i] = o[i] * shrink + p * number_in(v_cache + part, key % PAGE, lane + 32 * i);
         m = largest;
     }
     l = scores.total(l, m, head);
 #pragma unroll
     for (int i = 0; i < EACH; ++i)
-        if (lane + 32 * i < D) out[lane + 32 * i] = to_element(o[i] / l);
+        if (lane + 32 * i < V) out[lane + 32 * i] = to_element(o[i] / l);
 }
 
 extern "C" __global__ void __launch_bounds__(32)
@@ -63,9 +74,9 @@ extern "C" __global__ void __launch_bounds__(32)
     const int sequence = listed != nullptr ? listed[blockIdx.y] : blockIdx.y;
     if (sequence < 0 || lengths[sequence] <= 0) return;
     const int64_t row = starts != nullptr ? starts[sequence + 1] - 1 : sequence;
-    attend(qkv + (row * (heads + 2 * kv_heads) + blockIdx.x) * D, k_cache, v_cache,
+    attend(qkv + (row * all_heads(heads, kv_heads) + blockIdx.x) * D, k_cache, v_cache,
            tables + static_cast<int64_t>(sequence) * table_stride, kv_heads, blockIdx.x, heads / kv_heads,
-           lengths[sequence], Scores{scale, cap, window, sinks}, out + (row * heads + blockIdx.x) * D);
+           lengths[sequence], Scores{scale, cap, window, sinks}, out + (row * heads + blockIdx.x) * V);
 }
 
 extern "C" __global__ void __launch_bounds__(128)
@@ -81,9 +92,9 @@ extern "C" __global__ void __launch_bounds__(128)
     const int first = tiles[2 * blockIdx.y + 1] * tile_tokens;
     for (int token = first + threadIdx.x / 32; token < min(first + tile_tokens, chunk_tokens); token += 4) {
         const int64_t row = start + token;
-        attend(qkv + (row * (heads + 2 * kv_heads) + blockIdx.x) * D, k_cache, v_cache,
+        attend(qkv + (row * all_heads(heads, kv_heads) + blockIdx.x) * D, k_cache, v_cache,
                tables + static_cast<int64_t>(sequence) * table_stride, kv_heads, blockIdx.x, heads / kv_heads,
                lengths[sequence] - chunk_tokens + token + 1, Scores{scale, cap, window, sinks},
-               out + (row * heads + blockIdx.x) * D);
+               out + (row * heads + blockIdx.x) * V);
     }
 }

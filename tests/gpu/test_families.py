@@ -10,6 +10,7 @@ import pytest
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
+from tests.gpu.latents import latent_of
 from tests.support.comparing import compare_logits
 from tests.support.driving import BLOCK, Chunk, Cuda, Pages, Reference, logits_of
 from tests.support.family_cases import GPU_FILES, file_of
@@ -19,7 +20,19 @@ from tests.support.specs import variant
 PROMPT, DECODED = 100, 8
 SINKS = {"heads": 16, "head_dim": 64, "sinks": True, "bias": True, "output_bias": True}
 LAYERS = [variant(attention=SINKS | {"window": one}).layers[0] for one in (20, None, 20)]
-PARTS = {"sinks": replace(variant(), layers=tuple(LAYERS))}
+LATENT = latent_of(4)
+LATENTS = [
+    replace(variant().layers[0], mixer=one) for one in (LATENT, LATENT, replace(LATENT, query_latent=None))
+]
+SMALL_LATENT = replace(latent_of(3, 40, 8), key_dim=24, value_dim=24, query_latent=40)
+PARTS = {
+    "sinks": replace(variant(), layers=tuple(LAYERS)),
+    "latent attention": replace(variant(), layers=tuple(LATENTS)),
+    "latent attention of older files": replace(
+        variant(), layers=(replace(variant().layers[0], mixer=replace(LATENT, fused=True)),) * 2
+    ),
+    "small latents": replace(variant(), layers=(replace(variant().layers[0], mixer=SMALL_LATENT),) * 2),
+}
 """Specs of layers that only models with experts have, with other feed-forward networks."""
 
 CHUNKS = {"whole": [100], "in chunks": [60, 40], "with rows that do not draw": [60, 40]}

@@ -8,6 +8,7 @@ import numpy as np
 
 from nightmill.worker.model.spec import LayerSpec, ModelSpec
 from nightmill.worker.runners.base import FOUND
+from nightmill.worker.runners.gpu.attention.latent_rows import LatentRoom
 from nightmill.worker.runners.gpu.device.device import Arena, Device, aligned
 from nightmill.worker.runners.gpu.device.operands import BYTE, ELEMENT, FLOAT, INT, Buffer
 from nightmill.worker.runners.gpu.kinds import layer_kinds, mixer_sizes
@@ -130,6 +131,7 @@ def _arrays(spec: ModelSpec, precision: Precision, max_tokens: int, max_draws: i
     read = ELEMENT if rounded is None else rounded.activations
     rounds = rounded is not None and only_rms_norms(spec) and not controls  # whose weights are elements
     widest = max(max(one["mixed"], one["activated"]) for one in widths)
+    widest = max(widest, *(one.query_latent or 0 for one in spec.latents), 0)
     return {
         "tokens": _Array((tokens,), INT),
         "no_rows": _Array((tokens,), INT),
@@ -147,7 +149,7 @@ def _arrays(spec: ModelSpec, precision: Precision, max_tokens: int, max_draws: i
             (tokens * (rounded is not None), max(widest, spec.width)), read, rounded is not None
         ),
         "controls": _Array((tokens, controls), FLOAT),
-        "work": _Array((StateMixers.workspace(spec, tokens),), BYTE),
+        "work": _Array((max(StateMixers.workspace(spec, tokens), LatentRoom.workspace(spec, tokens)),), BYTE),
     }
 
 

@@ -1,16 +1,22 @@
 """The choice of attention kernels: for each kind of layer the first launchers that suit it."""
 
-from nightmill.worker.model.spec import Attention, ModelSpec
+from nightmill.worker.model.spec import Attention, LatentAttention, ModelSpec
 from nightmill.worker.runners.gpu.attention.decode import DecodeAttention
 from nightmill.worker.runners.gpu.attention.general import GeneralDecode
+from nightmill.worker.runners.gpu.attention.latent import (
+    LatentDecode,
+    LatentPrefill,
+    latent_decode,
+    latent_prefill,
+)
 from nightmill.worker.runners.gpu.attention.prefill import HopperPrefill, PortablePrefill
 from nightmill.worker.runners.gpu.attention.scores import score_arguments
 from nightmill.worker.runners.gpu.device.device import Device
 
 __all__ = ["Attentions", "Decode", "Prefill", "decode_attention", "prefill_attention"]
 
-Decode = DecodeAttention | GeneralDecode
-Prefill = HopperPrefill | PortablePrefill
+Decode = DecodeAttention | GeneralDecode | LatentDecode
+Prefill = HopperPrefill | PortablePrefill | LatentPrefill
 
 
 class Attentions:
@@ -23,22 +29,33 @@ class Attentions:
     """
 
     def __init__(self, device: Device, spec: ModelSpec, *, max_context: int) -> None:
+        self._known: dict[object, tuple[Decode, Prefill]] = {}
+        self.decode: Decode
+        self.prefill: Prefill
+        if spec.latents:
+            latent = spec.latents[0]
+            self.decode = latent_decode(device, latent, max_context=max_context)
+            self.prefill = latent_prefill(device, latent)
+            self._known = {_kind(one): (self.decode, self.prefill) for one in spec.latents}
+            return
         first = spec.attentions[0]
         self.decode = decode_attention(device, first, max_context=max_context)
         self.prefill = prefill_attention(device, first)
-        self._known = {_kind(first): (self.decode, self.prefill)}
+        self._known[_kind(first)] = self.decode, self.prefill
         for other in spec.attentions:
             if _kind(other) not in self._known:
                 decode = decode_attention(device, other, max_context=max_context, beside=self.decode)
                 self._known[_kind(other)] = decode, prefill_attention(device, other, self.prefill)
 
-    def of(self, attention: Attention) -> tuple[Decode, Prefill]:
+    def of(self, attention: Attention | LatentAttention) -> tuple[Decode, Prefill]:
         """Return the launchers for the drawn tokens, and for the prompts, of such a layer."""
         return self._known[_kind(attention)]
 
 
-def _kind(attention: Attention) -> tuple[tuple[float, float, int], bool]:
+def _kind(attention: Attention | LatentAttention) -> tuple[object, ...]:
     """What layers with equal heads differ in."""
+    if isinstance(attention, LatentAttention):
+        return (attention.scale,)
     return score_arguments(attention), attention.sinks
 
 

@@ -15,12 +15,15 @@ __all__ = ["GeneralDecode"]
 
 
 class GeneralDecode:
-    """Launches `decode_attention_any`; the methods are those of `DecodeAttention`."""
+    """Launches `decode_attention_any`; the methods are those of `DecodeAttention`.
 
-    def __init__(self, device: Device, attention: Attention) -> None:
+    value_dim  as for `scoring`
+    """
+
+    def __init__(self, device: Device, attention: Attention, value_dim: int | None = None) -> None:
         self._heads, self._kv_heads = attention.heads, attention.kv_heads
         self._scores = score_arguments(attention)
-        kernels = KernelPairs(device, scoring("attention_any", attention))
+        kernels = KernelPairs(device, scoring("attention_any", attention, value_dim))
         self._kernel = kernels.function("decode_attention_any", "PPPPiPPPPii" + SCORES, dependent=False)
 
     @staticmethod

@@ -118,23 +118,26 @@ class HopperPrefill:
 
 
 class PortablePrefill:
-    """Launches `prefill_attention.cu`, or `attention_any.cu` for other heads; else as `HopperPrefill`."""
+    """Launches `prefill_attention.cu`, or `attention_any.cu` for other heads; else as `HopperPrefill`.
 
-    def __init__(self, device: Device, attention: Attention) -> None:
+    value_dim  as for `scoring`
+    """
+
+    def __init__(self, device: Device, attention: Attention, value_dim: int | None = None) -> None:
         self._heads, self._kv_heads = attention.heads, attention.kv_heads
         self._scores = score_arguments(attention)
-        fast = attention.head_dim in FAST_HEADS
+        fast = value_dim is None and attention.head_dim in FAST_HEADS
         self._columns = attention.kv_heads if fast else attention.heads  # of the grid
         self._threads = 256 if fast and attention.head_dim > 64 else 128
         self._shared = _tile_bytes(attention.head_dim) if fast else 0
-        kernels = KernelPairs(device, self._source(attention))
+        kernels = KernelPairs(device, self._source(attention, value_dim))
         name = "prefill_attention" if fast else "prefill_attention_any"
         self._kernel = kernels.function(name, "PPPPiPPPPii" + SCORES, shared=self._shared, dependent=fast)
 
     @staticmethod
-    def _source(attention: Attention) -> Source:
-        fast = attention.head_dim in FAST_HEADS
-        return scoring("prefill_attention" if fast else "attention_any", attention)
+    def _source(attention: Attention, value_dim: int | None = None) -> Source:
+        fast = value_dim is None and attention.head_dim in FAST_HEADS
+        return scoring("prefill_attention" if fast else "attention_any", attention, value_dim)
 
     @classmethod
     def sources(cls, spec: ModelSpec, *, hopper: bool) -> list[Source]:

@@ -16,14 +16,15 @@ from nightmill.worker.model.spec import (
     Weight,
 )
 from nightmill.worker.runners.gpu.device.device import aligned
-from nightmill.worker.runners.gpu.device.operands import ABSENT, FLOAT, Buffer, Format, Matrix
+from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, FLOAT, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.states.operands import MixerWeights
 from nightmill.worker.runners.gpu.weights.head_order import HeadOrder, RowOrder, RowRange
 
 __all__ = [
-    "NO_MATRIX", "NO_NORM", "LayerWeights", "NormWeight", "Run", "Weights", "all_weights", "formats_in",
-    "layer_weights", "padded_vocab", "rows_of", "runs_of", "stored", "weight_bytes",
+    "NO_MATRIX", "NO_NORM", "OF_EACH_HEAD", "HeadMatrices", "LatentWeights", "LayerWeights", "NormWeight",
+    "Run", "Weights", "all_weights", "formats_in", "layer_weights", "padded_vocab", "rows_of", "runs_of",
+    "stored", "weight_bytes",
 ]  # fmt: skip
 
 
@@ -45,6 +46,33 @@ class NormWeight:
 NO_NORM = NormWeight(ABSENT, 0.0)
 NO_MATRIX = Matrix(0, 0, 0)
 """Stands for a matrix that a layer does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadMatrices:
+    """A matrix of elements for each head, (outputs, inputs), or `turned`: (inputs, outputs).
+
+    stride  elements from one to the next
+    """
+
+    address: int
+    stride: int
+    outputs: int
+    inputs: int
+    turned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LatentWeights:
+    """The weights of latent attention (`worker.model.latent`), but for its output."""
+
+    q_down: Matrix  # (query latent, width), or NO_MATRIX
+    q_norm: Buffer  # float (query latent,), or ABSENT
+    q_up: Matrix  # (heads (key_dim + rotated), query latent or width)
+    kv_down: Matrix  # (latent + rotated, width)
+    kv_norm: Buffer  # float (latent,)
+    k_up: HeadMatrices  # of queries to the latent
+    v_up: HeadMatrices  # of the latent to values
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +98,15 @@ class LayerWeights:
     mixer_input: Matrix = NO_MATRIX  # filled up with rows of 0, as `stored` says
     mixer_controls: Matrix = NO_MATRIX  # the same
     mixer: MixerWeights | None = None  # what else a mixer with a state has
+    latent: LatentWeights | None = None  # of a layer with latent attention
 
     @property
     def formats(self) -> tuple[Format, ...]:
         """Formats of its matrices and their parts, in the order of their use."""
         first = (self.qkv, self.attn_gate, self.mixer_input, self.mixer_controls)
-        matrices = (*first, self.attn_output, self.gate_up, self.ffn_down)
+        own = self.latent
+        of_latent = () if own is None else (own.q_down, own.q_up, own.kv_down)
+        matrices = (*first, *of_latent, self.attn_output, self.gate_up, self.ffn_down)
         return tuple(format_ for matrix in matrices if matrix.rows for format_ in matrix.formats)
 
 
@@ -212,7 +243,8 @@ def _sizes(spec: ModelSpec, role: Role, weight: Weight, precision: Precision) ->
     if weight.is_matrix:
         runs = runs_of(spec, role, weight, precision)
         return [size for run in runs for size in (run.bytes, run.format.scale_bytes(run.rows))]
-    return [math.prod(weight.shape) * FLOAT.itemsize]
+    kind = ELEMENT if role in OF_EACH_HEAD else FLOAT
+    return [math.prod(weight.shape) * kind.itemsize]
 
 
 _PACKED = {format_.name: format_ for format_ in Format if format_.packed}
@@ -221,5 +253,7 @@ _OF_HEADS = (Role.QKV, Role.QKV_BIAS, Role.Q_NORM, Role.K_NORM, Role.ATTN_GATE)
 _FILLED_UP = (Role.MIXER_INPUT, Role.MIXER_CONTROLS)
 _OF_LAYERS = (  # controls stay elements: decays are powers of what they give
     Role.QKV, Role.ATTN_GATE, Role.MIXER_INPUT, Role.ATTN_OUTPUT, Role.MIXER_OUTPUT, Role.GATE_UP,
-    Role.FFN_DOWN,
+    Role.FFN_DOWN, Role.Q_DOWN, Role.Q_UP, Role.KV_DOWN,
 )  # fmt: skip
+OF_EACH_HEAD = (Role.K_UP, Role.V_UP, Role.KV_UP)
+"""Matrices that each head has for itself: elements, whatever the others are."""
