@@ -9,14 +9,16 @@
 // parts, added in order; of the result P V each has all rows and V / 8 elements, so that no sum is taken twice. Between the two,
 // each row is the work of some neighbouring lanes: maximum, exponentials, sums. Scores and sums are FP32, weights are rounded.
 //
-// latent_decode: grid (tiles of 32 heads, pieces); pieces (N, 4) as in `decode_attention.cu`, but that all results of a context
+// latent_decode_STAGES: grid (tiles of 32 heads, pieces); pieces (N, 4) as in `decode_attention.cu`, but that all results of a context
 // which is cut meet as segments: (sequence, first | end << 16, base or -1, length). A segment's result begins anew, and is merged
 // into those before it in order: here, if a block has the whole context, else by latent_merge from partials (segments, H, V) and
 // sums (segments, H, 2), so the bits are those of one block. Bytes: 2 D a token, for all heads. FLOPs: 2 (D + V) a head and
 // key, 19 for each byte with 20 heads, of which mma.sync has enough.
 // latent_merge: grid (H, pieces), a thread has four elements of a head.
-// latent_prefill: grid (H / group, tiles); a tile has 64 / group tokens and as many heads as `group`. Keys count from the
+// latent_prefill_ROWS: grid (H / group, tiles); a tile has ROWS / group tokens and as many heads as `group`. Keys count from the
 // sequence's first, so that a row's bits do not depend on how its prompt was cut. Compute-bound, like all prefill.
+//
+// With fewer rows and one stage a block takes 82 KB of shared memory, for GPUs that give it no more than 99.
 //
 // Options: -DHEAD_DIM (D), a multiple of 32; -DVALUE_DIM (V): 512.
 #include "attention/attention.cuh"
@@ -250,9 +252,16 @@ static __device__ __forceinline__ void attend(const Shared<ROWS, STAGES>& shared
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) shared.load_tile(from, first + i);
     for (int tile = first; tile < end; ++tile) {
-        wait_for_copies<STAGES - 2>();
-        __syncthreads();  // the tile is here, and nobody reads that before it any more
-        shared.load_tile(from, tile + STAGES - 1);
+        if constexpr (STAGES == 1) {
+            __syncthreads();  // nobody reads the tile before it any more
+            shared.load_tile(from, tile);
+            wait_for_copies<0>();
+            __syncthreads();
+        } else {
+            wait_for_copies<STAGES - 2>();
+            __syncthreads();  // the tile is here, and nobody reads that before it any more
+            shared.load_tile(from, tile + STAGES - 1);
+        }
         shared.score(tile);
         __syncthreads();
         sums.weigh(shared, visible() - tile * KEYS, scale);
@@ -262,14 +271,10 @@ static __device__ __forceinline__ void attend(const Shared<ROWS, STAGES>& shared
     }
 }
 
-static constexpr int DECODE_ROWS = 32, DECODE_STAGES = 3, PREFILL_ROWS = 64, PREFILL_STAGES = 2;
-
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    latent_decode(const Element* __restrict__ queries, const Kept* __restrict__ cache, const int* __restrict__ tables,
-                  int table_stride, const int4* __restrict__ pieces, Element* __restrict__ out,
-                  float* __restrict__ partials, float* __restrict__ sums_of_parts, int heads, int segment_pages,
-                  float scale) {
-    constexpr int ROWS = DECODE_ROWS;
+template <int ROWS, int STAGES>
+static __device__ __forceinline__ void decode(const Element* queries, const Kept* cache, const int* tables, int table_stride,
+                                              const int4* pieces, Element* out, float* partials, float* sums_of_parts,
+                                              int heads, int segment_pages, float scale) {
     extern __shared__ __align__(128) unsigned char memory[];
     launch_next();
     const int4 words = pieces[blockIdx.y];  // there before the step starts, and so are tables
@@ -278,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int segment_tiles = segment_pages * PAGE / KEYS;
     const Latents from{cache, tables + static_cast<int64_t>(sequence) * table_stride,
                        min(words.w, end_segment * segment_pages * PAGE)};
-    const Shared<ROWS, DECODE_STAGES> shared(memory);
+    const Shared<ROWS, STAGES> shared(memory);
     const int first_head = blockIdx.x * ROWS, here = min(heads - first_head, ROWS);
     const int64_t row = static_cast<int64_t>(sequence) * heads + first_head;
     wait_for_previous(queries, cache);
@@ -286,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     RowSums<ROWS> sums, kept_sums;
     Mixed<ROWS> mixed, kept;
     const int end = (from.end + KEYS - 1) / KEYS;
-    attend<ROWS, DECODE_STAGES>(
+    attend<ROWS, STAGES>(
         shared, from, first_segment * segment_tiles, end, scale, sums, mixed, [&] { return from.end; },
         [&](int tile) {
             if ((tile + 1) % segment_tiles != 0 && tile + 1 != end) return;
@@ -374,11 +379,10 @@ extern "C" __global__ void __launch_bounds__(V / 4)
                                                    pack(__fmul_rn(o[2], inverse), __fmul_rn(o[3], inverse)));
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    latent_prefill(const Element* __restrict__ queries, const Kept* __restrict__ cache, const int* __restrict__ tables,
-                   int table_stride, const int* __restrict__ lengths, const int* __restrict__ starts,
-                   const int* __restrict__ tiles, Element* __restrict__ out, int heads, int group, float scale) {
-    constexpr int ROWS = PREFILL_ROWS;
+template <int ROWS, int STAGES>
+static __device__ __forceinline__ void prefill(const Element* queries, const Kept* cache, const int* tables, int table_stride,
+                                               const int* lengths, const int* starts, const int* tiles, Element* out,
+                                               int heads, int group, float scale) {
     extern __shared__ __align__(128) unsigned char memory[];
     launch_next();
     wait_for_previous(queries, cache);
@@ -391,7 +395,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (tokens <= 0 || length <= 0) return;
     const int first_visible = length - chunk_tokens + first_token + 1;  // keys that the tile's first token sees
     const Latents from{cache, tables + static_cast<int64_t>(sequence) * table_stride, first_visible + tokens - 1};
-    const Shared<ROWS, PREFILL_STAGES> shared(memory);
+    const Shared<ROWS, STAGES> shared(memory);
     const int64_t first_row = static_cast<int64_t>(start + first_token) * heads + blockIdx.x * group;
     auto row_of = [&](int i) { return first_row + static_cast<int64_t>(i / group) * heads + i % group; };
     shared.load_queries([&](int i) { return i < tokens * group ? queries + row_of(i) * D : nullptr; });
@@ -399,7 +403,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Mixed<ROWS> mixed;
     const int own = sums.row() / group;
     const int seen = own < tokens ? first_visible + own : 0;
-    attend<ROWS, PREFILL_STAGES>(
+    attend<ROWS, STAGES>(
         shared, from, 0, (from.end + KEYS - 1) / KEYS, scale, sums, mixed, [&] { return seen; }, [](int) {});
     if (sums.is_first()) shared.gain[sums.row()] = __frcp_rn(sums.l);
     __syncthreads();
@@ -410,3 +414,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             to_elements(__fmul_rn(pair[0], inverse), __fmul_rn(pair[1], inverse));
     });
 }
+
+#define DECODE_KERNEL(STAGES)                                                                                       \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_decode_##STAGES(                                \
+        const Element* __restrict__ queries, const Kept* __restrict__ cache, const int* __restrict__ tables,        \
+        int table_stride, const int4* __restrict__ pieces, Element* __restrict__ out, float* __restrict__ partials, \
+        float* __restrict__ sums_of_parts, int heads, int segment_pages, float scale) {                             \
+        decode<32, STAGES>(queries, cache, tables, table_stride, pieces, out, partials, sums_of_parts, heads,       \
+                           segment_pages, scale);                                                                   \
+    }
+
+#define PREFILL_KERNEL(ROWS, STAGES)                                                                                \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_prefill_##ROWS(                                 \
+        const Element* __restrict__ queries, const Kept* __restrict__ cache, const int* __restrict__ tables,        \
+        int table_stride, const int* __restrict__ lengths, const int* __restrict__ starts,                          \
+        const int* __restrict__ tiles, Element* __restrict__ out, int heads, int group, float scale) {              \
+        prefill<ROWS, STAGES>(queries, cache, tables, table_stride, lengths, starts, tiles, out, heads, group, scale); \
+    }
+
+DECODE_KERNEL(3)
+DECODE_KERNEL(1)
+PREFILL_KERNEL(64, 2)
+PREFILL_KERNEL(32, 1)

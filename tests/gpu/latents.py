@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from nightmill.worker.model.rope import Rope, RopeStyle
-from nightmill.worker.model.spec import LatentAttention, Norm
+from nightmill.worker.model.rope import RopeStyle
+from nightmill.worker.model.spec import LatentAttention
 from nightmill.worker.runners.gpu.attention.choice import Decode, Prefill
 from nightmill.worker.runners.gpu.attention.latent import as_attention
 from nightmill.worker.runners.gpu.attention.latent_rows import HeadProducts, LatentRoom, LatentRows
@@ -21,16 +21,6 @@ from tests.support.operands import buffer, elements, fetched, inputs_of, poisone
 
 Array = np.ndarray
 NO_HEADS = HeadMatrices(0, 0, 0, 0)
-
-
-def latent_of(
-    heads: int, latent: int = 512, rotated: int = 64, style: RopeStyle = RopeStyle.PAIRS
-) -> LatentAttention:
-    """Such as of GLM-4.7-Flash."""
-    return LatentAttention(
-        heads=heads, key_dim=192, value_dim=256, latent=latent, query_latent=768, norm=Norm(1e-5), scale=1 / 16,
-        rope=Rope(style=style, dim=rotated, base=1e6),
-    )  # fmt: skip
 
 
 def make_latents(
@@ -116,7 +106,7 @@ class Rows:
 def run_rows(device: Device, attention: LatentAttention, tokens: int, context: int) -> Rows:
     """Keep and turn random rows; every fifth token has no row of the pages."""
     rng = np.random.default_rng(attention.heads)
-    latent, rotated, heads = attention.latent, attention.rope.dim, attention.heads
+    latent, heads = attention.latent, attention.heads
     query_latent = attention.query_latent or 0
 
     def numbers(width: int) -> Array:

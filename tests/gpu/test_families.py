@@ -1,7 +1,6 @@
 """Every family is computed as by the reference runner, from files with real keys."""
 
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,30 +9,14 @@ import pytest
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
-from tests.gpu.latents import latent_of
 from tests.support.comparing import compare_logits
 from tests.support.driving import BLOCK, Chunk, Cuda, Pages, Reference, logits_of
 from tests.support.family_cases import GPU_FILES, file_of
-from tests.support.ggufs import spec_tensors, write_file
-from tests.support.specs import variant
+from tests.support.ggufs import spec_tensors
+from tests.support.parts import PARTS, file_of_halves
 
 PROMPT, DECODED = 100, 8
-SINKS = {"heads": 16, "head_dim": 64, "sinks": True, "bias": True, "output_bias": True}
-LAYERS = [variant(attention=SINKS | {"window": one}).layers[0] for one in (20, None, 20)]
-LATENT = latent_of(4)
-LATENTS = [
-    replace(variant().layers[0], mixer=one) for one in (LATENT, LATENT, replace(LATENT, query_latent=None))
-]
-SMALL_LATENT = replace(latent_of(3, 40, 8), key_dim=24, value_dim=24, query_latent=40)
-PARTS = {
-    "sinks": replace(variant(), layers=tuple(LAYERS)),
-    "latent attention": replace(variant(), layers=tuple(LATENTS)),
-    "latent attention of older files": replace(
-        variant(), layers=(replace(variant().layers[0], mixer=replace(LATENT, fused=True)),) * 2
-    ),
-    "small latents": replace(variant(), layers=(replace(variant().layers[0], mixer=SMALL_LATENT),) * 2),
-}
-"""Specs of layers that only models with experts have, with other feed-forward networks."""
+
 
 CHUNKS = {"whole": [100], "in chunks": [60, 40], "with rows that do not draw": [60, 40]}
 
@@ -43,7 +26,8 @@ CHUNKS = {"whole": [100], "in chunks": [60, 40], "with rows that do not draw": [
 def test_logits_agree_with_the_reference_runner(name: str, prompt: str, tmp_path: Path) -> None:
     """Weights are half: what the GPU has of them is all there is."""
     keys, like = GPU_FILES[name]
-    file = file_of(tmp_path, keys, like, **halves_of(like))
+    halves = {name: array.astype(np.float16).astype(np.float32) for name, array in spec_tensors(like).items()}
+    file = file_of(tmp_path, keys, like, **halves)
     agree(file, read_spec(file), prompt)
 
 
@@ -52,14 +36,7 @@ def test_logits_agree_with_the_reference_runner(name: str, prompt: str, tmp_path
 def test_parts_of_families_with_experts_agree_with_the_reference_runner(
     name: str, prompt: str, tmp_path: Path
 ) -> None:
-    spec = PARTS[name]
-    path = write_file(tmp_path / "model.gguf", "llama", {}, halves_of(spec))
-    agree(GgufFile.open(path), spec, prompt)
-
-
-def halves_of(spec: ModelSpec) -> dict[str, np.ndarray]:
-    """Random weights that are halves."""
-    return {name: array.astype(np.float16).astype(np.float32) for name, array in spec_tensors(spec).items()}
+    agree(file_of_halves(tmp_path, PARTS[name]), PARTS[name], prompt)
 
 
 def agree(file: GgufFile, spec: ModelSpec, prompt: str) -> None:

@@ -15,7 +15,6 @@ from nightmill.worker.runners.gpu.attention.latent import (
 from nightmill.worker.runners.gpu.attention.prefill import PortablePrefill
 from nightmill.worker.runners.gpu.device.device import Device
 from tests.gpu.latents import (
-    latent_of,
     latent_oracle,
     make_absorbed,
     make_latents,
@@ -27,6 +26,7 @@ from tests.gpu.latents import (
 from tests.gpu.oracles import ATTENTION, assert_close, nmse
 from tests.support.elements import BOTH_ELEMENTS, ROUNDED_ONCE, rounded
 from tests.support.operands import fetched
+from tests.support.parts import latent_of
 
 LENGTHS = [1, 2, 15, 17, 31, 32, 33, 255, 256, 257, 700, 1025]
 CUTS = (1, 3, 20, 500)  # pieces at once, by which contexts are cut

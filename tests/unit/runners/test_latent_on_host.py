@@ -28,18 +28,25 @@ def launched(monkeypatch: pytest.MonkeyPatch, folder: Path) -> set[str]:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("heads", [20, 33])
-def test_decode_cut_anyhow_gives_the_same_bits(launched: set[str], heads: int) -> None:
+@pytest.mark.parametrize(("heads", "hopper"), [(20, True), (33, False)])
+def test_decode_cut_anyhow_gives_the_same_bits(
+    launched: set[str], monkeypatch: pytest.MonkeyPatch, heads: int, hopper: bool
+) -> None:
+    monkeypatch.setattr(HostDevice, "compute_capability", (9, 0) if hopper else (8, 6))
     device: Any = HostDevice()
     on_gpu.decode_cut_anyhow(device, heads, [1, 33, 600], max_context=1024)
-    assert launched == {"latent_decode", "latent_merge"}
+    assert launched == {"latent_decode_3" if hopper else "latent_decode_1", "latent_merge"}
 
 
 @pytest.mark.heavy
-def test_prefill_in_chunks_gives_the_bits_of_the_whole(launched: set[str]) -> None:
-    device: Any = HostDevice(Element.BF16)
+@pytest.mark.parametrize("hopper", [True, False])
+def test_prefill_in_chunks_gives_the_bits_of_the_whole(
+    launched: set[str], monkeypatch: pytest.MonkeyPatch, hopper: bool
+) -> None:
+    monkeypatch.setattr(HostDevice, "compute_capability", (9, 0) if hopper else (8, 6))
+    device: Any = HostDevice(Element.BF16 if hopper else Element.F16)
     on_gpu.prefill_in_chunks(device, 20, [40, 1, 7], [0, 70, 64], [30, 2, 8])
-    assert launched == {"latent_prefill"}
+    assert launched == {"latent_prefill_64" if hopper else "latent_prefill_32"}
 
 
 @pytest.mark.heavy

@@ -25,11 +25,12 @@ __all__ = [
 ]  # fmt: skip
 
 _LATENT = 512  # elements that the fast kernels take of values
-_ROOMY = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3))  # compute capabilities with 160 KB for a block
+_ROOMY = ((9, 0), (10, 0), (10, 3))  # compute capabilities with 227 KB of shared memory for a block
 _BLOCK = (256, 1, 1)
 _KEYS = 32
-_DECODE_ROWS, _PREFILL_ROWS = 32, 64
-_DECODE_STAGES, _PREFILL_STAGES = 3, 2
+_DECODE_ROWS = 32
+_DECODE_STAGES = {True: 3, False: 1}  # of tiles of keys, where blocks have much room, and where not
+_PREFILL = {True: (64, 2), False: (32, 1)}  # rows, and stages
 _MAX_SEGMENTS = 64  # of a context
 _MOST_CUT = 2048  # segments that contexts which are cut have in all ...
 _MOST_BYTES = 128 << 20  # ... or as many as so much holds
@@ -48,9 +49,10 @@ class LatentDecode:
         self._head_tiles = -(-attention.heads // _DECODE_ROWS)
         self._scale = score_arguments(as_attention(attention))[0]
         self._segment_pages = _segment_pages(max_context)
-        self._shared = _shared(attention, _DECODE_ROWS, _DECODE_STAGES)
+        stages = _DECODE_STAGES[device.compute_capability in _ROOMY]
+        self._shared = _shared(attention, _DECODE_ROWS, stages)
         kernels = KernelPairs(device, _source(attention))
-        self._decode = kernels.function("latent_decode", "PPPiPPPPiif", shared=self._shared)
+        self._decode = kernels.function(f"latent_decode_{stages}", "PPPiPPPPiif", shared=self._shared)
         self._merge = kernels.function("latent_merge", "PPPPii")
         self._at_once = max(1, device.multiprocessors // self._head_tiles)
         self._most_cut = _most_cut(attention)
@@ -59,15 +61,14 @@ class LatentDecode:
         self._sums = device.allocate(sums, "sums of segments")
 
     @staticmethod
-    def suits(attention: LatentAttention, compute_capability: tuple[int, int]) -> bool:
-        """Return whether the kernels take it, and a block of such a GPU has room for its tiles."""
-        whole = attention.latent == _LATENT and attention.kept % 32 == 0
-        return whole and compute_capability in _ROOMY
+    def suits(attention: LatentAttention) -> bool:
+        """Return whether the kernels take it."""
+        return attention.latent == _LATENT and attention.kept % 32 == 0
 
     @staticmethod
     def workspace(attention: LatentAttention) -> int:
         """Bytes of device memory that they take."""
-        return sum(_meeting(attention)) if attention.latent == _LATENT else 0
+        return sum(_meeting(attention)) if LatentDecode.suits(attention) else 0
 
     def pieces(self, lengths: IntArray, sequences: IntArray) -> IntArray:
         """Divide contexts into the pieces that blocks compute, on the host."""
@@ -114,11 +115,12 @@ class LatentPrefill:
 
     def __init__(self, device: Device, attention: LatentAttention) -> None:
         self._heads = attention.heads
-        self._group = max(n for n in range(1, _PREFILL_ROWS + 1) if attention.heads % n == 0)
+        self._rows, stages = _PREFILL[device.compute_capability in _ROOMY]
+        self._group = max(n for n in range(1, self._rows + 1) if attention.heads % n == 0)
         self._scale = score_arguments(as_attention(attention))[0]
-        self._shared = _shared(attention, _PREFILL_ROWS, _PREFILL_STAGES)
+        self._shared = _shared(attention, self._rows, stages)
         kernels = KernelPairs(device, _source(attention))
-        self._kernel = kernels.function("latent_prefill", "PPPiPPPPiif", shared=self._shared)
+        self._kernel = kernels.function(f"latent_prefill_{self._rows}", "PPPiPPPPiif", shared=self._shared)
 
     def reserve(self, *, slots: int, max_context: int, max_tokens: int, depth: int) -> None:
         """Nothing: it reads pages as they are."""
@@ -127,7 +129,7 @@ class LatentPrefill:
         self, turn: int, page_tables: IntArray, sequence_starts: IntArray, context_lengths: IntArray,
         drawn: int,
     ) -> tuple[IntArray, tuple[PromptGroup, ...]]:  # fmt: skip
-        return prefill_tiles(sequence_starts, self._group, context_lengths, _PREFILL_ROWS, drawn), ()
+        return prefill_tiles(sequence_starts, self._group, context_lengths, self._rows, drawn), ()
 
     def __call__(
         self, queries: Buffer, cache: LayerCache, inputs: StepInputs, shape: StepShape, out: Buffer,
@@ -147,13 +149,12 @@ class LatentKernels:
 
     @staticmethod
     def sources(spec: ModelSpec, *, hopper: bool) -> list[Source]:
-        """List the kernel files for a model: also the general one, for GPUs whose blocks have less room."""
-        found = row_sources() if spec.latents else []
-        for attention in spec.latents:
-            if attention.latent == _LATENT and attention.kept % 32 == 0:
-                found.append(_source(attention))
-            found.append(scoring("attention_any", as_attention(attention), attention.latent))
-        return found
+        """List the kernel files for a model."""
+        names = {
+            one: "latent_attention" if LatentDecode.suits(one) else "attention_any" for one in spec.latents
+        }
+        own = [scoring(name, as_attention(one), one.latent) for one, name in names.items()]
+        return [*row_sources(), *own] if own else []
 
     @staticmethod
     def refusal(spec: ModelSpec) -> str | None:
@@ -185,14 +186,14 @@ def latent_decode(
     device: Device, attention: LatentAttention, *, max_context: int
 ) -> LatentDecode | GeneralDecode:
     """Choose the launcher for drawn tokens; arguments as for `LatentDecode`."""
-    if LatentDecode.suits(attention, device.compute_capability):
+    if LatentDecode.suits(attention):
         return LatentDecode(device, attention, max_context=max_context)
     return GeneralDecode(device, as_attention(attention), attention.latent)
 
 
 def latent_prefill(device: Device, attention: LatentAttention) -> LatentPrefill | PortablePrefill:
     """Choose the launcher for chunks of prompts."""
-    if LatentDecode.suits(attention, device.compute_capability):
+    if LatentDecode.suits(attention):
         return LatentPrefill(device, attention)
     return PortablePrefill(device, as_attention(attention), attention.latent)
 
