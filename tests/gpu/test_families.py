@@ -2,6 +2,7 @@
 
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,11 +10,12 @@ import pytest
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from tests.support.comparing import compare_logits
 from tests.support.driving import BLOCK, Chunk, Cuda, Pages, Reference, logits_of
 from tests.support.family_cases import GPU_FILES, file_of
 from tests.support.ggufs import spec_tensors
-from tests.support.parts import PARTS, file_of_halves
+from tests.support.parts import PARTS, file_of_halves, file_of_q8_0
 
 PROMPT, DECODED = 100, 8
 
@@ -39,7 +41,12 @@ def test_parts_of_families_with_experts_agree_with_the_reference_runner(
     agree(file_of_halves(tmp_path, PARTS[name]), PARTS[name], prompt)
 
 
-def agree(file: GgufFile, spec: ModelSpec, prompt: str) -> None:
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_with_weights_as_in_the_file_agree_with_the_reference_runner(name: str, tmp_path: Path) -> None:
+    agree(*file_of_q8_0(tmp_path, PARTS[name]), "in chunks", precision=Precision(weights=WeightsFormat.FILE))
+
+
+def agree(file: GgufFile, spec: ModelSpec, prompt: str, **options: Any) -> None:
     """Compute a prompt in these CHUNKS, and then tokens one by one, by both runners."""
     text = np.random.default_rng(5).integers(0, spec.vocab, PROMPT + DECODED).tolist()
     chunks, start = [], 0
@@ -48,7 +55,17 @@ def agree(file: GgufFile, spec: ModelSpec, prompt: str) -> None:
         start += length
     chunks += [Chunk(0, text, PROMPT + index, 1, drawn=True) for index in range(DECODED)]
     blocks = 128 // BLOCK
-    cuda = Cuda(file, spec, slots=1, kv_pages=blocks, max_tokens=128, max_draws=128, context=128, tune=False)
+    cuda = Cuda(
+        file,
+        spec,
+        slots=1,
+        kv_pages=blocks,
+        max_tokens=128,
+        max_draws=128,
+        context=128,
+        tune=False,
+        **options,
+    )
     with closing(cuda.runner):
         reference = Reference(file, spec, kv_pages=blocks, page_size=BLOCK, slots=1)
         ours, theirs = (

@@ -4,6 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from gguf import GGMLQuantizationType
+from gguf.quants import quantize
 
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.rope import Rope, RopeStyle
@@ -11,7 +13,7 @@ from nightmill.worker.model.spec import LatentAttention, Mixer, ModelSpec, Norm
 from tests.support.ggufs import spec_tensors, write_file
 from tests.support.specs import variant
 
-__all__ = ["PARTS", "file_of_halves", "latent_of"]
+__all__ = ["PARTS", "file_of_halves", "file_of_q8_0", "latent_of"]
 
 
 def latent_of(
@@ -45,3 +47,13 @@ def file_of_halves(path: Path, spec: ModelSpec) -> GgufFile:
     tensors = spec_tensors(spec).items()
     halves = {name: array.astype(np.float16).astype(np.float32) for name, array in tensors}
     return GgufFile.open(write_file(path / "model.gguf", "llama", {}, halves))
+
+
+def file_of_q8_0(path: Path, spec: ModelSpec) -> tuple[GgufFile, ModelSpec]:
+    """The same in Q8_0, where rows are whole blocks, and the spec with what tensors are."""
+    kind = GGMLQuantizationType.Q8_0
+    tensors = spec_tensors(spec)
+    whole = {name for name, array in tensors.items() if array.ndim > 1 and array.shape[-1] % 32 == 0}
+    made = {name: quantize(one, kind) if name in whole else one for name, one in tensors.items()}
+    file = GgufFile.open(write_file(path / "model.gguf", "llama", {}, made, kind))
+    return file, replace(spec, tensor_types=dict.fromkeys(whole, kind.name))

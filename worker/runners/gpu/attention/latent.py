@@ -20,8 +20,8 @@ from nightmill.worker.runners.gpu.kv_cache import PAGE, LayerCache
 from nightmill.worker.runners.gpu.steps import PromptGroup, StepInputs, StepShape
 
 __all__ = [
-    "LatentDecode", "LatentKernels", "LatentPrefill", "as_attention", "latent_decode", "latent_pieces",
-    "latent_prefill",
+    "LatentDecode", "LatentKernels", "LatentPrefill", "as_attention", "latent_decode", "latent_kernels",
+    "latent_pieces", "latent_prefill",
 ]  # fmt: skip
 
 _LATENT = 512  # elements that the fast kernels take of values
@@ -150,11 +150,7 @@ class LatentKernels:
     @staticmethod
     def sources(spec: ModelSpec, *, hopper: bool) -> list[Source]:
         """List the kernel files for a model."""
-        names = {
-            one: "latent_attention" if LatentDecode.suits(one) else "attention_any" for one in spec.latents
-        }
-        own = [scoring(name, as_attention(one), one.latent) for one, name in names.items()]
-        return [*row_sources(), *own] if own else []
+        return [source for attention in spec.latents for source in latent_kernels(attention)]
 
     @staticmethod
     def refusal(spec: ModelSpec) -> str | None:
@@ -172,6 +168,12 @@ class LatentKernels:
             if one.norm.centred or one.norm.bias:
                 return "latents with other norms than RMS norms"
         return None
+
+
+def latent_kernels(attention: LatentAttention) -> list[Source]:
+    """List the kernel files for layers of latent attention."""
+    name = "latent_attention" if LatentDecode.suits(attention) else "attention_any"
+    return [*row_sources(), scoring(name, as_attention(attention), attention.latent)]
 
 
 def as_attention(attention: LatentAttention) -> Attention:
