@@ -183,7 +183,7 @@ template <int ROWS, int AHEAD>
 static __device__ __forceinline__ void decode(const Element* q, const Cache& cache, const Piece& piece,
                                               const Meeting& meeting, int shared_heads, int segment_pages,
                                               const Scores& scores, int head, Element* out) {
-    static_assert((AHEAD & (AHEAD - 1)) == 0, "a power of two");
+    constexpr bool EVEN_RING = (AHEAD & (AHEAD - 1)) == 0;  // places follow each other by a mask, else by a counter
     extern __shared__ __align__(128) unsigned char rings[];  // 16 bytes further on, copies of rows take 14% longer
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int g = lane / 4, t = lane % 4;
@@ -216,21 +216,22 @@ static __device__ __forceinline__ void decode(const Element* q, const Cache& cac
     commit_copies();
     const bool all_asked_for = first + AHEAD * WARPS >= end;
     const Queries<ROWS> queries(q, shared_heads, g, t);
-    int turn = 0, page = first;
+    int turn = 0, page = first;  // `turn` of another ring is its place
     const int* entries = cache.table + first + AHEAD * WARPS;
     asm volatile("" : "+l"(entries));  // else it is computed anew for each page, which others then wait for
     int entry = page + AHEAD * WARPS < end ? __ldg(entries) : 0;  // of the page to ask for next
     for (; segment * segment_pages < end; ++segment) {
         const int segment_end = min((segment + 1) * segment_pages, end);
         Running<ROWS> running;
-        for (; page < segment_end; page += WARPS, ++turn) {
+        for (; page < segment_end; page += WARPS, turn = EVEN_RING || turn + 1 < AHEAD ? turn + 1 : 0) {
             if (all_asked_for)
                 wait_for_copies<0>();
             else
                 wait_for_copies<AHEAD - 1>();
             __syncwarp();  // the other lanes' copies are here too
-            const uint32_t slot = ring + (turn & (AHEAD - 1)) * PAGE_BYTES;
-            const uint32_t slot_exponents = exponents + (turn & (AHEAD - 1)) * EXPONENT_BYTES;
+            const int taken = EVEN_RING ? turn & (AHEAD - 1) : turn;
+            const uint32_t slot = ring + taken * PAGE_BYTES;
+            const uint32_t slot_exponents = exponents + taken * EXPONENT_BYTES;
             Page tile;
             places.take_exponents(tile, slot_exponents, cache, page, t);
             PageScores<ROWS> page_scores;
@@ -318,6 +319,7 @@ DECODE_KERNEL(16, 2)
 #endif
 #elif HEAD_DIM > 128
 DECODE_KERNEL(8, 1)
+DECODE_KERNEL(8, 3)  // 225 KB of heads of 256: few contexts, where a block has a multiprocessor for itself
 #else
 DECODE_KERNEL(8, 2)
 DECODE_KERNEL(16, 2)

@@ -43,16 +43,21 @@ def launched(monkeypatch: pytest.MonkeyPatch, folder: Path) -> set[str]:
         ((10, 1, 80), {"window": 300}, ["decode_attention_16_2", "split_attention_16"]),
         ((2, 1, 160), {}, ["decode_attention_8_1"]),
         ((10, 1, 256), {"window": 300}, ["decode_attention_8_1"]),
+        ((2, 1, 256), {"hopper": True}, ["decode_attention_8_1", "decode_attention_8_3"]),
         ((2, 1, 40), {"window": 300, "softcap": 3.0, "sinks": True}, ["decode_attention_any"]),
         ((8, 1, 64), {"window": 128, "sinks": True}, ["decode_attention_8_4", "split_attention_8"]),
     ],
     ids=str,
 )
 def test_decode_in_pieces_and_split_gives_the_same_bits(
-    launched: set[str], shape: Shape, scores: dict[str, Any], kernels: list[str]
-) -> None:
+    launched: set[str], monkeypatch: pytest.MonkeyPatch, shape: Shape, scores: dict[str, Any],
+    kernels: list[str],
+) -> None:  # fmt: skip
+    hopper = scores.get("hopper", False)
+    monkeypatch.setattr(HostDevice, "hopper", hopper)
+    monkeypatch.setattr(HostDevice, "multiprocessors", 5 if hopper else 40)
     device: Any = HostDevice()
-    attention = attention_of(shape, **scores)
+    attention = attention_of(shape, **{name: value for name, value in scores.items() if name != "hopper"})
     rng = np.random.default_rng(1)
     lengths = [1, 17, 300, 1100]
     paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim, stride=72)

@@ -19,9 +19,10 @@ __all__ = ["DecodeAttention"]
 
 _THREADS = (128, 1, 1)
 _MAX_SEGMENTS = 128  # of a context
-_AHEAD, _FAR_AHEAD, _LARGE_AHEAD = 2, 4, 1  # pages that each warp has under way, the last with large heads
+_AHEAD, _FAR_AHEAD = 2, 4  # pages that each warp has under way
+_LARGE_AHEAD, _LARGE_FAR_AHEAD = 1, 3  # the same with large heads, the second on Hopper
 _LARGE = 128  # elements of a head, above which registers do not hold a page
-_FAR_BLOCKS = 3  # a multiprocessor, up to which these are more
+_FAR_BLOCKS, _LARGE_FAR_BLOCKS = 3, 1  # a multiprocessor, up to which these are more
 _FEW_WAVES = 2  # of pieces, which short contexts that are cut have at most
 _MOST_CUT = 8192  # segments, or sections, 30 MB with 14 heads of 64
 _WHOLE_BLOCKS = 0.9  # a multiprocessor, from which on contexts are not split
@@ -59,7 +60,7 @@ class DecodeAttention:
                 decode.function(f"decode_attention_{rows}_{ahead}", "PPPPiPPPPPPiii" + SCORES, shared=ring),
                 ring,
             )
-            for ahead in _aheads(attention, device.kv)
+            for ahead in _aheads(attention, device.kv, hopper=device.hopper)
             for ring in (4 * ahead * _page_room(attention, device.kv),)  # of four warps
         )
         if self._splits:
@@ -144,7 +145,8 @@ class DecodeAttention:
 
     @property
     def _far_pieces(self) -> int:
-        return _FAR_BLOCKS * self._device.multiprocessors // self._blocks
+        blocks = _FAR_BLOCKS if self._splits else _LARGE_FAR_BLOCKS
+        return blocks * self._device.multiprocessors // self._blocks
 
     def __call__(
         self, qkv: Buffer, cache: LayerCache, inputs: StepInputs, shape: StepShape, out: Buffer,
@@ -198,7 +200,7 @@ def _sources(attention: Attention) -> list[Source]:
     return [scoring(name, attention) for name in names]
 
 
-def _aheads(attention: Attention, kv: KvFormat) -> tuple[int, int]:
+def _aheads(attention: Attention, kv: KvFormat, *, hopper: bool) -> tuple[int, int]:
     """Pages under way where pieces are many, and where they are few.
 
     Pages of FP8 are smaller, but with 4 or 8 of them 1,024 contexts of 512 took 46 and 59 us, not 44 (H200).
@@ -206,7 +208,7 @@ def _aheads(attention: Attention, kv: KvFormat) -> tuple[int, int]:
     if kv is KvFormat.FP8:
         return _AHEAD, _AHEAD
     if attention.head_dim > _LARGE:
-        return _LARGE_AHEAD, _LARGE_AHEAD
+        return _LARGE_AHEAD, _LARGE_FAR_AHEAD if hopper else _LARGE_AHEAD
     return _AHEAD, _FAR_AHEAD if attention.head_dim == 64 else _AHEAD
 
 
