@@ -97,6 +97,7 @@ def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
         (with_scores(small, softcap=50.0), f16, (HOPPER,)),
         (with_heads(bundled, 96, RopeStyle.HALVES), f16, (HOPPER,)),
         (with_heads(bundled, 256, RopeStyle.HALVES), bf16, (HOPPER,)),
+        (with_heads(bundled, 512, RopeStyle.HALVES), f16, (HOPPER,)),
         (other, replace(f16, weights=WeightsFormat.FP8), (HOPPER,)),
         (bundled, replace(f16, kv=KvFormat.FP8), (HOPPER,)),
         (large, replace(bf16, kv=KvFormat.FP8), ("sm_80",)),

@@ -6,13 +6,12 @@ import pytest
 from nightmill.worker.model.rope import RopeStyle
 from nightmill.worker.runners.gpu.attention.general import GeneralDecode
 from nightmill.worker.runners.gpu.attention.latent import (
-    LatentDecode,
     as_attention,
     latent_decode,
-    latent_pieces,
     latent_prefill,
 )
 from nightmill.worker.runners.gpu.attention.prefill import PortablePrefill
+from nightmill.worker.runners.gpu.attention.wide import WideDecode, wide_pieces
 from nightmill.worker.runners.gpu.device.device import Device
 from tests.gpu.latents import (
     latent_oracle,
@@ -42,14 +41,12 @@ def decode_cut_anyhow(device: Device, heads: int, lengths: list[int], *, max_con
     """The bits of whole contexts, and float64."""
     attention, rng = latent_of(heads), np.random.default_rng(heads)
     decode = latent_decode(device, attention, max_context=max_context)
-    assert isinstance(decode, LatentDecode)
+    assert isinstance(decode, WideDecode)
     paged = make_latents(rng, device, attention, lengths, stride=-(-max_context // 16))
     queries = make_absorbed(rng, device, attention, len(lengths))
     case = attention, queries, paged, lengths
     contexts, everyone = np.array(lengths, dtype=np.int32), np.arange(len(lengths), dtype=np.int32)
-    cuts = [
-        latent_pieces(contexts, everyone, segment=256, at_once=at_once, most_cut=1000) for at_once in CUTS
-    ]
+    cuts = [wide_pieces(contexts, everyone, segment=256, at_once=at_once, most_cut=1000) for at_once in CUTS]
     assert len(cuts[0]) == len(lengths) < len(cuts[-1])
     results = [run_latent_decode(device, decode, *case, pieces=pieces) for pieces in cuts]
     results.append(run_latent_decode(device, decode, *case))

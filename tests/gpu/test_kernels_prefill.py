@@ -14,6 +14,7 @@ from tests.gpu.oracles import (  # fmt: skip
     OTHER_SHAPES,
     SHAPES,
     SLOW_SHAPES,
+    WIDE_SHAPES,
     Paged,
     assert_close,
     attention_of,
@@ -34,7 +35,7 @@ def make_prefill(device: Device, attention: Attention, *, portable: bool = False
 
 @BOTH_ELEMENTS
 @pytest.mark.parametrize("portable", [False, True], ids=["best", "portable"])
-@pytest.mark.parametrize("shape", SHAPES + OTHER_SHAPES + SLOW_SHAPES)
+@pytest.mark.parametrize("shape", SHAPES + OTHER_SHAPES + SLOW_SHAPES + WIDE_SHAPES)
 def test_prefill_of_ragged_chunks(device: Device, shape: tuple[int, int, int], portable: bool) -> None:
     attention = attention_of(shape)
     prefill = make_prefill(device, attention, portable=portable)
@@ -87,7 +88,7 @@ def test_prefill_with_a_window_and_a_cap(
 
 
 @BOTH_ELEMENTS
-@pytest.mark.parametrize("shape", [*SHAPES[:2], (4, 2, 80), (8, 4, 256)])
+@pytest.mark.parametrize("shape", [*SHAPES[:2], (4, 2, 80), (8, 4, 256), WIDE_SHAPES[0]])
 def test_prefill_deep_in_a_long_context(device: Device, shape: tuple[int, int, int]) -> None:
     attention = attention_of(shape)
     prefill = make_prefill(device, attention)
@@ -107,7 +108,7 @@ def test_prefill_deep_in_a_long_context(device: Device, shape: tuple[int, int, i
 
 @BOTH_ELEMENTS
 @pytest.mark.parametrize("portable", [False, True], ids=["best", "portable"])
-@pytest.mark.parametrize("shape", SHAPES[:2])
+@pytest.mark.parametrize("shape", [*SHAPES[:2], WIDE_SHAPES[0]])
 def test_prefill_in_chunks_gives_the_bits_of_prefill_in_one_piece(
     device: Device, shape: tuple[int, int, int], portable: bool
 ) -> None:

@@ -7,9 +7,10 @@ from nightmill.worker.model.spec import LatentAttention, ModelSpec
 from nightmill.worker.runners.gpu.activations import LOGIT_ROWS, Activations
 from nightmill.worker.runners.gpu.attention.decode import DecodeAttention
 from nightmill.worker.runners.gpu.attention.general import GeneralDecode
-from nightmill.worker.runners.gpu.attention.latent import LatentDecode, LatentKernels
+from nightmill.worker.runners.gpu.attention.latent import LatentKernels
 from nightmill.worker.runners.gpu.attention.latent_rows import LatentRows
 from nightmill.worker.runners.gpu.attention.prefill import HopperPrefill, PortablePrefill
+from nightmill.worker.runners.gpu.attention.wide import WideDecode
 from nightmill.worker.runners.gpu.attention.widening import Widening
 from nightmill.worker.runners.gpu.computed import refusal
 from nightmill.worker.runners.gpu.device.device import NamedGpu
@@ -48,7 +49,7 @@ class Launcher(Protocol):
 
 _LAUNCHERS: tuple[type[Launcher], ...] = (
     Embedding, Norms, Activate, Rotation, LogitScale, DecodeAttention, HopperPrefill, PortablePrefill,
-    GeneralDecode, LatentKernels, StateMixers, States, Sampler, Dequantizer,
+    WideDecode, GeneralDecode, LatentKernels, StateMixers, States, Sampler, Dequantizer,
 )  # fmt: skip
 _LAST = (Norms, Activate, Rotation, PortablePrefill, LatentKernels, StateMixers)
 
@@ -81,12 +82,14 @@ def workspace_bytes(
         *(LatentRows.workspace(one, max_context=max_context) for one in spec.latents),
     ]
     if spec.latents:
-        return sum(needed) + LatentDecode.workspace(spec.latents[0])
+        return sum(needed) + LatentKernels.workspace(spec.latents[0])
     attention = spec.attentions[0]
     if DecodeAttention.suits(attention):
         needed.append(
             DecodeAttention.workspace(attention, max_context=max_context, multiprocessors=multiprocessors)
         )
+    elif WideDecode.suits(attention):
+        needed.append(WideDecode.workspace(attention))
     if HopperPrefill.suits(attention, hopper=hopper):
         sizes = {"slots": slots, "max_context": max_context, "max_tokens": max_tokens}
         needed.append(HopperPrefill.reserved(spec, precision.kv, **sizes))

@@ -1,47 +1,60 @@
-// Latent attention (MLA, absorbed) of drawn tokens and of chunks of prompts, over pages that hold one row a token for all heads:
-// D numbers, which are its key, and whose first V are its value too.
+// Attention of drawn tokens and of chunks of prompts with rows too wide for the registers of a warp: heads of 512, and latent
+// attention (MLA, absorbed), where pages hold one row of D numbers a token for all heads, which is its key, and whose first V are
+// its value too.
 //
-//   queries  (T, H, D) elements, in the latent's space and rotated (`latent_rows.cu`, `latent_product.cu`);  out (T, H, V)
-//   cache    pages as `kv_cache.cuh` says, of one head of D;  tables (S, stride): the pages of each sequence
+//   queries  (T, H, D) elements; of heads of 512 the queries inside qkv (T, H + 2 G, D);  out (T, H, V)
+//   caches   pages as `kv_cache.cuh` says, of latents one for both;  tables (S, stride): the pages of each sequence
 //
 // Work is tiles of ROWS queries by KEYS keys. A tile of keys comes once to shared memory, by cp.async, STAGES deep, and serves
 // both products. Eight warps share them: of the scores Q K^T each has 16 rows and some keys, whose sums over D are taken in CHAINS
 // parts, added in order; of the result P V each has all rows and V / 8 elements, so that no sum is taken twice. Between the two,
 // each row is the work of some neighbouring lanes: maximum, exponentials, sums. Scores and sums are FP32, weights are rounded.
 //
-// latent_decode_STAGES: grid (tiles of 32 heads, pieces); pieces (N, 4) as in `decode_attention.cu`, but that all results of a context
+// wide_decode_STAGES: grid (G * tiles of 32 heads, pieces); pieces (N, 4) as in `decode_attention.cu`, but that all results of a context
 // which is cut meet as segments: (sequence, first | end << 16, base or -1, length). A segment's result begins anew, and is merged
-// into those before it in order: here, if a block has the whole context, else by latent_merge from partials (segments, H, V) and
-// sums (segments, H, 2), so the bits are those of one block. Bytes: 2 D a token, for all heads. FLOPs: 2 (D + V) a head and
-// key, 19 for each byte with 20 heads, of which mma.sync has enough.
-// latent_merge: grid (H, pieces), a thread has four elements of a head.
-// latent_prefill_ROWS: grid (H / group, tiles); a tile has ROWS / group tokens and as many heads as `group`. Keys count from the
+// into those before it in order: here, if a block has the whole context, else by wide_merge from partials (segments, H, V) and
+// sums (segments, H, 2), so the bits are those of one block. Bytes: of latents 2 D a token, for all heads, else 4 D a KV head. FLOPs:
+// 2 (D + V) a head and key, of latents 19 for each byte with 20 heads, of which mma.sync has enough.
+// wide_merge: grid (H, pieces), a thread has four elements of a head.
+// wide_prefill_ROWS: grid (H / group, tiles); a tile has ROWS / group tokens and as many heads as `group`. Keys count from the
 // sequence's first, so that a row's bits do not depend on how its prompt was cut. Compute-bound, like all prefill.
 //
-// With fewer rows and one stage a block takes 82 KB of shared memory, for GPUs that give it no more than 99.
+// With fewer rows and one stage a block takes 82 KB of shared memory for latents, for GPUs that give it no more than 99.
 //
-// Options: -DHEAD_DIM (D), a multiple of 32; -DVALUE_DIM (V): 512.
+// Options: -DHEAD_DIM (D): 512; or of latents a multiple of 32, and -DVALUE_DIM (V): 512.
 #include "attention/attention.cuh"
 #include "common/kv_cache.cuh"
 
+#ifdef VALUE_DIM
+static constexpr bool LATENT = true;
 static constexpr int V = VALUE_DIM;
-static_assert(V == 512 && D % 32 == 0 && D > V && !KEPT_AS_FP8, "other sizes: attention_any.cu");
+#else
+static constexpr bool LATENT = false;
+static constexpr int V = D;
+#endif
+static_assert(V == 512 && D % 32 == 0 && !KEPT_AS_FP8, "other sizes: attention_any.cu");
+static_assert(!WINDOWED && !CAPPED && !HAS_SINKS, "attention_any.cu");
 
 static constexpr int WARPS = 8, THREADS = 32 * WARPS;
 static constexpr int OWN = V / WARPS;  // elements of values that a warp mixes
 static constexpr int KEYS = 32;
 static constexpr int CHUNKS = D / 8;        // 16-byte pieces of a row
 static constexpr int PITCH = 2 * D + 16;    // bytes: ldmatrix finds eight rows in different banks
-static constexpr int TILE_BYTES = KEYS * PITCH;
+static constexpr int VALUES_AT = LATENT ? 0 : KEYS * PITCH;  // in a tile: of latents, where keys are
+static constexpr int TILE_BYTES = LATENT ? KEYS * PITCH : 2 * KEYS * PITCH;
 static constexpr int SCORE_PITCH = KEYS + 8;       // floats
 static constexpr int WEIGHT_PITCH = 2 * KEYS + 16;  // bytes
 
 // What a sequence's keys are read by.
-struct Latents {
-    const Kept* cache;
+struct Cache {
+    const Kept *keys, *values;
     const int* table;
+    int kv_heads, kv_head;
     int end;  // no key from here on is read
 };
+
+// Heads that a token has in queries.
+static __device__ __forceinline__ int all_heads(int heads, int kv_heads) { return LATENT ? heads : heads + 2 * kv_heads; }
 
 // Shared memory of a block, and what it is filled with.
 template <int ROWS, int STAGES>
@@ -71,7 +84,7 @@ struct Shared {
     }
 
     // Starts copying keys `tile * KEYS` and on; those from the end on are zeros: 0 times NaN is NaN.
-    __device__ __forceinline__ void load_tile(const Latents& from, int tile) const {
+    __device__ __forceinline__ void load_tile(const Cache& from, int tile) const {
         const int first = tile * KEYS;
         if (first < from.end) {
             const uint32_t target = tiles + tile % STAGES * TILE_BYTES;
@@ -82,8 +95,9 @@ struct Shared {
                 const int row = index / CHUNKS, chunk = index % CHUNKS, key = first + row;
                 const bool wanted = key < from.end;
                 const int page = wanted ? from.table[key / PAGE] : 0;
-                copy_async(target + row * PITCH + chunk * 16, from.cache + part_of(page, 0, 1, D) + key % PAGE * D + chunk * 8,
-                           wanted);
+                const int64_t place = part_of(page, from.kv_head, from.kv_heads, D) + key % PAGE * D + chunk * 8;
+                copy_async(target + row * PITCH + chunk * 16, from.keys + place, wanted);
+                if constexpr (!LATENT) copy_async(target + VALUES_AT + row * PITCH + chunk * 16, from.values + place, wanted);
             }
         }
         commit_copies();
@@ -190,7 +204,7 @@ struct Mixed {
 
     // Takes in a tile: shrinks, and adds P V.
     template <typename Shared>
-    __device__ __forceinline__ void mix(const Shared& shared, uint32_t keys) {
+    __device__ __forceinline__ void mix(const Shared& shared, uint32_t values) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
         float shrink[PARTS][2];
         bool changed = false;
@@ -219,7 +233,7 @@ struct Mixed {
             for (int n = 0; n < OWN / 16; ++n) {
                 uint32_t b[4];  // transposed: keys 0-7 and 8-15 of the block, for two groups of 8 elements
                 load_matrices_transposed(
-                    b, keys + (block * 16 + lane % 16) * PITCH + (warp * OWN + n * 16 + lane / 16 * 8) * 2);
+                    b, values + (block * 16 + lane % 16) * PITCH + (warp * OWN + n * 16 + lane / 16 * 8) * 2);
 #pragma unroll
                 for (int part = 0; part < PARTS; ++part) {
                     mma(o[part][2 * n], p[part], b[0], b[1]);
@@ -246,7 +260,7 @@ struct Mixed {
 // Goes through the tiles `first` to `end` - 1 of keys. `visible()`: keys that this thread's row sees; `ended(tile)` is called by all
 // threads after each tile.
 template <int ROWS, int STAGES, typename Visible, typename Ended>
-static __device__ __forceinline__ void attend(const Shared<ROWS, STAGES>& shared, const Latents& from, int first, int end,
+static __device__ __forceinline__ void attend(const Shared<ROWS, STAGES>& shared, const Cache& from, int first, int end,
                                               float scale, RowSums<ROWS>& sums, Mixed<ROWS>& mixed, Visible visible,
                                               Ended ended) {
 #pragma unroll
@@ -266,28 +280,32 @@ static __device__ __forceinline__ void attend(const Shared<ROWS, STAGES>& shared
         __syncthreads();
         sums.weigh(shared, visible() - tile * KEYS, scale);
         __syncthreads();
-        mixed.mix(shared, shared.tiles + tile % STAGES * TILE_BYTES);
+        mixed.mix(shared, shared.tiles + tile % STAGES * TILE_BYTES + VALUES_AT);
         ended(tile);
     }
 }
 
 template <int ROWS, int STAGES>
-static __device__ __forceinline__ void decode(const Element* queries, const Kept* cache, const int* tables, int table_stride,
-                                              const int4* pieces, Element* out, float* partials, float* sums_of_parts,
-                                              int heads, int segment_pages, float scale) {
+static __device__ __forceinline__ void decode(const Element* queries, const Kept* keys, const Kept* values, const int* tables,
+                                              int table_stride, const int4* pieces, Element* out, float* partials,
+                                              float* sums_of_parts, int heads, int kv_heads, int segment_pages,
+                                              float scale) {
     extern __shared__ __align__(128) unsigned char memory[];
     launch_next();
     const int4 words = pieces[blockIdx.y];  // there before the step starts, and so are tables
     const int sequence = words.x, first_segment = words.y & 0xffff, end_segment = words.y >> 16, base = words.z;
     if (sequence < 0 || words.w <= 0) return;
     const int segment_tiles = segment_pages * PAGE / KEYS;
-    const Latents from{cache, tables + static_cast<int64_t>(sequence) * table_stride,
-                       min(words.w, end_segment * segment_pages * PAGE)};
+    const int group = heads / kv_heads, head_tiles = (group + ROWS - 1) / ROWS;
+    const int kv_head = blockIdx.x / head_tiles, head = blockIdx.x % head_tiles * ROWS;  // the latter of those of the KV head
+    const Cache from{keys, values, tables + static_cast<int64_t>(sequence) * table_stride, kv_heads, kv_head,
+                     min(words.w, end_segment * segment_pages * PAGE)};
     const Shared<ROWS, STAGES> shared(memory);
-    const int first_head = blockIdx.x * ROWS, here = min(heads - first_head, ROWS);
+    const int first_head = kv_head * group + head, here = min(group - head, ROWS);
     const int64_t row = static_cast<int64_t>(sequence) * heads + first_head;
-    wait_for_previous(queries, cache);
-    shared.load_queries([&](int i) { return i < here ? queries + (row + i) * D : nullptr; });
+    const int64_t first_query = static_cast<int64_t>(sequence) * all_heads(heads, kv_heads) + first_head;
+    wait_for_previous(queries, keys, values);
+    shared.load_queries([&](int i) { return i < here ? queries + (first_query + i) * D : nullptr; });
     RowSums<ROWS> sums, kept_sums;
     Mixed<ROWS> mixed, kept;
     const int end = (from.end + KEYS - 1) / KEYS;
@@ -342,7 +360,7 @@ static __device__ __forceinline__ void decode(const Element* queries, const Kept
 }
 
 extern "C" __global__ void __launch_bounds__(V / 4)
-    latent_merge(const int4* __restrict__ pieces, const float* __restrict__ partials,
+    wide_merge(const int4* __restrict__ pieces, const float* __restrict__ partials,
                  const float* __restrict__ sums_of_parts, Element* __restrict__ out, int heads, int segment_pages) {
     constexpr int AT_ONCE = 8;  // loads under way
     launch_next();
@@ -380,12 +398,12 @@ extern "C" __global__ void __launch_bounds__(V / 4)
 }
 
 template <int ROWS, int STAGES>
-static __device__ __forceinline__ void prefill(const Element* queries, const Kept* cache, const int* tables, int table_stride,
-                                               const int* lengths, const int* starts, const int* tiles, Element* out,
-                                               int heads, int group, float scale) {
+static __device__ __forceinline__ void prefill(const Element* queries, const Kept* keys, const Kept* values, const int* tables,
+                                               int table_stride, const int* lengths, const int* starts, const int* tiles,
+                                               Element* out, int heads, int kv_heads, int group, float scale) {
     extern __shared__ __align__(128) unsigned char memory[];
     launch_next();
-    wait_for_previous(queries, cache);
+    wait_for_previous(queries, keys, values);
     const int sequence = tiles[2 * blockIdx.y];
     if (sequence < 0) return;
     const int start = starts[sequence], chunk_tokens = starts[sequence + 1] - start;
@@ -394,11 +412,16 @@ static __device__ __forceinline__ void prefill(const Element* queries, const Kep
     const int tokens = min(tile_tokens, chunk_tokens - first_token);
     if (tokens <= 0 || length <= 0) return;
     const int first_visible = length - chunk_tokens + first_token + 1;  // keys that the tile's first token sees
-    const Latents from{cache, tables + static_cast<int64_t>(sequence) * table_stride, first_visible + tokens - 1};
+    const int first_head = blockIdx.x * group;  // and those after it have the same KV head
+    const Cache from{keys, values, tables + static_cast<int64_t>(sequence) * table_stride, kv_heads,
+                     first_head / (heads / kv_heads), first_visible + tokens - 1};
     const Shared<ROWS, STAGES> shared(memory);
-    const int64_t first_row = static_cast<int64_t>(start + first_token) * heads + blockIdx.x * group;
-    auto row_of = [&](int i) { return first_row + static_cast<int64_t>(i / group) * heads + i % group; };
-    shared.load_queries([&](int i) { return i < tokens * group ? queries + row_of(i) * D : nullptr; });
+    auto row_of = [&](int i, int heads) {
+        return static_cast<int64_t>(start + first_token + i / group) * heads + first_head + i % group;
+    };
+    shared.load_queries([&](int i) {
+        return i < tokens * group ? queries + row_of(i, all_heads(heads, kv_heads)) * D : nullptr;
+    });
     RowSums<ROWS> sums;
     Mixed<ROWS> mixed;
     const int own = sums.row() / group;
@@ -410,29 +433,37 @@ static __device__ __forceinline__ void prefill(const Element* queries, const Kep
     mixed.each([&](int i, int column, const float* pair) {
         if (i >= tokens * group) return;
         const float inverse = shared.gain[i];
-        *reinterpret_cast<Element2*>(out + row_of(i) * V + column) =
+        *reinterpret_cast<Element2*>(out + row_of(i, heads) * V + column) =
             to_elements(__fmul_rn(pair[0], inverse), __fmul_rn(pair[1], inverse));
     });
 }
 
 #define DECODE_KERNEL(STAGES)                                                                                       \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_decode_##STAGES(                                \
-        const Element* __restrict__ queries, const Kept* __restrict__ cache, const int* __restrict__ tables,        \
-        int table_stride, const int4* __restrict__ pieces, Element* __restrict__ out, float* __restrict__ partials, \
-        float* __restrict__ sums_of_parts, int heads, int segment_pages, float scale) {                             \
-        decode<32, STAGES>(queries, cache, tables, table_stride, pieces, out, partials, sums_of_parts, heads,       \
-                           segment_pages, scale);                                                                   \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_decode_##STAGES(                                  \
+        const Element* __restrict__ queries, const Kept* __restrict__ keys, const Kept* __restrict__ values,        \
+        const int* __restrict__ tables, int table_stride, const int4* __restrict__ pieces, Element* __restrict__ out, \
+        float* __restrict__ partials, float* __restrict__ sums_of_parts, int heads, int kv_heads, int segment_pages, \
+        float scale) {                                                                                              \
+        decode<32, STAGES>(queries, keys, values, tables, table_stride, pieces, out, partials, sums_of_parts, heads, \
+                           kv_heads, segment_pages, scale);                                                         \
     }
 
 #define PREFILL_KERNEL(ROWS, STAGES)                                                                                \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_prefill_##ROWS(                                 \
-        const Element* __restrict__ queries, const Kept* __restrict__ cache, const int* __restrict__ tables,        \
-        int table_stride, const int* __restrict__ lengths, const int* __restrict__ starts,                          \
-        const int* __restrict__ tiles, Element* __restrict__ out, int heads, int group, float scale) {              \
-        prefill<ROWS, STAGES>(queries, cache, tables, table_stride, lengths, starts, tiles, out, heads, group, scale); \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_prefill_##ROWS(                                   \
+        const Element* __restrict__ queries, const Kept* __restrict__ keys, const Kept* __restrict__ values,        \
+        const int* __restrict__ tables, int table_stride, const int* __restrict__ lengths,                          \
+        const int* __restrict__ starts, const int* __restrict__ tiles, Element* __restrict__ out, int heads,        \
+        int kv_heads, int group, float scale) {                                                                     \
+        prefill<ROWS, STAGES>(queries, keys, values, tables, table_stride, lengths, starts, tiles, out, heads,      \
+                              kv_heads, group, scale);                                                              \
     }
 
+#ifdef VALUE_DIM
 DECODE_KERNEL(3)
 DECODE_KERNEL(1)
 PREFILL_KERNEL(64, 2)
 PREFILL_KERNEL(32, 1)
+#else
+DECODE_KERNEL(2)
+PREFILL_KERNEL(64, 2)
+#endif

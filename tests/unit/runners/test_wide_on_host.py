@@ -1,6 +1,6 @@
-"""The kernels of latent attention, compiled for the host, by the tests that hold them on a GPU, in small.
+"""The kernels of latent attention and of heads of 512, on the host, by the tests that hold them on a GPU.
 
-So what they compute is known without a GPU; `tests/gpu` holds what nvcc makes of them.
+In small: so what they compute is known without a GPU; `tests/gpu` holds what nvcc makes of them.
 """
 
 from pathlib import Path
@@ -10,10 +10,14 @@ import numpy as np
 import pytest
 
 from nightmill.worker.model.rope import RopeStyle
-from nightmill.worker.runners.gpu.attention.latent import latent_pieces
+from nightmill.worker.runners.gpu.attention.choice import prefill_attention
 from nightmill.worker.runners.gpu.attention.pieces import whole_pieces
+from nightmill.worker.runners.gpu.attention.wide import wide_pieces
 from nightmill.worker.runners.gpu.device.element import Element
+from tests.gpu import test_kernels_attention as on_gpu_too
 from tests.gpu import test_kernels_latent as on_gpu
+from tests.gpu.attending import prefill_oracle, run_prefill
+from tests.gpu.oracles import ATTENTION, assert_close, attention_of, make_paged, make_queries
 from tests.unit.runners.host_kernels import HostDevice, run_on_host
 
 
@@ -35,7 +39,7 @@ def test_decode_cut_anyhow_gives_the_same_bits(
     monkeypatch.setattr(HostDevice, "compute_capability", (9, 0) if hopper else (8, 6))
     device: Any = HostDevice()
     on_gpu.decode_cut_anyhow(device, heads, [1, 33, 600], max_context=1024)
-    assert launched == {"latent_decode_3" if hopper else "latent_decode_1", "latent_merge"}
+    assert launched == {"wide_decode_3" if hopper else "wide_decode_1", "wide_merge"}
 
 
 @pytest.mark.heavy
@@ -46,7 +50,24 @@ def test_prefill_in_chunks_gives_the_bits_of_the_whole(
     monkeypatch.setattr(HostDevice, "compute_capability", (9, 0) if hopper else (8, 6))
     device: Any = HostDevice(Element.BF16 if hopper else Element.F16)
     on_gpu.prefill_in_chunks(device, 20, [40, 1, 7], [0, 70, 64], [30, 2, 8])
-    assert launched == {"latent_prefill_64" if hopper else "latent_prefill_32"}
+    assert launched == {"wide_prefill_64" if hopper else "wide_prefill_32"}
+
+
+@pytest.mark.heavy
+def test_heads_of_512(launched: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostDevice, "compute_capability", (9, 0))
+    device: Any = HostDevice()
+    on_gpu_too.wide_contexts_cut_anyhow(device, (9, 1, 512), [1, 33, 600], 1024)
+    attention, rng = attention_of((4, 2, 512)), np.random.default_rng(2)
+    chunks, lengths = [40, 1, 7], [40, 71, 71]
+    paged = make_paged(rng, lengths, 2, 512)
+    qkv = make_queries(rng, sum(chunks), attention)
+    prefill = prefill_attention(device, attention)
+    whole = run_prefill(device, prefill, attention, qkv, paged, lengths, chunks)
+    assert_close(whole, prefill_oracle(attention, qkv, paged, lengths, chunks), ATTENTION)
+    piece = run_prefill(device, prefill, attention, qkv[30:40], paged, [40], [10])
+    np.testing.assert_array_equal(piece, whole[30:40])
+    assert launched == {"wide_decode_2", "wide_merge", "wide_prefill_64"}
 
 
 @pytest.mark.heavy
@@ -68,7 +89,7 @@ def test_pieces_are_all_segments_of_all_contexts_once(seed: int) -> None:
     lengths = (rng.integers(0, 40, count) ** int(rng.integers(1, 4))).astype(np.int32)
     sequences = rng.permutation(count).astype(np.int32)
     most = int(rng.integers(0, 300))
-    pieces = latent_pieces(lengths, sequences, segment=256, at_once=at_once, most_cut=most)
+    pieces = wide_pieces(lengths, sequences, segment=256, at_once=at_once, most_cut=most)
     assert count <= len(pieces) <= count + 2 * at_once
     places: list[int] = []
     for sequence, length in zip(sequences, lengths, strict=True):
