@@ -19,9 +19,18 @@ from typing import Any
 
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
-from nightmill.worker.model.rope import RopeStyle
-from nightmill.worker.model.spec import Activation, GatedDeltaNet, Mamba2, ModelSpec, Norm, ShortConv
+from nightmill.worker.model.rope import Rope, RopeStyle
+from nightmill.worker.model.spec import (
+    Activation,
+    GatedDeltaNet,
+    LatentAttention,
+    Mamba2,
+    ModelSpec,
+    Norm,
+    ShortConv,
+)
 from nightmill.worker.runners.base import DRAW
+from nightmill.worker.runners.gpu.attention.latent import latent_kernels
 from nightmill.worker.runners.gpu.catalogue import sources_for
 from nightmill.worker.runners.gpu.device.compiler import COMMON_OPTIONS, cubin_name, kernel_directory
 from nightmill.worker.runners.gpu.device.element import Element
@@ -83,11 +92,12 @@ def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
         (large, bf16, (HOPPER, "sm_80")),
         (small, f16, ("sm_80",)),
         (small, bf16, (HOPPER, "sm_100")),
-        (with_scores(bundled, window=512), f16, ("sm_80",)),
+        (with_scores(bundled, window=512, sinks=True), f16, (HOPPER, "sm_80")),
         (with_scores(large, window=512, softcap=50.0), bf16, (HOPPER,)),
         (with_scores(small, softcap=50.0), f16, (HOPPER,)),
         (with_heads(bundled, 96, RopeStyle.HALVES), f16, (HOPPER,)),
         (with_heads(bundled, 256, RopeStyle.HALVES), bf16, (HOPPER,)),
+        (with_heads(bundled, 512, RopeStyle.HALVES), f16, (HOPPER,)),
         (other, replace(f16, weights=WeightsFormat.FP8), (HOPPER,)),
         (bundled, replace(f16, kv=KvFormat.FP8), (HOPPER,)),
         (large, replace(bf16, kv=KvFormat.FP8), ("sm_80",)),
@@ -96,11 +106,29 @@ def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
         for architecture in architectures:
             sources = sources_for(spec, precision, hopper=architecture == HOPPER)
             yield from ((path, options, architecture) for path, options in sources)
+    yield from latent_sources()
     yield from state_sources()
     yield from reference_sources()
     for path, options in sources_for(bundled, f16, hopper=True):
         if path.stem in BOUNDED:
             yield path, (*options, BOUNDED_WAITS), HOPPER
+
+
+def latent_sources() -> Iterator[tuple[Path, tuple[str, ...], str]]:
+    """The same of latent attention."""
+    attention = LatentAttention(
+        heads=20, key_dim=192, value_dim=256, latent=512, norm=Norm(1e-5), scale=1.0,
+        rope=Rope(style=RopeStyle.PAIRS, dim=64, base=1e6),
+    )  # fmt: skip
+    small = replace(attention, latent=40, rope=replace(attention.rope, dim=8))
+    for one, element, architecture in (
+        (attention, Element.F16, HOPPER),
+        (attention, Element.BF16, "sm_80"),
+        (attention, Element.BF16, "sm_100"),
+        (small, Element.F16, HOPPER),
+    ):
+        for source in latent_kernels(one):
+            yield (*for_element(source, element), architecture)
 
 
 def state_sources() -> Iterator[tuple[Path, tuple[str, ...], str]]:

@@ -52,6 +52,7 @@ from tests.support.engines import NoText
 from tests.support.family_cases import GPU_FILES, file_of
 from tests.support.ggufs import write_model
 from tests.support.operands import all_products, cache_of, inputs_of, room, shape_of
+from tests.support.parts import PARTS, file_of_halves
 from tests.support.specs import dense_spec
 from tests.unit.runners.recorded_cuda import AMPERE, HOPPER, RecordedDriver, record
 
@@ -356,7 +357,8 @@ def test_every_way_of_a_product_can_be_launched(hopper: RecordedDriver, kind: Ki
         ((20, 1, 128), {"softcap": 50.0}),
         ((4, 2, 80), {}),
         ((20, 1, 256), {"window": 100, "softcap": 50.0, "scale": 0.1}),
-        ((2, 1, 320), {"window": 100, "softcap": 50.0}),
+        ((2, 1, 320), {"window": 100, "softcap": 50.0, "sinks": True}),
+        ((64, 8, 64), {"window": 128, "sinks": True}),
     ],
     ids=str,
 )
@@ -384,12 +386,13 @@ def test_attention_of_all_kinds_is_launched_as_it_was_compiled(
     assert sum("attention" in name for name in driver.launches) >= 2
 
 
-@pytest.mark.parametrize("name", GPU_FILES)
+@pytest.mark.parametrize("name", [*GPU_FILES, *PARTS])
 def test_every_family_is_launched_as_it_was_compiled(
     driver: RecordedDriver, name: str, tmp_path: Path
 ) -> None:
     """A prompt in two chunks, the second with a drawn token of another sequence; then steps of those."""
-    file = file_of(tmp_path, *GPU_FILES[name])
+    part = PARTS.get(name)
+    file = file_of(tmp_path, *GPU_FILES[name]) if part is None else file_of_halves(tmp_path, part)
     tokens, pages = [1] * CONTEXT, Pages(2, CONTEXT // 16)
     steps = [
         [Chunk(0, tokens, 0, 40), Chunk(1, tokens, 0, 9)],
@@ -397,7 +400,7 @@ def test_every_family_is_launched_as_it_was_compiled(
         [Chunk(1, tokens, 10, 1, 1, True), Chunk(0, tokens, 70, 1, 1, True)],
     ]
     options = {"slots": 2, "context": CONTEXT, "kv_pages": 16, "max_tokens": 64}
-    with closing(cuda_runner(file, read_spec(file), **options)) as runner:  # type: ignore[arg-type]
+    with closing(cuda_runner(file, part or read_spec(file), **options)) as runner:  # type: ignore[arg-type]
         for step in steps:
             runner.launch(pages.batch(step, admit=step is steps[0]))
             assert runner.collect() is not None

@@ -45,8 +45,9 @@ def test_a_changed_header_is_compiled_again_in_every_file_that_reaches_it(kernel
     after = cubins(kernels)
     changed = {name for name, cubin in after.items() if cubin != before[name]}
     assert changed == {
-        "attention_any", "decode_attention", "prefill_attention", "split_attention", "widen_pages",
-        "few_rows", "hopper_qkv", "packed_qkv", "qkv_rope",
+        "attention_any", "decode_attention", "prefill_attention", "split_attention", "wide_attention",
+        "widen_pages",
+        "few_rows", "hopper_qkv", "latent_rows", "packed_qkv", "qkv_rope",
     }  # fmt: skip
 
 

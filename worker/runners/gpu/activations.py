@@ -8,6 +8,7 @@ import numpy as np
 
 from nightmill.worker.model.spec import NO_FEED_FORWARD, Experts, LayerSpec, ModelSpec
 from nightmill.worker.runners.base import FOUND
+from nightmill.worker.runners.gpu.attention.latent_rows import LatentRoom
 from nightmill.worker.runners.gpu.device.device import Arena, Device, aligned
 from nightmill.worker.runners.gpu.device.operands import BYTE, ELEMENT, FLOAT, INT, Buffer
 from nightmill.worker.runners.gpu.experts.room import ExpertRoom
@@ -136,6 +137,7 @@ def _arrays(spec: ModelSpec, precision: Precision, max_tokens: int, max_draws: i
     rounds = rounded is not None and only_rms_norms(spec) and not controls and not spec.experts
     latents = (experts.latent or 0 for experts in spec.experts)
     widest = max(*latents, *(max(one["mixed"], one["activated"]) for one in widths), 0)
+    widest = max(widest, *(one.query_latent or 0 for one in spec.latents), 0)
     return {
         "tokens": _Array((tokens,), INT),
         "no_rows": _Array((tokens,), INT),
@@ -153,7 +155,7 @@ def _arrays(spec: ModelSpec, precision: Precision, max_tokens: int, max_draws: i
             (tokens * (rounded is not None), max(widest, spec.width)), read, rounded is not None
         ),
         "controls": _Array((tokens, controls), FLOAT),
-        "work": _Array((StateMixers.workspace(spec, tokens),), BYTE),
+        "work": _Array((max(StateMixers.workspace(spec, tokens), LatentRoom.workspace(spec, tokens)),), BYTE),
         "expert_work": _Array((ExpertRoom.workspace(spec, tokens, fp8=rounded is not None),), BYTE),
     }
 

@@ -4,15 +4,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from nightmill.worker.model.spec import (
-    Attention,
-    Experts,
-    FeedForward,
-    GatedDeltaNet,
-    LatentAttention,
-    LayerSpec,
-    ModelSpec,
-)
+from nightmill.worker.model.spec import Attention, Experts, FeedForward, GatedDeltaNet, LayerSpec, ModelSpec
 
 __all__ = ["refusal"]
 
@@ -21,7 +13,7 @@ def refusal(spec: ModelSpec) -> str | None:
     """Name the parts or the fields of a spec that no kernel computes, or return None."""
     if lacking := list(_lacking(spec)):
         return ", ".join(lacking)
-    if not spec.attentions:
+    if not (spec.attentions or spec.latents):
         return "a model without a layer of attention"
     names = sorted(set(_differences(spec, _computed(spec))))
     return f"a model with its own {', '.join(names)}" if names else None
@@ -30,10 +22,6 @@ def refusal(spec: ModelSpec) -> str | None:
 def _lacking(spec: ModelSpec) -> Iterator[str]:
     """What whole layers have that no kernel computes."""
     mixers = [layer.mixer for layer in spec.layers]
-    if any(isinstance(mixer, LatentAttention) for mixer in mixers):
-        yield f"layers with {LatentAttention.title}"
-    if any(attention.sinks for attention in spec.attentions):
-        yield "attention with sinks"
     if any(isinstance(mixer, GatedDeltaNet) and mixer.by_key_head for mixer in mixers):
         yield "delta nets in the order of key heads"
 
@@ -115,6 +103,7 @@ def _computed_attention(attention: Attention) -> Attention:
         scale=attention.scale,
         softcap=attention.softcap,
         temperature=attention.temperature,
+        sinks=attention.sinks,
     )
 
 

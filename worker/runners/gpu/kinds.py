@@ -65,7 +65,8 @@ def mixer_sizes(mixer: Mixer | None) -> MixerSizes:
         case ShortConv():
             return MixerSizes(_filled_up(3 * mixer.width), mixer.width)
         case LatentAttention():
-            raise TypeError("no kernel computes latent attention")
+            outputs = mixer.heads * mixer.value_dim  # `inputs`: queries, in whose room what draws is gathered
+            return MixerSizes(max(mixer.heads * mixer.head_dim, outputs), outputs)
 
 
 def _filled_up(size: int) -> int:

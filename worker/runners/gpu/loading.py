@@ -13,10 +13,10 @@ import numpy.typing as npt
 
 from nightmill.jobs.errors import ModelFileError
 from nightmill.worker.model.gguf.file import GgufFile
-from nightmill.worker.model.spec import Attention, Mixer, ModelSpec, Norm, Role, Weight
+from nightmill.worker.model.spec import LatentAttention, Mixer, ModelSpec, Norm, Role, Weight
 from nightmill.worker.runners.gpu.device.device import Arena, Device
 from nightmill.worker.runners.gpu.device.element import Element
-from nightmill.worker.runners.gpu.device.operands import ABSENT, FLOAT, Buffer, Format, Matrix
+from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, FLOAT, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.precision import Precision
 from nightmill.worker.runners.gpu.products.formats import MatrixRounder, ModelFormats
 from nightmill.worker.runners.gpu.states.operands import MixerWeights
@@ -26,6 +26,8 @@ from nightmill.worker.runners.gpu.weights.layout import (
     NO_MATRIX,
     NO_NORM,
     ExpertWeights,
+    HeadMatrices,
+    LatentWeights,
     LayerWeights,
     NormWeight,
     Run,
@@ -129,7 +131,7 @@ class _Loader:
     def _layer(self, index: int) -> LayerWeights:
         layer, own = self._spec.layers[index], layer_weights(self._spec, index)
         mixer = layer.mixer
-        output = Role.ATTN_OUTPUT if isinstance(mixer, Attention) else Role.MIXER_OUTPUT
+        output = Role.ATTN_OUTPUT if Role.ATTN_OUTPUT in own else Role.MIXER_OUTPUT
         return LayerWeights(
             attn_norm=self._norm(own, Role.ATTN_NORM, layer.attention_norm),
             qkv=self._matrix(own, Role.QKV, mixer),
@@ -146,10 +148,12 @@ class _Loader:
             ffn_down_bias=self._vector(own, Role.FFN_DOWN_BIAS),
             ffn_post_norm=self._norm(own, Role.FFN_POST_NORM, layer.feed_forward_post_norm),
             attn_gate=self._matrix(own, Role.ATTN_GATE, mixer),
+            sinks=self._vector(own, Role.SINKS),
             mixer_input=self._matrix(own, Role.MIXER_INPUT, mixer),
             mixer_controls=self._matrix(own, Role.MIXER_CONTROLS, mixer),
             mixer=self._mixer(own) if Role.MIXER_INPUT in own else None,
             experts=self._experts(own) if Role.ROUTER in own else None,
+            latent=self._latent(own, mixer) if isinstance(mixer, LatentAttention) else None,
         )
 
     def _experts(self, own: dict[Role, Weight]) -> ExpertWeights:
@@ -185,6 +189,33 @@ class _Loader:
         pinned[:] = words
         device.copy_in(address, pinned)
         return Matrix(address, len(words), columns, device.element.format)
+
+    def _latent(self, own: dict[Role, Weight], mixer: LatentAttention) -> LatentWeights:
+        """The weights of latent attention; in older files each head's keys and values are one matrix."""
+        latent, keys, values = mixer.latent, mixer.key_dim, mixer.value_dim
+        if mixer.fused:
+            address, stride = self._elements(own[Role.KV_UP]), (keys + values) * latent
+            k_up = HeadMatrices(address, stride, latent, keys, turned=True)
+            v_up = HeadMatrices(address + keys * latent * ELEMENT.itemsize, stride, values, latent)
+        else:
+            k_up = HeadMatrices(self._elements(own[Role.K_UP]), latent * keys, latent, keys)
+            v_up = HeadMatrices(self._elements(own[Role.V_UP]), values * latent, values, latent)
+        return LatentWeights(
+            q_down=self._matrix(own, Role.Q_DOWN),
+            q_norm=self._vector(own, Role.Q_DOWN_NORM),
+            q_up=self._matrix(own, Role.Q_UP),
+            kv_down=self._matrix(own, Role.KV_DOWN),
+            kv_norm=self._vector(own, Role.KV_DOWN_NORM),
+            k_up=k_up,
+            v_up=v_up,
+        )
+
+    def _elements(self, weight: Weight) -> int:
+        """The address of a tensor as elements."""
+        ((name, shape),) = weight.parts
+        address = self._arena.take(math.prod(shape) * ELEMENT.itemsize)
+        self._dequantizer.load(self._file.raw(name), self._file.tensors[name].kind, address, floats=False)
+        return address
 
     def _mixer(self, own: dict[Role, Weight]) -> MixerWeights:
         """The small weights of a mixer with a state."""

@@ -19,7 +19,7 @@ from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, Buffer, Matrix
 from nightmill.worker.runners.gpu.kinds import mixer_sizes
 from nightmill.worker.runners.gpu.layers import LayerKernels
-from nightmill.worker.runners.gpu.mixers import AttentionMixer, StateMixer
+from nightmill.worker.runners.gpu.mixers import AttentionMixer, LatentMixer, StateMixer
 from nightmill.worker.runners.gpu.model import Model
 from nightmill.worker.runners.gpu.shapes import padded_rows
 from nightmill.worker.runners.gpu.steps import NO_INPUTS
@@ -119,7 +119,7 @@ def checked_products(
         gate_up = None if kernels.gate_up is None else kernels.gate_up.product
         gated = None if gate_up is None else gate_up.activation
         inner = layer.at.activated if gated else layer.at.gate_up
-        output = Role.MIXER_OUTPUT if qkv is None else Role.ATTN_OUTPUT
+        output = Role.ATTN_OUTPUT if Role.ATTN_OUTPUT in own else Role.MIXER_OUTPUT
         gates = mixer.gates if isinstance(mixer, AttentionMixer) else None
         entering = mixer.input if isinstance(mixer, StateMixer) else None
         for role, product, matrix, y, activation in (
@@ -133,6 +133,11 @@ def checked_products(
             if product is not None and not matrix.format.plain:
                 rows = FileRows(file, own[role], rows_of(used, role))
                 yield CheckedProduct(_name(role, matrix, index), product, matrix, y, activation, rows)
+        for role, product, matrix, y, _ in mixer.products(layer) if isinstance(mixer, LatentMixer) else ():
+            if not matrix.format.plain:
+                yield CheckedProduct(
+                    _name(role, matrix, index), product, matrix, y, None, FileRows(file, own[role])
+                )
         if qkv is not None and qkv.takes_packed and isinstance(used, Attention) and used.rope.magnitude == 1:
             yield _fused_qkv(device, model, spec, file, index)
     head = model.weights.head

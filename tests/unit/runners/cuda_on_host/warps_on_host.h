@@ -25,6 +25,9 @@ using std::min;
 struct uint2 {
     uint32_t x, y;
 };
+struct int2 {
+    int x, y;
+};
 struct uint4 {
     uint32_t x, y, z, w;
 };
@@ -36,6 +39,7 @@ struct float4 {
 };
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
+inline int2 make_int2(int x, int y) { return {x, y}; }
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 

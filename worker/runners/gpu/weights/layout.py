@@ -17,16 +17,16 @@ from nightmill.worker.model.spec import (
     Weight,
 )
 from nightmill.worker.runners.gpu.device.device import aligned
-from nightmill.worker.runners.gpu.device.operands import ABSENT, FLOAT, Buffer, Format, Matrix
+from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, FLOAT, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.states.operands import MixerWeights
 from nightmill.worker.runners.gpu.weights.head_order import HeadOrder, RowOrder, RowRange
 from nightmill.worker.runners.gpu.weights.router import router_rows
 
 __all__ = [
-    "NO_MATRIX", "NO_NORM", "OF_EXPERTS", "ExpertWeights", "LayerWeights", "NormWeight", "Run", "Weights",
-    "all_weights", "formats_in", "layer_weights", "padded_vocab", "rows_of", "runs_of", "stored",
-    "weight_bytes",
+    "NO_MATRIX", "NO_NORM", "OF_EACH_HEAD", "OF_EXPERTS", "ExpertWeights", "HeadMatrices", "LatentWeights",
+    "LayerWeights", "NormWeight", "Run", "Weights", "all_weights", "formats_in", "layer_weights",
+    "padded_vocab", "rows_of", "runs_of", "stored", "weight_bytes",
 ]  # fmt: skip
 
 
@@ -82,6 +82,33 @@ class ExpertWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadMatrices:
+    """A matrix of elements for each head, (outputs, inputs), or `turned`: (inputs, outputs).
+
+    stride  elements from one to the next
+    """
+
+    address: int
+    stride: int
+    outputs: int
+    inputs: int
+    turned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LatentWeights:
+    """The weights of latent attention (`worker.model.latent`), but for its output."""
+
+    q_down: Matrix  # (query latent, width), or NO_MATRIX
+    q_norm: Buffer  # float (query latent,), or ABSENT
+    q_up: Matrix  # (heads (key_dim + rotated), query latent or width)
+    kv_down: Matrix  # (latent + rotated, width)
+    kv_norm: Buffer  # float (latent,)
+    k_up: HeadMatrices  # of queries to the latent
+    v_up: HeadMatrices  # of the latent to values
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
     """The weights of one block; ABSENT or NO_MATRIX those that the model lacks."""
 
@@ -100,17 +127,21 @@ class LayerWeights:
     ffn_down_bias: Buffer = ABSENT  # float (width,)
     ffn_post_norm: NormWeight = NO_NORM
     attn_gate: Matrix = NO_MATRIX  # (heads head_dim, width)
+    sinks: Buffer = ABSENT  # float (heads,)
     mixer_input: Matrix = NO_MATRIX  # filled up with rows of 0, as `stored` says
     mixer_controls: Matrix = NO_MATRIX  # the same
     mixer: MixerWeights | None = None  # what else a mixer with a state has
     experts: ExpertWeights | None = None  # in place of gate_up and ffn_down
+    latent: LatentWeights | None = None  # of a layer with latent attention
 
     @property
     def formats(self) -> tuple[Format, ...]:
         """Formats of its matrices and their parts, in the order of their use."""
         first = (self.qkv, self.attn_gate, self.mixer_input, self.mixer_controls)
         experts = () if self.experts is None else self.experts.matrices
-        matrices = (*first, self.attn_output, self.gate_up, self.ffn_down, *experts)
+        own = self.latent
+        of_latent = () if own is None else (own.q_down, own.q_up, own.kv_down)
+        matrices = (*first, *of_latent, self.attn_output, self.gate_up, self.ffn_down, *experts)
         return tuple(format_ for matrix in matrices if matrix.rows for format_ in matrix.formats)
 
 
@@ -265,7 +296,8 @@ def _sizes(spec: ModelSpec, role: Role, weight: Weight, precision: Precision) ->
     if weight.is_matrix:
         runs = runs_of(spec, role, weight, precision)
         return [size for run in runs for size in (run.bytes, run.format.scale_bytes(run.rows))]
-    return [math.prod(weight.shape) * FLOAT.itemsize]
+    kind = ELEMENT if role in OF_EACH_HEAD else FLOAT
+    return [math.prod(weight.shape) * kind.itemsize]
 
 
 _PACKED = {format_.name: format_ for format_ in Format if format_.packed}
@@ -279,4 +311,7 @@ OF_EXPERTS = (Role.EXPERTS_GATE_UP, Role.EXPERTS_DOWN)
 _OF_LAYERS = (
     Role.QKV, Role.ATTN_GATE, Role.MIXER_INPUT, Role.ATTN_OUTPUT, Role.MIXER_OUTPUT, Role.GATE_UP,
     Role.FFN_DOWN, Role.LATENT_DOWN, *OF_EXPERTS, Role.LATENT_UP, Role.SHARED_GATE_UP, Role.SHARED_DOWN,
+    Role.Q_DOWN, Role.Q_UP, Role.KV_DOWN,
 )  # fmt: skip
+OF_EACH_HEAD = (Role.K_UP, Role.V_UP, Role.KV_UP)
+"""Matrices that each head has for itself: elements, whatever the others are."""

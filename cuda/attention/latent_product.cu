@@ -1,0 +1,100 @@
+// Products of each head with a matrix of its own, as latent attention has them: queries into the space of the latent, and what
+// is mixed of latents to values.
+//
+//   weights  element (head, output, input) at head * head_stride + output * inputs + input; TURNED: input * outputs + output
+//   x        (T, H, x_pitch) elements, of which the first `inputs` of each head are read
+//   y        (T, H, y_pitch) elements, of which the first `outputs` of each head are written
+//
+// A block has a head, 64 outputs and TOKENS tokens; the grid is (H * tiles of outputs, tiles of tokens). Outputs are rows on the left
+// of m16n8k16, tokens columns on the right, so that few tokens waste little; 64 inputs at a time come to shared memory by cp.async,
+// two stages deep. Sums are FP32, through the inputs in order, in any tile: bits do not depend on the number of tokens. Bytes:
+// weights once for each tile of tokens. FLOPs: 2 H inputs outputs a token.
+#include "common/common.cuh"
+
+static constexpr int OUTPUTS = 64, DEPTH = 64, THREADS = 128;
+static constexpr int PITCH = 2 * DEPTH + 16;  // bytes, of a row of either tile
+
+// A tile of `ROWS` rows of 64 elements; what is outside of (rows, columns) is zeros. Columns are in eights.
+template <int ROWS>
+static __device__ __forceinline__ void load_tile(uint32_t target, const Element* source, int64_t pitch, int rows, int columns) {
+    for (int index = threadIdx.x; index < ROWS * 8; index += THREADS) {
+        const int row = index / 8, chunk = index % 8;
+        const bool wanted = row < rows && chunk * 8 < columns;
+        copy_async(target + row * PITCH + chunk * 16, wanted ? source + row * pitch + chunk * 8 : source, wanted);
+    }
+}
+
+template <int TOKENS, bool TURNED>
+static __device__ __forceinline__ void multiply(const Element* weights, int64_t head_stride, const Element* x, int x_pitch,
+                                                Element* y, int y_pitch, int tokens, int heads, int outputs, int inputs) {
+    __shared__ __align__(128) unsigned char memory[2][(OUTPUTS + TOKENS) * PITCH];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int output_tiles = (outputs + OUTPUTS - 1) / OUTPUTS;
+    const int head = blockIdx.x / output_tiles, first = blockIdx.x % output_tiles * OUTPUTS;
+    const int first_token = blockIdx.y * TOKENS, here = min(tokens - first_token, TOKENS);
+    const Element* own = weights + head * head_stride + static_cast<int64_t>(first) * (TURNED ? 1 : inputs);
+    const Element* rows = x + (static_cast<int64_t>(first_token) * heads + head) * x_pitch;
+    auto tiles = [&](int stage) { return shared_address(memory[0]) + stage * (OUTPUTS + TOKENS) * PITCH; };
+    auto load = [&](int stage, int input) {
+        if (input < inputs) {
+            if constexpr (TURNED)
+                load_tile<DEPTH>(tiles(stage), own + static_cast<int64_t>(input) * outputs, outputs, inputs - input,
+                                 outputs - first);
+            else
+                load_tile<OUTPUTS>(tiles(stage), own + input, inputs, outputs - first, inputs - input);
+            load_tile<TOKENS>(tiles(stage) + OUTPUTS * PITCH, rows + input, static_cast<int64_t>(heads) * x_pitch, here,
+                              inputs - input);
+        }
+        commit_copies();
+    };
+    float sums[TOKENS / 8][4] = {};
+    load(0, 0);
+    for (int input = 0, stage = 0; input < inputs; input += DEPTH, stage ^= 1) {
+        load(stage ^ 1, input + DEPTH);
+        wait_for_copies<1>();
+        __syncthreads();
+#pragma unroll
+        for (int step = 0; step < DEPTH / 16; ++step) {
+            uint32_t a[4];
+            if constexpr (TURNED)  // rows are inputs
+                load_matrices_transposed(
+                    a, tiles(stage) + (step * 16 + lane % 8 + lane / 16 * 8) * PITCH + (warp * 16 + lane / 8 % 2 * 8) * 2);
+            else
+                load_matrices(a, tiles(stage) + (warp * 16 + lane % 16) * PITCH + step * 32 + lane / 16 * 16);
+            const uint32_t right = tiles(stage) + OUTPUTS * PITCH + step * 32;
+#pragma unroll
+            for (int n = 0; n < TOKENS / 8; n += 2) {
+                uint32_t b[4];  // of eight tokens there are no more: the same twice
+                const int token = TOKENS == 8 ? lane % 8 : n * 8 + lane % 8 + lane / 16 * 8;
+                load_matrices(b, right + token * PITCH + lane / 8 % 2 * 16);
+                mma(sums[n], a, b[0], b[1]);
+                if constexpr (TOKENS > 8) mma(sums[n + 1], a, b[2], b[3]);
+            }
+        }
+        __syncthreads();  // the stage is overwritten next
+    }
+#pragma unroll
+    for (int n = 0; n < TOKENS / 8; ++n)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {  // a token's outputs beside each other
+            const uint32_t pair = transposed(pack(sums[n][2 * half], sums[n][2 * half + 1]));
+            const int token = n * 8 + lane / 4, output = first + warp * 16 + half * 8 + lane % 4 * 2;
+            if (token >= here || output >= outputs) continue;
+            *reinterpret_cast<uint32_t*>(y + ((static_cast<int64_t>(first_token) + token) * heads + head) * y_pitch + output) =
+                pair;
+        }
+}
+
+#define PRODUCT(NAME, TOKENS, TURNED)                                                                             \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                         \
+        NAME(const Element* __restrict__ weights, long long head_stride, const Element* __restrict__ x, int x_pitch, \
+             Element* __restrict__ y, int y_pitch, int tokens, int heads, int outputs, int inputs) {              \
+        launch_next();                                                                                            \
+        wait_for_previous(x);                                                                                     \
+        multiply<TOKENS, TURNED>(weights, head_stride, x, x_pitch, y, y_pitch, tokens, heads, outputs, inputs);   \
+    }
+
+PRODUCT(latent_product_8, 8, false)
+PRODUCT(latent_product_64, 64, false)
+PRODUCT(latent_product_turned_8, 8, true)
+PRODUCT(latent_product_turned_64, 64, true)
