@@ -24,6 +24,7 @@ import pytest
 from nightmill.worker.runners.gpu.attention import decode, general, prefill, widening
 from nightmill.worker.runners.gpu.device.compiler import kernel_directory
 from nightmill.worker.runners.gpu.device.element import Element
+from nightmill.worker.runners.gpu.device.features import features_of
 from nightmill.worker.runners.gpu.device.sources import Source, for_element
 from nightmill.worker.runners.gpu.products.fp8 import quantise
 from nightmill.worker.runners.gpu.products.packed import packed_rows
@@ -73,6 +74,7 @@ class HostDevice:
 
     hopper = False  # there are no clusters
     compute_capability = (8, 0)
+    features = features_of((8, 0))
     multiprocessors = 40
 
     def __init__(self, element: Element = Element.F16, kv: KvFormat = KvFormat.ELEMENT) -> None:

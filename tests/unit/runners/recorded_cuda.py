@@ -175,6 +175,7 @@ class RecordedDriver:
         driver.cuModuleLoadData = lambda cubin: (0, read_kernels(cubin) if cubin else None)
         driver.cuModuleGetFunction = _find
         driver.cuFuncSetAttribute = self._set_attribute
+        driver.cuFuncGetAttribute = lambda attribute, kernel: (0, 0 if kernel is None else kernel.declared)
         driver.cuOccupancyMaxActiveBlocksPerMultiprocessor = lambda kernel, threads, shared: (0, 1)
         driver.cuLaunchKernelEx = self._launch
         driver.cuTensorMapEncodeTiled = self._encode
@@ -328,8 +329,8 @@ def _find(kernels: dict[str, Kernel] | None, name: bytes) -> tuple[int, Kernel |
 
 
 def _compile(
-    text: str, nvcc: str, options: Sequence[str], no_extern_c: bool, arch: str, cache_dir: bool,
-    include_dirs: Sequence[str],
+    text: str, nvcc: str, options: Sequence[str], no_extern_c: bool, arch: str, code: str | None,
+    cache_dir: bool, include_dirs: Sequence[str],
 ) -> bytes:  # fmt: skip
     """As `pycuda.compiler.compile`; optimised code would take thrice as long. Empty without nvcc."""
     if not nvcc:
@@ -338,7 +339,8 @@ def _compile(
     include = [f"-I{place}" for place in include_dirs]
     # Tiles of FP8 need so many registers that there are not enough where they are given out carelessly.
     careless = [] if "-DKERNELS=FP8" in " ".join(options) else ["-Xcicc", "-O1", "-Xptxas", "-O0"]
-    command = [nvcc, "-cubin", f"-arch={arch}", *careless, *wanted, *include]
+    target = [f"-arch={arch}", *([] if code is None else [f"-code={code}"])]
+    command = [nvcc, "-cubin", *target, *careless, *wanted, *include]
     command += ["-x", "cu", "-o", "/dev/stdout", "-"]
     done = subprocess.run(command, input=text.encode(), capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()

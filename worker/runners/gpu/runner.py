@@ -35,6 +35,7 @@ from nightmill.worker.runners.gpu.catalogue import check_spec, sources_for
 from nightmill.worker.runners.gpu.device.compiler import compile_all
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.graphs import Graph, bucket_of, buckets
+from nightmill.worker.runners.gpu.device.known_cards import KnownCard
 from nightmill.worker.runners.gpu.kv_cache import PAGE, KvCache
 from nightmill.worker.runners.gpu.layers import Launchers, bind_layers
 from nightmill.worker.runners.gpu.loading import load_weights
@@ -96,6 +97,7 @@ class CudaRunner:
 
     file, spec  the model
     sizes       how much is computed at once, and the memory for it
+    pretended   the card that the GPU is taken for
     precision   formats of weights, activations, keys and values
     launching   how steps are launched
     report      told what is being done, for a person who waits
@@ -107,7 +109,7 @@ class CudaRunner:
 
     def __init__(
         self, file: GgufFile, spec: ModelSpec, sizes: RunnerSizes, *, gpu: int = 0,
-        precision: Precision = HALF, launching: Launching = Launching(),
+        pretended: KnownCard | None = None, precision: Precision = HALF, launching: Launching = Launching(),
         report: Callable[[str], None] = log.info, progress: Progress = no_progress,
     ) -> None:  # fmt: skip
         slots, max_tokens = sizes.slots, sizes.max_tokens
@@ -133,7 +135,7 @@ class CudaRunner:
         self._tune = launching.tune
         self._turn = 0
         self._products: Products | None = None
-        self.device = Device(gpu, precision.element, precision.kv)
+        self.device = Device(gpu, precision.element, precision.kv, pretended=pretended)
         try:
             self.arithmetic = arithmetic_of(file, self.device, precision)
             self._build(file, spec, precision, sizes)
