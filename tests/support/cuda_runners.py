@@ -6,6 +6,7 @@ from typing import Any
 
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.runners.gpu.device.device import ChosenGpu
 from nightmill.worker.runners.gpu.device.known_cards import KnownCard, known_card
 from nightmill.worker.runners.gpu.memory import RunnerSizes
 from nightmill.worker.runners.gpu.runner import CudaRunner, Launching
@@ -25,5 +26,5 @@ def cuda_runner(file: GgufFile, spec: ModelSpec, **options: Any) -> CudaRunner:
         for kind in (RunnerSizes, Launching)
     )
     sizes.setdefault("context", spec.context_length)
-    options.setdefault("pretended", pretended_card())
+    options.setdefault("gpu", ChosenGpu(0, pretended_card()))
     return CudaRunner(file, spec, RunnerSizes(**sizes), launching=Launching(**launching), **options)

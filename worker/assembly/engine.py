@@ -59,14 +59,14 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
     else:
         from nightmill.worker.assembly.forecast import forecast_of
         from nightmill.worker.assembly.speed import GpuSpeed
+        from nightmill.worker.runners.gpu.device.device import ChosenGpu
         from nightmill.worker.runners.gpu.runner import CudaRunner
 
         runner = cuda = CudaRunner(
             model.file,
             spec,
             runner_sizes(settings, spec),
-            gpu=gpu,
-            pretended=pretended,
+            gpu=ChosenGpu(gpu, pretended),
             precision=replace(precision_of(settings, model.file, spec), plain_products=model.plain_products),
             progress=model.progress,
         )

@@ -26,6 +26,7 @@ from nightmill.worker.runners.gpu.device.compiler import kernel_directory
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.features import features_of
 from nightmill.worker.runners.gpu.device.sources import Source, for_element
+from nightmill.worker.runners.gpu.products.elements import mma_gemm
 from nightmill.worker.runners.gpu.products.fp8 import quantise
 from nightmill.worker.runners.gpu.products.packed import packed_rows
 from nightmill.worker.runners.gpu.rows import activate, embedding, logits, norms, rotation
@@ -212,6 +213,7 @@ def _compiled(
     launchers = "\n".join(f"LAUNCHER({kernel})" for kernel in kernels)
     launch.write_text(_LAUNCH.format(path=source, launchers=launchers))
     includes = [f"-I{one}" for one in (HERE / stands, HERE, kernel_directory())]
+    options = tuple(option.replace("\\,", ",") for option in options)  # as nvcc takes commas (`instances`)
     subprocess.run([compiler, *flags, *options, *includes, launch, "-o", made], check=True)
     KEPT.mkdir(parents=True, exist_ok=True)
     coming = library.with_name(f"{library.name}.{os.getpid()}")
@@ -249,6 +251,14 @@ def run_packed_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     launched = _launch_on_host(patch, folder, "warps", (activate,))
     for module in (packed_rows, repacker):
         patch.setattr(module, "Module", HostModule)
+    return launched
+
+
+def run_mma_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
+    """The same of products by tiles of `mma_gemm.cu`."""
+    launched = _launch_on_host(patch, folder, "warps", ())
+    patch.setattr(mma_gemm, "Module", HostModule)
+    patch.setattr(HostModule, "together", False)
     return launched
 
 

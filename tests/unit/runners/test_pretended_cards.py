@@ -9,7 +9,13 @@ from nightmill.jobs.errors import SettingsError
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.runners.gpu.device import compiler
-from nightmill.worker.runners.gpu.device.device import CudaError, Device, DeviceMemoryError, NoDeviceError
+from nightmill.worker.runners.gpu.device.device import (
+    ChosenGpu,
+    CudaError,
+    Device,
+    DeviceMemoryError,
+    NoDeviceError,
+)
 from nightmill.worker.runners.gpu.device.features import features_of
 from nightmill.worker.runners.gpu.device.functions import Module
 from nightmill.worker.runners.gpu.device.known_cards import KNOWN_CARDS, known_card
@@ -68,7 +74,7 @@ def test_code_that_a_gpu_cannot_run_is_that_of_an_earlier_one(
 def test_a_runner_takes_no_more_than_the_card_has(real: RecordedDriver, key: str) -> None:
     file, card = GgufFile.open(MODEL), KNOWN_CARDS[key]
     options = {"slots": 8, "context": 128, "max_tokens": 512, "graphs": False}
-    with closing(cuda_runner(file, read_spec(file), pretended=card, **options)) as runner:
+    with closing(cuda_runner(file, read_spec(file), gpu=ChosenGpu(0, card), **options)) as runner:
         pages = Pages(8, 8)
         runner.launch(pages.batch([Chunk(0, [1] * 128, 0, 100)], admit=True))
         runner.launch(pages.batch([Chunk(0, [1] * 128, 100, 1, 1, True)], admit=False))

@@ -16,6 +16,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -66,6 +67,17 @@ class KernelLaunchError(CudaError):
 
 class DeviceLostError(CudaError):
     """The GPU reported an error after which its context is of no use: this process has to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenGpu:
+    """The index of a GPU, and the card that it is taken for, if not for itself."""
+
+    index: int = 0
+    pretended: KnownCard | None = None
+
+
+FIRST_GPU = ChosenGpu()
 
 
 class Device:

@@ -13,6 +13,11 @@ struct alignas(8) Bytes8 {
 };
 
 inline uint32_t pack(float low, float high) { return bits_as<uint32_t>(to_elements(low, high)); }
+inline float rounded(float value) { return to_float(to_element(value)); }
+inline float silu_times(float gate, float up) { return gate / (1.0f + expf(-gate)) * up; }
+inline float gelu_times(float gate, float up) {
+    return gate / (1.0f + expf(-2.0f * 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate))) * up;
+}
 
 namespace host {
 inline float element_of(uint32_t word, int which) { return to_float(bits_as<Element>(uint16_t(word >> 16 * which))); }
