@@ -26,6 +26,7 @@ from nightmill.worker.runners.gpu.device.compiler import kernel_directory
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.features import features_of
 from nightmill.worker.runners.gpu.device.sources import Source, for_element
+from nightmill.worker.runners.gpu.products import agreeing
 from nightmill.worker.runners.gpu.products.elements import mma_gemm
 from nightmill.worker.runners.gpu.products.fp8 import quantise
 from nightmill.worker.runners.gpu.products.packed import packed_rows
@@ -257,7 +258,8 @@ def run_packed_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
 def run_mma_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     """The same of products by tiles of `mma_gemm.cu`."""
     launched = _launch_on_host(patch, folder, "warps", ())
-    patch.setattr(mma_gemm, "Module", HostModule)
+    for module in (mma_gemm, agreeing):
+        patch.setattr(module, "Module", HostModule)
     patch.setattr(HostModule, "together", False)
     return launched
 

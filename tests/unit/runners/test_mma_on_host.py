@@ -37,7 +37,9 @@ def test_each_kind_by_each_tile(kind: Kind, monkeypatch: pytest.MonkeyPatch, tmp
     run_mma_on_host(monkeypatch, tmp_path)
     tile, rows, outputs, inputs, pitch = CASES[kind]
     element = Element.BF16 if kind is Kind.SWIGLU else Element.F16
-    found, before, sums = computed(HostDevice(element), kind, tile, Shape(rows, outputs, inputs, kind, pitch=pitch))
+    found, before, sums = computed(
+        HostDevice(element), kind, tile, Shape(rows, outputs, inputs, kind, pitch=pitch)
+    )
     if kind.activation is not None:
         gate_up = rounded(sums.astype(np.float32), element)
         gated = ops.swiglu if kind.activation is Activation.SILU else ops.geglu

@@ -59,6 +59,9 @@ template <typename Value>
 inline Value __ldcg(const Value* source) {
     return *source;
 }
+inline unsigned long long atomicAdd(unsigned long long* target, unsigned long long value) {
+    return std::exchange(*target, *target + value);
+}
 inline unsigned atomicAdd(unsigned* target, int value) { return std::exchange(*target, *target + value); }
 inline unsigned atomicOr(unsigned* target, unsigned value) { return std::exchange(*target, *target | value); }
 inline void __threadfence() {}

@@ -1,6 +1,6 @@
-"""Products by `mma_gemm.cu` on every GPU: tiles that all have the same sums, so that they give the same bits."""
+"""Products by `mma_gemm.cu` on every GPU, whose tiles all have the same sums, and so the same bits."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,7 +20,7 @@ _MANY_ROWS = 512  # from here on only tiles of 128 rows
 
 @dataclass(frozen=True, slots=True)
 class MmaTile:
-    """A tile of `rows` by `columns` rows of the weight, for `down` times `across` warps; `stages` of copies."""
+    """A tile of `rows` by `columns` rows of the weight, of `down` x `across` warps; `stages` of copies."""
 
     rows: int
     columns: int
@@ -95,12 +95,11 @@ class MmaTiles:
         """The tiles that are worth timing for a shape."""
         if not self._takes(shape):
             return []
-        tiles = [tile for tile in mma_tiles(shape.kind, shape.rows) if tile in self._tiles]
-        return [self._candidate(tile, shape.kind) for tile in tiles]
+        return [self._candidate(tile) for tile in self._worthwhile(shape)]
 
     def reference(self, shape: Shape) -> Candidate | None:
         """The tile whose bits are those that a product of this shape has; None if there are none."""
-        return self._candidate(_REFERENCE, shape.kind) if self._takes(shape) else None
+        return self._candidate(_REFERENCE) if self._takes(shape) else None
 
     def kernel(self, tile: MmaTile, shape: Shape) -> Kernel:
         """Bind a tile to a shape."""
@@ -119,11 +118,14 @@ class MmaTiles:
 
         return kernel
 
-    def _candidate(self, tile: MmaTile, kind: Kind) -> Candidate:
+    def _candidate(self, tile: MmaTile) -> Candidate:
         def suits(shape: Shape) -> bool:
-            return tile in mma_tiles(kind, shape.rows)
+            return tile in self._worthwhile(shape)
 
         return Candidate(f"mma {tile.name}", partial(self.kernel, tile), suits)
+
+    def _worthwhile(self, shape: Shape) -> Sequence[MmaTile]:
+        return mma_tiles(shape.kind, shape.rows) if len(self._tiles) > 1 else self._tiles
 
     def _takes(self, shape: Shape) -> bool:
         pitch = shape.pitch or shape.outputs

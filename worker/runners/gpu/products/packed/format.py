@@ -5,11 +5,11 @@ also be computed by way of elements (`unpack.py`), which is faster with many row
 and GPU.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device.device import Device
-from nightmill.worker.runners.gpu.device.operands import Buffer
+from nightmill.worker.runners.gpu.device.operands import Buffer, Format
 from nightmill.worker.runners.gpu.device.sources import Source
 from nightmill.worker.runners.gpu.precision import Precision
 from nightmill.worker.runners.gpu.products.elements.format import ElementProducts
@@ -60,6 +60,13 @@ class PackedProducts:
     def workspace(spec: ModelSpec, precision: Precision) -> int:
         """Bytes of device memory for packed matrices that become elements."""
         return Unpacked.workspace(spec, precision)
+
+    def reference(self, shape: Shape, elements: Callable[[Shape], Candidate | None]) -> Candidate | None:
+        """The kernel whose bits products with packed weights have: through elements, by `elements`."""
+        if self._unpacked is None or not (shape.format.packed or shape.format is Format.MIXED):
+            return None
+        one = elements(self._unpacked.first_piece(shape))
+        return None if one is None else self._unpacked.through(one)
 
     def candidates(self, shape: Shape) -> list[Candidate]:
         """Kernels for a shape, the best guess first; none if its weights are not packed."""
