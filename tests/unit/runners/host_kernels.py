@@ -29,7 +29,7 @@ from nightmill.worker.runners.gpu.device.sources import Source, for_element
 from nightmill.worker.runners.gpu.products import agreeing
 from nightmill.worker.runners.gpu.products.elements import mma_gemm
 from nightmill.worker.runners.gpu.products.fp8 import quantise
-from nightmill.worker.runners.gpu.products.packed import packed_rows
+from nightmill.worker.runners.gpu.products.packed import packed_mma, packed_rows
 from nightmill.worker.runners.gpu.rows import activate, embedding, logits, norms, rotation
 from nightmill.worker.runners.gpu.states import chunks, convolution, delta_net, mamba2, recurrent
 from nightmill.worker.runners.gpu.weights import repacker
@@ -250,7 +250,7 @@ def run_rows_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
 def run_packed_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     """The same of products of few rows with packed weights."""
     launched = _launch_on_host(patch, folder, "warps", (activate,))
-    for module in (packed_rows, repacker):
+    for module in (packed_mma, packed_rows, repacker):
         patch.setattr(module, "Module", HostModule)
     return launched
 
