@@ -120,6 +120,8 @@ class Settings(BaseModel):
     """Generate with NumPy even if a GPU is present."""
     gpu: int | None = Field(default=None, ge=0)
     """Index of the worker's GPU."""
+    pretend_device: str | None = None
+    """The card that the GPU is taken for, to try what runs there, such as rtx4090; by default itself."""
     gpu_memory: float | int = 0.9
     """GPU memory for the worker: a share of the free memory, or a whole number of bytes."""
     dtype: Literal["auto", "f16", "bf16"] = "auto"

@@ -19,6 +19,7 @@ from nightmill.worker.runners.gpu.shapes import SUMMED, Kind, Shape
 from nightmill.worker.runners.reference import ops
 from nightmill.worker.runners.reference.rounding import to_fp8
 from tests.support.comparing import nmse
+from tests.support.cuda_runners import pretended_card
 from tests.support.driving import BLOCK, Chunk, Cuda, HasLogits, Pages, Reference, logits_of
 from tests.support.elements import BOTH_ELEMENTS, ROUNDED_ONCE, rounded
 from tests.support.family_cases import GPU_FILES, file_of
@@ -32,7 +33,7 @@ SIZES = ((1152, 896), (520, 80), (264, 18_944))  # outputs, inputs
 
 @pytest.fixture(autouse=True)
 def hopper() -> None:
-    with Device() as device:
+    with Device(pretended=pretended_card()) as device:
         if not device.hopper:
             missing(Need.HOPPER)
 

@@ -133,6 +133,7 @@ WORKER_SETTINGS = frozenset(
         "model",
         "model_name",
         "gpu",
+        "pretend_device",
         "gpu_memory",
         "dtype",
         "weights",

@@ -25,10 +25,13 @@ import pytest
 from nightmill.worker.runners.gpu.attention import decode, general, latent_rows, prefill, wide, widening
 from nightmill.worker.runners.gpu.device.compiler import kernel_directory
 from nightmill.worker.runners.gpu.device.element import Element
+from nightmill.worker.runners.gpu.device.features import features_of
 from nightmill.worker.runners.gpu.device.sources import Source, for_element
 from nightmill.worker.runners.gpu.experts import combine, grouped, route
+from nightmill.worker.runners.gpu.products import agreeing
+from nightmill.worker.runners.gpu.products.elements import mma_gemm
 from nightmill.worker.runners.gpu.products.fp8 import quantise
-from nightmill.worker.runners.gpu.products.packed import packed_rows
+from nightmill.worker.runners.gpu.products.packed import packed_mma, packed_rows
 from nightmill.worker.runners.gpu.rows import activate, embedding, logits, norms, rotation
 from nightmill.worker.runners.gpu.states import chunks, convolution, delta_net, mamba2, recurrent
 from nightmill.worker.runners.gpu.weights import repacker
@@ -75,6 +78,7 @@ class HostDevice:
 
     hopper = False  # there are no clusters
     compute_capability = (8, 0)
+    features = features_of((8, 0))
     multiprocessors = 40
 
     def __init__(self, element: Element = Element.F16, kv: KvFormat = KvFormat.ELEMENT) -> None:
@@ -225,6 +229,7 @@ def _compiled(
     launchers = "\n".join(f"LAUNCHER({kernel})" for kernel in kernels)
     launch.write_text(_LAUNCH.format(path=source, launchers=launchers))
     includes = [f"-I{one}" for one in (HERE / stands, HERE, kernel_directory())]
+    options = tuple(option.replace("\\,", ",") for option in options)  # as nvcc takes commas (`instances`)
     subprocess.run([compiler, *flags, *options, *includes, launch, "-o", made], check=True)
     KEPT.mkdir(parents=True, exist_ok=True)
     coming = library.with_name(f"{library.name}.{os.getpid()}")
@@ -260,8 +265,17 @@ def run_rows_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
 def run_packed_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     """The same of products of few rows with packed weights."""
     launched = _launch_on_host(patch, folder, "warps", (activate,))
-    for module in (packed_rows, repacker):
+    for module in (packed_mma, packed_rows, repacker):
         patch.setattr(module, "Module", HostModule)
+    return launched
+
+
+def run_mma_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
+    """The same of products by tiles of `mma_gemm.cu`."""
+    launched = _launch_on_host(patch, folder, "warps", ())
+    for module in (mma_gemm, agreeing):
+        patch.setattr(module, "Module", HostModule)
+    patch.setattr(HostModule, "together", False)
     return launched
 
 

@@ -33,7 +33,7 @@ from nightmill.worker.runners.gpu.attention.choice import (
 )
 from nightmill.worker.runners.gpu.catalogue import check_spec
 from nightmill.worker.runners.gpu.device import compiler
-from nightmill.worker.runners.gpu.device.device import Device, NoDeviceError
+from nightmill.worker.runners.gpu.device.device import Device, NoDeviceError, describe_device
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.graphs import Graph
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, Buffer, Matrix
@@ -528,8 +528,12 @@ def test_a_runner_of_bfloat16_launches_its_kernels_and_says_so_in_the_name_of_it
     assert driver.launches.keys() - {"library"} <= driver.checked
 
 
-def test_a_gpu_without_bfloat16_says_what_to_do(monkeypatch: pytest.MonkeyPatch, cubins: Path) -> None:
-    record((7, 5), monkeypatch, cubins)
-    with pytest.raises(NoDeviceError, match=r"GPU 0 \(recorded\) has no BF16.*--dtype f16"):
-        Device(0, Element.BF16)
-    Device(0).close()
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5), (6, 1)])
+def test_a_gpu_that_is_too_old_is_refused_in_a_sentence(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch, cubins: Path
+) -> None:
+    record(capability, monkeypatch, cubins)
+    sentence = rf"GPU 0 \(recorded\) has compute capability {capability[0]}\.{capability[1]}; .*--reference"
+    for refused in (Device, describe_device):
+        with pytest.raises(NoDeviceError, match=sentence):
+            refused()

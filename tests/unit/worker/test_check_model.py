@@ -16,7 +16,7 @@ from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.commands.main import main
 from nightmill.jobs.errors import RunnerError
 from nightmill.jobs.messages.embedded import EmbeddedRedis
-from nightmill.worker.assembly.forecast import CARDS, Card, card_of, forecast
+from nightmill.worker.assembly.forecast import CARDS, Card, forecast
 from nightmill.worker.assembly.model import demo_model
 from nightmill.worker.assembly.options import KV, WEIGHTS
 from nightmill.worker.commands.inspection import quantisation_of, shares
@@ -32,6 +32,7 @@ from tests.unit.runners.recorded_cuda import RecordedDriver
 
 Values = dict[str, Any]
 H200 = peaks_of((9, 0), 132, clock_khz=1_980_000, memory_khz=3_201_000, bus_bits=6144)
+LARGE = Card("large", 76 << 30, 132, H200, hopper=True)
 SMALL = Card("small", 200 << 20, 132, H200, hopper=True)
 """So small that steps have as few tokens as they may."""
 
@@ -212,13 +213,13 @@ def test_what_a_worker_would_refuse_does_not_fit(directory: Path, monkeypatch: p
 
 
 def test_no_more_cache_is_counted_than_all_sequences_fill(spec: ModelSpec) -> None:
-    found = forecast(spec, card_of("large", 80, 132, H200, hopper=True), Settings(max_sequences=16))
+    found = forecast(spec, LARGE, Settings(max_sequences=16))
     assert found.cache_tokens == 16 * spec.context_length
     assert found.sequences == {spec.context_length: 16}
 
 
 def test_a_small_gpu_takes_smaller_steps(spec: ModelSpec) -> None:
-    large = forecast(spec, card_of("large", 80, 132, H200, hopper=True), Settings())
+    large = forecast(spec, LARGE, Settings())
     small = forecast(spec, SMALL, Settings())
     assert small.workspace < large.workspace / 2
 
@@ -247,7 +248,7 @@ def test_block_tables_of_all_sequences_are_counted(spec: ModelSpec) -> None:
 def test_memory_may_be_given_in_bytes(spec: ModelSpec) -> None:
     """Then what the card has beside it does not matter."""
     settings = Settings.model_validate({"gpu_memory": "300MiB"})
-    found = forecast(spec, card_of("large", 80, 132, H200, hopper=True), settings)
+    found = forecast(spec, LARGE, settings)
     taken = found.weights + found.workspace + (found.cache_tokens // 16 + 1) * page_bytes(spec)
     assert 300 * 2**20 - page_bytes(spec) < taken <= 300 * 2**20
 

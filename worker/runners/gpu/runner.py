@@ -33,7 +33,7 @@ from nightmill.worker.runners.gpu.attention.choice import Attentions
 from nightmill.worker.runners.gpu.attention.pieces import whole_pieces
 from nightmill.worker.runners.gpu.catalogue import check_spec, sources_for
 from nightmill.worker.runners.gpu.device.compiler import compile_all
-from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.device import FIRST_GPU, ChosenGpu, Device
 from nightmill.worker.runners.gpu.device.graphs import Graph, bucket_of, buckets
 from nightmill.worker.runners.gpu.feed_forward import ExpertLaunchers
 from nightmill.worker.runners.gpu.kv_cache import PAGE, KvCache
@@ -107,7 +107,7 @@ class CudaRunner:
     """
 
     def __init__(
-        self, file: GgufFile, spec: ModelSpec, sizes: RunnerSizes, *, gpu: int = 0,
+        self, file: GgufFile, spec: ModelSpec, sizes: RunnerSizes, *, gpu: ChosenGpu = FIRST_GPU,
         precision: Precision = HALF, launching: Launching = Launching(),
         report: Callable[[str], None] = log.info, progress: Progress = no_progress,
     ) -> None:  # fmt: skip
@@ -135,7 +135,7 @@ class CudaRunner:
         self._tune = launching.tune
         self._turn = 0
         self._products: Products | None = None
-        self.device = Device(gpu, precision.element, precision.kv)
+        self.device = Device(gpu.index, precision.element, precision.kv, pretended=gpu.pretended)
         try:
             self.arithmetic = arithmetic_of(file, self.device, precision)
             self._build(file, spec, precision, sizes)
@@ -148,7 +148,8 @@ class CudaRunner:
             self.close()
             raise
         report(
-            f"GPU {gpu} ({self.device.name}) is ready after {time.monotonic() - began:.1f} s: {self.memory}"
+            f"GPU {gpu.index} ({self.device.name}) is ready after {time.monotonic() - began:.1f} s: "
+            f"{self.memory}"
         )
 
     def _build(self, file: GgufFile, spec: ModelSpec, precision: Precision, sizes: RunnerSizes) -> None:

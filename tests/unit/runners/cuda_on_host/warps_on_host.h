@@ -63,6 +63,9 @@ template <typename Value>
 inline Value __ldcg(const Value* source) {
     return *source;
 }
+inline unsigned long long atomicAdd(unsigned long long* target, unsigned long long value) {
+    return std::exchange(*target, *target + value);
+}
 inline unsigned atomicAdd(unsigned* target, int value) { return std::exchange(*target, *target + value); }
 inline unsigned atomicOr(unsigned* target, unsigned value) { return std::exchange(*target, *target | value); }
 inline int __popc(uint32_t bits) { return __builtin_popcount(bits); }

@@ -74,11 +74,20 @@ class Unpacked:
         if not shape.format.packed and shape.format is not Format.MIXED:
             return []
         first, *others = self._pieces(shape)
-        return [
-            Candidate(f"elements, {one.name}", partial(self._kernel, one), partial(self._suits, one))
-            for one in self._elements(first)
-            if all(map(one.suits, others))
-        ]
+        return [self.through(one) for one in self._elements(first) if all(map(one.suits, others))]
+
+    def through(self, one: Candidate) -> Candidate:
+        """Make a candidate of one that multiplies elements: the matrix becomes elements first."""
+        return replace(
+            one,
+            name=f"elements, {one.name}",
+            kernel=partial(self._kernel, one),
+            suits=partial(self._suits, one),
+        )
+
+    def first_piece(self, shape: Shape) -> Shape:
+        """The product over elements, or the first of several, that a product is."""
+        return self._pieces(shape)[0]
 
     def unpack(self, matrix: Matrix) -> Matrix:
         """Queue the matrix to become elements in the room, and return it as such."""

@@ -13,6 +13,7 @@ struct alignas(8) Bytes8 {
 };
 
 inline uint32_t pack(float low, float high) { return bits_as<uint32_t>(to_elements(low, high)); }
+inline float rounded(float value) { return to_float(to_element(value)); }
 inline Element8 pack(const float (&values)[8]) {
     Element8 packed;
     for (int i = 0; i < 4; ++i) packed.word[i] = pack(values[2 * i], values[2 * i + 1]);

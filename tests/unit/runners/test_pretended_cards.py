@@ -1,0 +1,129 @@
+"""A GPU that is taken for another card compiles, chooses and allocates as that one would."""
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from nightmill.jobs.errors import SettingsError
+from nightmill.worker.model.families import read_spec
+from nightmill.worker.model.gguf.file import GgufFile
+from nightmill.worker.runners.gpu.device import compiler
+from nightmill.worker.runners.gpu.device.device import (
+    ChosenGpu,
+    CudaError,
+    Device,
+    DeviceMemoryError,
+    NoDeviceError,
+)
+from nightmill.worker.runners.gpu.device.features import features_of
+from nightmill.worker.runners.gpu.device.functions import Module
+from nightmill.worker.runners.gpu.device.known_cards import KNOWN_CARDS, known_card
+from nightmill.worker.runners.gpu.device.sources import source_of
+from tests.support.cuda_runners import cuda_runner
+from tests.support.driving import Chunk, Pages
+from tests.unit.runners.recorded_cuda import (
+    HOPPER,
+    RecordedDriver,
+    install_uncompiled,
+    nvcc_is_there,
+    read_kernels,
+    record,
+)
+
+MODEL = Path(__file__).parents[3] / "models" / "nightmill-demo.gguf"
+TARGETS = {
+    "rtx3090": "compute_86/sm_90", "rtx4060": "compute_89/sm_90", "rtx4090": "compute_89/sm_90",
+    "rtx5090": "compute_89/sm_90", "a100": "compute_80/sm_90", "l4": "compute_89/sm_90",
+    "l40s": "compute_89/sm_90", "h100": "sm_90a", "h200": "sm_90a",
+}  # fmt: skip
+HOPPERS = {"h100", "h200"}
+
+
+@pytest.fixture
+def real(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RecordedDriver:
+    """A Hopper for which nothing is compiled."""
+    return install_uncompiled(monkeypatch, tmp_path, HOPPER)
+
+
+@pytest.mark.parametrize("key", KNOWN_CARDS)
+def test_code_is_compiled_for_the_card_and_runs_on_a_hopper(key: str) -> None:
+    card = KNOWN_CARDS[key]
+    features = features_of(card.capability, HOPPER)
+    assert features.target == TARGETS[key]
+    assert features.hopper is features.dependent is (key in HOPPERS)
+    assert features.fp8 is (key not in ("a100", "rtx3090"))
+    assert features.block_shared == card.features.block_shared <= card.features.shared
+
+
+@pytest.mark.parametrize(
+    ("card", "on", "target"),
+    [
+        ((8, 6), (8, 9), "compute_86/sm_89"), ((8, 9), (8, 9), "sm_89"), ((12, 0), (12, 0), "sm_120"),
+        ((12, 0), (8, 6), "sm_86"), ((8, 9), (8, 0), "sm_80"),
+        ((8, 0), (12, 0), "compute_80/sm_120"), ((10, 0), (12, 0), "compute_89/sm_120"),
+    ],
+)  # fmt: skip
+def test_code_that_a_gpu_cannot_run_is_that_of_an_earlier_one(
+    card: tuple[int, int], on: tuple[int, int], target: str
+) -> None:
+    assert features_of(card, on).target == target
+
+
+@pytest.mark.parametrize("key", [key for key in KNOWN_CARDS if key not in HOPPERS])
+def test_a_runner_takes_no_more_than_the_card_has(real: RecordedDriver, key: str) -> None:
+    file, card = GgufFile.open(MODEL), KNOWN_CARDS[key]
+    options = {"slots": 8, "context": 128, "max_tokens": 512, "graphs": False}
+    with closing(cuda_runner(file, read_spec(file), gpu=ChosenGpu(0, card), **options)) as runner:
+        pages = Pages(8, 8)
+        runner.launch(pages.batch([Chunk(0, [1] * 128, 0, 100)], admit=True))
+        runner.launch(pages.batch([Chunk(0, [1] * 128, 100, 1, 1, True)], admit=False))
+        assert [len(runner.collect().tokens) for _ in range(2)] == [1, 1]  # type: ignore[union-attr]
+        device, arithmetic = runner.device, runner.arithmetic
+        assert not device.hopper and device.multiprocessors == card.multiprocessors
+        assert device.free_memory() <= min(card.free, 130 << 30)
+        assert device.peaks() == card.peaks
+        code = TARGETS[key].partition("/")[0]
+        assert arithmetic.device == f"{card.name} (pretended on recorded, code of {code})"
+        with pytest.raises(DeviceMemoryError, match=r"no [\d,]+ bytes left for too much"):
+            device.allocate((card.memory << 30) + 1, "too much")
+    assert {"prefill_attention", "qkv_rope_write"} <= real.launches.keys()
+    assert not [name for name in real.launches if "hopper" in name or name.startswith("few_")]
+
+
+def test_kernels_ask_for_no_more_shared_memory_than_a_block_of_the_card_has(real: RecordedDriver) -> None:
+    with Device(pretended=KNOWN_CARDS["rtx4090"]) as device:
+        module = Module.of(device, source_of("activate"))
+        module.function("silu", "PPPii", shared=99 << 10)
+        with pytest.raises(CudaError, match=r"kernel silu takes 101,377 .* RTX 4090 .* at most 101,376"):
+            module.function("silu", "PPPii", shared=(99 << 10) + 1)
+
+
+def test_a_multiprocessor_of_the_card_holds_no_more_blocks_than_it_has_room_for() -> None:
+    ada = features_of((8, 9))
+    assert [ada.blocks_held(128, shared << 10) for shared in (99, 49, 24, 0)] == [1, 2, 4, 12]
+    assert ada.blocks_held(32, 0) == 24
+    assert features_of(HOPPER).blocks_held(128, 24 << 10) == 9
+
+
+def test_cards_that_cannot_be_pretended_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install_uncompiled(monkeypatch, tmp_path, (8, 9))
+    with pytest.raises(NoDeviceError, match=r"recorded\) cannot be taken for NVIDIA H100 .* or none"):
+        Device(pretended=KNOWN_CARDS["h100"])
+    with pytest.raises(SettingsError, match=r"no card is known as 'rtx9090' .* rtx4090"):
+        known_card("rtx9090")
+    assert known_card("RTX4090") is KNOWN_CARDS["rtx4090"] and known_card(None) is None
+
+
+@pytest.mark.heavy
+@pytest.mark.skipif(not nvcc_is_there(), reason="needs nvcc")
+def test_nvcc_makes_machine_code_of_the_gpu_from_code_of_the_card(
+    monkeypatch: pytest.MonkeyPatch, cubins: Path
+) -> None:
+    record(HOPPER, monkeypatch, cubins)
+    with Device(pretended=KNOWN_CARDS["rtx3090"]) as device:
+        path, options = source_of("logits")
+        cubin = compiler.compile_kernels(path, options, device.architecture)
+    flags = int.from_bytes(cubin[0x30:0x34], "little")  # e_flags of the ELF header
+    assert 90 in (flags & 0xFF, flags >> 8 & 0xFF)
+    assert read_kernels(cubin)
