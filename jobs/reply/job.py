@@ -209,6 +209,17 @@ class Worker:
     detail: str | None  # current activity, for example while it loads
     stats: JsonObject | None = None  # statistics of its engine, as of the heartbeat
     paused: bool = False  # by hand: it sleeps, or is about to, until it is resumed
+    models: list[str] | None = None  # that it loads in turn; `model` is the one that is loaded, or was last
+    swap_for_interactive: bool = False  # it loads another of them when an interactive job asks for it
+
+    def could_serve(self, model: str) -> bool:
+        """Return True if it loads the model in turn with others, whether or not it is loaded now."""
+        return isinstance(self.models, list) and model in self.models
+
+    @property
+    def is_idle(self) -> bool:
+        """True if it holds no job, as of its last heartbeat."""
+        return (self.stats or {}).get("in_flight") == 0
 
     @property
     def wakes_for_jobs(self) -> bool:

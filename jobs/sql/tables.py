@@ -24,7 +24,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from nightmill.jobs.base.contract import MAX_ERROR_LENGTH, JobState, JsonObject
 from nightmill.jobs.sql.types import StorableString, StorableText, UtcDateTime
 
-SCHEMA_REVISION = "0029"
+SCHEMA_REVISION = "0034"
 """The migration that these declarations match."""
 
 
@@ -81,6 +81,26 @@ class WorkerRow(Base):
     detail: Mapped[str | None] = mapped_column(StorableString(200))
     stats: Mapped[JsonObject | None] = mapped_column(JSON(none_as_null=True))  # as of the heartbeat
     paused: Mapped[bool] = mapped_column(server_default=false())  # by hand: it is to sleep until resumed
+    # Names of the models that it loads in turn; `model` is the one that is loaded, or was last.
+    models: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))
+    swap_for_interactive: Mapped[bool] = mapped_column(server_default=false())
+
+
+class LoadRow(Base):
+    """A load of a model by a worker that serves several in turn: from its choice to its end."""
+
+    __tablename__ = "loads"
+
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    worker: Mapped[str] = mapped_column(String(32), index=True)
+    model: Mapped[str] = mapped_column(String(200), index=True)
+    reason: Mapped[str] = mapped_column(StorableString(200))  # why it was chosen
+    began_at: Mapped[datetime]
+    ready_at: Mapped[datetime | None]  # None: it has not become ready, or not yet
+    ended_at: Mapped[datetime | None]
+    error: Mapped[str | None] = mapped_column(StorableText(MAX_ERROR_LENGTH))  # why it did not become ready
+    failure: Mapped[str | None] = mapped_column(String(16))  # what that is a fault of
+    settled: Mapped[bool] = mapped_column(server_default=false())  # a failure that rows were charged with
 
 
 def _partial(name: str, *columns: str, where: str, unique: bool = False) -> Index:
