@@ -31,6 +31,7 @@ from nightmill.jobs.commands.terminal import echo
 from nightmill.jobs.errors import NightmillError
 from nightmill.jobs.messages.announcing import Announcer
 from nightmill.jobs.messages.broker import Broker, make_app, queue_name, resolve_broker_url
+from nightmill.jobs.reply.job import UNTIL
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.claims import Claims
 from nightmill.jobs.sql.database import Database
@@ -63,6 +64,7 @@ from nightmill.worker.service.message_filter import FilteringAMQP
 from nightmill.worker.service.metrics import WorkerMetrics, serve_metrics
 from nightmill.worker.service.nvml import GpuProbe
 from nightmill.worker.service.resting import Resting, RestRule
+from nightmill.worker.service.room import RoomStep
 from nightmill.worker.service.service_options import ServiceOptions
 from nightmill.worker.service.shards import Service
 from nightmill.worker.service.sleeping import become, sleep_command, with_option
@@ -235,7 +237,7 @@ class EngineStep(bootsteps.StartStopStep):
         self._register(settings, LOADING)
         reason = RestRule(self.claims, settings, ()).reason(0.0)
         if reason is None:  # the database's clock may be ahead
-            reason = "until its hours begin" if settings.models is None else "chooses a model"
+            reason = f"{UNTIL}its hours begin" if settings.models is None else "chooses a model"
         self.rest_reason = reason
         self.claims.beat(WorkerState.SLEEPING, self.rest_reason)
         self.database.close()
@@ -264,7 +266,8 @@ class EngineStep(bootsteps.StartStopStep):
             lambda: self._rest(resting),
         )  # fmt: skip
         if self.registry is not None:
-            self.registry.register(WorkerMetrics(self.service, model.name, named, probe))
+            models = tuple(named_models(settings))
+            self.registry.register(WorkerMetrics(self.service, model.name, named, probe, models))
         tasks.register(parent.app, self.service.run_shard)
         parent.app.amqp.queues.select([queue_name(None), queue_name(model.name)])
         service = self.service
@@ -336,28 +339,6 @@ class EngineStep(bootsteps.StartStopStep):
         running = engine.stats.sequences  # fewer, where memory has no room for the states of all
         service.in_flight.resize(capacity(running), interactive_slots(running))
         return service
-
-
-class RoomStep(bootsteps.StartStopStep):
-    """Lets the consumer pull messages only while the service has room for their jobs.
-
-    A consumer step, since a reconnect brings a new channel. Celery's own `worker_disable_prefetch` gates
-    the channel in the same way, by the number of pool threads.
-    """
-
-    requires = ("celery.worker.consumer.tasks:Tasks",)
-
-    def start(self, parent: Any) -> None:
-        """Put this limit on the new channel."""
-        step = next(step for step in parent.controller.steps if isinstance(step, EngineStep))
-        qos = parent.task_consumer.channel.qos
-        within_prefetch = qos.can_consume
-
-        def can_consume() -> bool:
-            service = step.service
-            return service is not None and service.in_flight.room > 0 and bool(within_prefetch())
-
-        qos.can_consume = can_consume
 
 
 def make_worker_app() -> Celery:

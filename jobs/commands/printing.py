@@ -42,6 +42,10 @@ def say_if_nobody_serves(client: Client, model: str | None) -> None:
         if asleep := client.sleeping(model):
             echo(f"The worker sleeps, {printable(asleep[0].detail or '')}", err=True)
             return
+        if model is not None and (in_turn := client.could_serve(model)):
+            now = printable(in_turn[0].model)
+            echo(f"The worker serves {now} now, and loads {printable(model)} in its turn", err=True)
+            return
         which = "" if model is None else f" that serves {printable(model)!r}"
         echo(f"No worker is running{which}: start one, nightmill worker --model FILE", err=True)
 

@@ -192,6 +192,8 @@ def scores_of(job: Job) -> Scores:
 
 IDLE = "idle, until there are jobs"
 """Why a worker sleeps that wakes for the next job; anything else does not end by a job."""
+UNTIL = "until "
+"""Beginning of why a worker sleeps that waits for its hours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,9 +219,15 @@ class Worker:
         return isinstance(self.models, list) and model in self.models
 
     @property
+    def rests(self) -> bool:
+        """True if it sleeps until its hours begin, or until it is resumed, whatever jobs there are."""
+        return self.state is WorkerState.SLEEPING and (self.paused or (self.detail or "").startswith(UNTIL))
+
+    @property
     def is_idle(self) -> bool:
-        """True if it holds no job, as of its last heartbeat."""
-        return (self.stats or {}).get("in_flight") == 0
+        """True if it holds no job, as of its last heartbeat, or has no model loaded and chooses one."""
+        between = self.state is WorkerState.SLEEPING and not self.rests
+        return between or (self.stats or {}).get("in_flight") == 0
 
     @property
     def wakes_for_jobs(self) -> bool:

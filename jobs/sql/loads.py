@@ -25,7 +25,7 @@ from nightmill.jobs.sql.workers import LIVE
 
 _IDS = IdSource()
 _SLOTS = 64  # rows that a worker computes at once, while it has not said how many
-_BATCH_PRIORITY = 0  # of interactive rows, where these are no reason to load a model
+_BATCH_PRIORITY = 5  # of interactive rows, where these are no reason to load a model: the usual one
 _OPEN = LoadRow.ended_at.is_(None)
 
 

@@ -1,6 +1,6 @@
 """A worker's numbers for Prometheus: kept by others anyway, and read when Prometheus asks for them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -40,7 +40,10 @@ _OF_GPU = {
 class WorkerMetrics:
     """Collects for a registry of prometheus_client."""
 
-    def __init__(self, service: "Service", model: str, gpu: str | None, probe: GpuProbe) -> None:
+    def __init__(
+        self, service: "Service", model: str, gpu: str | None, probe: GpuProbe, models: Sequence[str] = ()
+    ) -> None:
+        self._models = models or (model,)
         self._service = service
         self._model = model
         self._gpu = gpu or "none"
@@ -54,6 +57,14 @@ class WorkerMetrics:
         info = InfoMetricFamily("nightmill_worker", "What this worker serves, and on what.")
         info.add_metric([], {"model": self._model, "gpu": self._gpu})
         yield info
+        loaded = GaugeMetricFamily(
+            "nightmill_worker_model_loaded",
+            "1 for the model that is loaded, 0 for those that this worker loads in turn with it.",
+            labels=["model"],
+        )
+        for model in self._models:
+            loaded.add_metric([model], float(model == self._model))
+        yield loaded
         for name, says in _COUNTERS.items():
             counter = CounterMetricFamily(f"nightmill_worker_{name}", says, labels=["model"])
             counter.add_metric([self._model], getattr(stats, name))

@@ -1,20 +1,31 @@
-"""A worker that serves several models in turn, as processes: loads, swaps, texts, and a file that is broken."""
+"""A worker that serves several models in turn, as processes: loads, swaps, texts, and a broken file."""
 
 import signal
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 from sqlalchemy import select
 
 from nightmill.jobs.base.contract import JobState, StopReason, WorkerState
+from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.client.client import Client
+from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.jobs.sql.tables import LoadRow
-from nightmill.worker.assembly.model import demo_model
+from nightmill.worker.assembly.engine import build_engine
+from nightmill.worker.assembly.model import demo_model, load_model, open_model
+from nightmill.worker.engine.request import Request
 from tests.integration.worker.conftest import StartWorker, on_sqlite
+from tests.support.engines import complete
 from tests.support.ggufs import write_model
 from tests.support.servers import wait_until
 
 PATIENCE = 120.0
-PROMPTS = ("Write a haiku about rain", "Describe a quiet harbor", "What is snow?")
+PROMPTS = (  # of rows 0 to 3, and so on
+    "Write a haiku about rain",
+    "Describe a quiet harbor",
+    "What is snow?",
+)
 
 
 def loads(client: Client) -> list[tuple[str, bool]]:
@@ -26,6 +37,20 @@ def loads(client: Client) -> list[tuple[str, bool]]:
 
 def ask(client: Client, prompt: str, model: str, seed: int) -> str:
     return client.enqueue(prompt, model=model, seed=seed, max_tokens=12, ignore_eos=True)
+
+
+def texts_alone(file: Path, keys: Sequence[tuple[str, int]]) -> dict[tuple[str, int], str]:
+    """Return the texts that an engine on one model gives, where no other model was ever loaded."""
+    settings = Settings(model=file, reference=True)
+    model = load_model(settings)
+    params = GenerationParams(max_tokens=12, ignore_eos=True)
+    with closing(model), closing(build_engine(settings, open_model(settings))) as engine:
+        requests = [
+            Request(str(number), 1, model.encode(PROMPTS[number // 4]), params, seed=number)
+            for _, number in keys
+        ]
+        done = complete(engine, requests)
+    return {key: done[str(key[1])].text for key in keys}
 
 
 @on_sqlite
@@ -73,13 +98,11 @@ def test_interleaved_rows_load_each_model_once_and_a_broken_one_fails_only_its_o
         rows = connection.execute(select(LoadRow.ended_at, LoadRow.ready_at, LoadRow.error)).all()
     assert all(row.ended_at is not None and (row.ready_at is None) == (row.error is not None) for row in rows)
 
-    plain: dict[tuple[str, int], str | None] = {}
-    for model, file in (("demo", demo_model()), ("other", other)):
-        with start_worker(f"plain-{model}", "--name", model, model=file):
-            asked = {key: ask(client, PROMPTS[key[1] // 4], model, key[1]) for key in done if key[0] == model}
-            for key, job_id in asked.items():
-                client.wait(job_id, timeout=PATIENCE)
-                plain[key] = client.get(job_id).text
+    plain = {
+        key: text
+        for model, file in (("demo", demo_model()), ("other", other))
+        for key, text in texts_alone(file, [key for key in done if key[0] == model]).items()
+    }
     assert plain == {key: job.text for key, job in done.items()}
     assert client.get(again).text == plain["demo", 0]
     log = (tmp_path / "turns.log").read_text()

@@ -5,9 +5,9 @@ its rows do: rows of a higher priority, a deadline that would be missed, and row
 model was loaded, while others wait for theirs. They leave a model loaded for `stay` first; a deadline, and a
 job that somebody waits for, leave it for as long as a load takes.
 
-Of several models that rows wait for, the next is found by, in this order: rows that somebody waits for (if
-these may swap), the priority of the most urgent row, a model that no other worker has, the deadline that must
-be begun first, the most rows for each second of loading, and the row that has waited longest.
+Of several models that rows wait for, the next is found by, in this order: whether its last load failed, rows
+that somebody waits for (if these may swap), the priority of the most urgent row, whether another worker has
+it, the deadline that must be begun first, the most rows for each second of loading, the oldest row.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class Loadable:
     """A model that could be loaded: what a load costs, and until when a failed one is left alone."""
 
     model: str
@@ -51,7 +51,7 @@ class View:
     """
 
     now: datetime
-    candidates: Sequence[Candidate]
+    candidates: Sequence[Loadable]
     queues: Mapping[str | None, Queue]
     held: Mapping[str, int] = field(default_factory=dict)
 
@@ -66,25 +66,25 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class NextModel:
     """A model to load, and why, for people."""
 
     model: str
     reason: str
 
 
-def choose(view: View, rules: Rules) -> Choice | None:
+def choose(view: View, rules: Rules) -> NextModel | None:
     """Return the model to load if none is loaded; None: nothing waits that is worth a load."""
     for candidate in ranked(view, rules):
-        return Choice(candidate.model, _said(view.queues[candidate.model]))
+        return NextModel(candidate.model, _said(view.queues[candidate.model]))
     if (any_model := view.queues.get(None)) is not None and not view.held:
         for candidate in view.candidates:
             if _may_try(candidate, view.now):
-                return Choice(candidate.model, f"{_said(any_model)} for any model")
+                return NextModel(candidate.model, f"{_said(any_model)} for any model")
     return None
 
 
-def give_way(view: View, loaded: Loaded, rules: Rules) -> Choice | None:
+def give_way(view: View, loaded: Loaded, rules: Rules) -> NextModel | None:
     """Return the model to swap to; None: the loaded one goes on."""
     own = _own(view, loaded.model)
     for candidate in ranked(view, rules):
@@ -95,19 +95,23 @@ def give_way(view: View, loaded: Loaded, rules: Rules) -> Choice | None:
             # A load for a row that has just come may be followed at once by one back: so it waits for as
             # long as a load takes, unless somebody waits for it.
             if queue.interactive or view.now - queue.since >= timedelta(seconds=candidate.load_seconds):
-                return Choice(candidate.model, _said(queue))
-        elif (reason := _urgent(view, loaded, own, candidate, rules)) is not None:
-            return Choice(candidate.model, reason)
+                return NextModel(candidate.model, _said(queue))
+        elif (
+            candidate.retry_at is None
+            and (reason := _urgent(view, loaded, own, candidate, rules)) is not None
+        ):
+            return NextModel(candidate.model, reason)
     return None
 
 
-def ranked(view: View, rules: Rules) -> list[Candidate]:
+def ranked(view: View, rules: Rules) -> list[Loadable]:
     """Return the models that a load is worthwhile for, the first to load first."""
 
-    def rank(candidate: Candidate) -> tuple[float, ...]:
+    def rank(candidate: Loadable) -> tuple[float, ...]:
         queue = view.queues[candidate.model]
         begin_by = _begin_by(view.now, candidate, queue)
         return (
+            0.0 if candidate.retry_at is None else 1.0,  # one that failed waits for all that work
             0.0 if rules.swap_for_interactive and queue.interactive else 1.0,
             -queue.priority,
             1.0 if candidate.model in view.held else 0.0,
@@ -119,14 +123,14 @@ def ranked(view: View, rules: Rules) -> list[Candidate]:
     return sorted((one for one in view.candidates if _is_worthwhile(view, one)), key=rank)
 
 
-def _is_worthwhile(view: View, candidate: Candidate) -> bool:
+def _is_worthwhile(view: View, candidate: Loadable) -> bool:
     queue = view.queues.get(candidate.model)
     if queue is None or not _may_try(candidate, view.now):
         return False
     return queue.rows > _FILLINGS * view.held.get(candidate.model, 0)
 
 
-def _may_try(candidate: Candidate, now: datetime) -> bool:
+def _may_try(candidate: Loadable, now: datetime) -> bool:
     return candidate.retry_at is None or candidate.retry_at <= now
 
 
@@ -146,7 +150,7 @@ def _own(view: View, model: str) -> Queue | None:
     )
 
 
-def _urgent(view: View, loaded: Loaded, own: Queue | None, candidate: Candidate, rules: Rules) -> str | None:
+def _urgent(view: View, loaded: Loaded, own: Queue | None, candidate: Loadable, rules: Rules) -> str | None:
     """Return why a model unloads one that is at work; None if it waits for its turn."""
     queue, load = view.queues[candidate.model], timedelta(seconds=candidate.load_seconds)
     here = view.now - loaded.since
@@ -170,7 +174,7 @@ def _urgent(view: View, loaded: Loaded, own: Queue | None, candidate: Candidate,
     return None
 
 
-def _begin_by(now: datetime, candidate: Candidate, queue: Queue) -> datetime | None:
+def _begin_by(now: datetime, candidate: Loadable, queue: Queue) -> datetime | None:
     """Return when a load must begin to meet the first deadline; None if there is none that can be met."""
     if queue.deadline is None:
         return None

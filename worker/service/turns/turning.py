@@ -18,7 +18,7 @@ from nightmill.jobs.sql.claims import Claims
 from nightmill.jobs.sql.loads import FailureKind, Failures, Loads, Queue
 from nightmill.worker.model.gguf.parts import whole_name
 from nightmill.worker.service.in_flight import InFlight
-from nightmill.worker.service.turns.policy import Candidate, Choice, Loaded, Rules, View, choose, give_way
+from nightmill.worker.service.turns.policy import Loadable, Loaded, NextModel, Rules, View, choose, give_way
 from nightmill.worker.service.turns.warming import Warmer
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,8 @@ def rules_of(settings: Settings) -> Rules:
 
 def named_models(settings: Settings) -> dict[str, str]:
     """Return the settings' models by name, once all have one (`assembly.fetching.with_models`)."""
-    return {name: model for name, model in parse_models(settings.models or "") if name is not None}
+    listed = () if settings.models is None else parse_models(settings.models)
+    return {name: model for name, model in listed if name is not None}
 
 
 class Turning:
@@ -68,11 +69,11 @@ class Turning:
 
         return self._loads.begin(take)
 
-    def give_way(self, loaded: Loaded) -> Choice | None:
+    def give_way(self, loaded: Loaded) -> NextModel | None:
         """Return the model to swap to; None: the loaded one goes on. Raises DatabaseError."""
         return give_way(self._view()(self._loads.held_by_others()), loaded, self._rules)
 
-    def next_after(self, loaded: Loaded) -> Choice | None:
+    def next_after(self, loaded: Loaded) -> NextModel | None:
         """Return the model that would follow if this one had no rows now. Raises DatabaseError."""
         view = self._view()(self._loads.held_by_others())
         queues: Mapping[str | None, Queue] = {
@@ -86,7 +87,7 @@ class Turning:
         queues = self._loads.queues((None, *names))
         seconds, failures = self._loads.seconds(names), self._loads.failures(names)
         candidates = [
-            Candidate(name, seconds.get(name) or self._guess(name), _retry_at(failures.get(name)))
+            Loadable(name, seconds.get(name) or self._guess(name), _retry_at(failures.get(name)))
             for name in names
         ]
         self.trouble = next((_described(name, failures[name]) for name in names if name in failures), None)
