@@ -56,13 +56,13 @@ from nightmill.worker.assembly.sizes import (
     max_sequences,
 )
 from nightmill.worker.link.link import ENGINE_COMMAND, EngineLink, launch_engine
+from nightmill.worker.runners.gpu.device.nvml import GpuProbe
 from nightmill.worker.service import tasks
 from nightmill.worker.service.heart import LOADING, Heart
 from nightmill.worker.service.housekeeper import Housekeeper
 from nightmill.worker.service.interactive import InteractiveConsumer
 from nightmill.worker.service.message_filter import FilteringAMQP
 from nightmill.worker.service.metrics import WorkerMetrics, serve_metrics
-from nightmill.worker.service.nvml import GpuProbe
 from nightmill.worker.service.resting import Resting, RestRule
 from nightmill.worker.service.room import RoomStep
 from nightmill.worker.service.service_options import ServiceOptions

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from nightmill.jobs.base.extras import pip_install
 from nightmill.jobs.errors import MissingExtraError, SettingsError
-from nightmill.worker.service.nvml import GpuProbe
+from nightmill.worker.runners.gpu.device.nvml import GpuProbe
 from nightmill.worker.service.tally import BUCKETS, Durations
 
 if TYPE_CHECKING:

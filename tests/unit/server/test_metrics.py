@@ -14,8 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from nightmill.jobs.base.contract import StopReason
 from nightmill.jobs.errors import DatabaseUnreachableError
 from nightmill.jobs.server.metrics import ANY, MOST_MODELS, OTHERS, names_of
+from nightmill.worker.runners.gpu.device.nvml import GpuProbe
 from nightmill.worker.service.metrics import WorkerMetrics
-from nightmill.worker.service.nvml import GpuProbe
 from tests.support.nvml import FakeNvml
 from tests.support.servers import wait_until
 from tests.unit.server.conftest import EVE, OPS

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from nightmill.worker.service.nvml import GpuProbe
+from nightmill.worker.runners.gpu.device.nvml import GpuProbe
 from tests.support.nvml import FakeNvml
 
 ALL = {"temperature": 61, "power": 312.5, "utilization": 0.97, "memory_used": 1 << 36, "memory": 1 << 37}
