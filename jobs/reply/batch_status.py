@@ -77,6 +77,8 @@ class RowCount:
     completion_tokens: int = 0
     cached_tokens: int = 0  # of those of prompts
     reasoning_tokens: int = 0  # of those of answers
+    gpu_seconds: float = 0.0
+    energy_joules: float | None = None  # None: of no row is it known
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,8 @@ class BatchStatus:
     # Models that rows wait for and no live worker serves.
     cached_tokens: int = 0  # of those of prompts, found computed
     reasoning_tokens: int = 0  # of those of answers
+    gpu_seconds: float = 0.0  # shares of the steps that computed its rows
+    energy_joules: float | None = None  # the same in joules; None: of no row is it known
     unserved: list[str | None] = field(default_factory=list)
 
     @property
@@ -203,6 +207,7 @@ def make_status(
     going = served and not unserved and left and state in (BatchState.RUNNING, BatchState.QUEUED)
     if going and pace and pace.rows and pace.seconds > 0:
         end = now + timedelta(seconds=left * pace.seconds / pace.rows)
+    joules = [count.energy_joules for count in counts if count.energy_joules is not None]
     return BatchStatus(
         name=record.name,
         state=state,
@@ -218,6 +223,8 @@ def make_status(
         completion_tokens=sum(count.completion_tokens for count in counts),
         cached_tokens=sum(count.cached_tokens for count in counts),
         reasoning_tokens=sum(count.reasoning_tokens for count in counts),
+        gpu_seconds=sum(count.gpu_seconds for count in counts),
+        energy_joules=sum(joules) if joules else None,
         tokens_per_second=None if pace is None else pace.tokens_per_second,
         estimated_end=end,
         created_at=record.created_at,

@@ -7,6 +7,7 @@ from sqlalchemy import (
     JSON,
     BigInteger,
     ColumnElement,
+    Double,
     ForeignKey,
     Index,
     LargeBinary,
@@ -24,7 +25,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from nightmill.jobs.base.contract import MAX_ERROR_LENGTH, JobState, JsonObject
 from nightmill.jobs.sql.types import StorableString, StorableText, UtcDateTime
 
-SCHEMA_REVISION = "0034"
+SCHEMA_REVISION = "0035"
 """The migration that these declarations match."""
 
 
@@ -150,6 +151,9 @@ class JobRow(Base):
     completion_tokens: Mapped[int | None]
     cached_tokens: Mapped[int | None]  # tokens of the prompt found in the cache
     reasoning_tokens: Mapped[int | None]  # reasoning tokens of all answers
+    # Shares of the steps that computed it, in all attempts that ended; joules where the GPU tells.
+    gpu_seconds: Mapped[float | None] = mapped_column(Double)
+    energy_joules: Mapped[float | None] = mapped_column(Double)
     arithmetic: Mapped[str | None] = mapped_column(StorableText())  # name of what computed the text
     prompt_digest: Mapped[str | None] = mapped_column(String(16))  # digest of the token ids
     reused_from: Mapped[str | None] = mapped_column(String(32))  # the job that the text was computed for
