@@ -93,6 +93,8 @@ class Settings(BaseModel):
     max_attempts: int = Field(default=3, ge=1, le=100)
     """Deaths of a worker that ran a job alone, after which the job is failed."""
 
+    price_per_kwh: float | None = Field(default=None, ge=0.0)
+    """Price of a kWh, in whatever money: batches are then shown with what their energy cost."""
     spool_bytes: int = 64 << 30
     """Largest input that is copied to disk first, from standard input or a URL, in bytes."""
     log_format: LogFormat = "text"

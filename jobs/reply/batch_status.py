@@ -10,6 +10,7 @@ from typing import Any
 from nightmill.jobs.base.contract import JobState, StopReason
 from nightmill.jobs.base.printable import printable
 
+JOULES_PER_KWH = 3.6e6
 _MOST_NAMES = 5
 _LONGEST_NAME = 80
 _NUMBER = re.compile(r"\d[\d,.]*")
@@ -159,6 +160,18 @@ class BatchStatus:
         return self.states.get(JobState.SUCCEEDED, 0)
 
     @property
+    def energy_kwh(self) -> float | None:
+        """The energy in kWh; None if it is not known."""
+        return None if self.energy_joules is None else self.energy_joules / JOULES_PER_KWH
+
+    @property
+    def joules_per_token(self) -> float | None:
+        """Energy for each generated token, that of prompts included; None if it is not known."""
+        if self.energy_joules is None or not self.completion_tokens:
+            return None
+        return self.energy_joules / self.completion_tokens
+
+    @property
     def unsuccessful(self) -> int:
         """Rows that ended without a complete result."""
         return self.done - self.succeeded
@@ -172,7 +185,11 @@ def status_values(status: BatchStatus) -> dict[str, Any]:
     """Return the status as a JSON object; `done`, `succeeded` and `unsuccessful` count rows."""
     values = asdict(status)
     values |= {
-        name: getattr(status, name) for name in ("done", "succeeded", "unsuccessful", "unlisted_errors")
+        name: getattr(status, name)
+        for name in (
+            *("done", "succeeded", "unsuccessful", "unlisted_errors"),
+            *("energy_kwh", "joules_per_token"),
+        )
     }
     values["states"] = {str(state): status.states.get(state, 0) for state in JobState}
     values["stop_reasons"] = {str(reason): rows for reason, rows in status.stop_reasons.items()}

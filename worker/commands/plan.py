@@ -105,7 +105,7 @@ def _plan(
     else:
         from nightmill.worker.commands.planning.report import describe_plan
 
-        echo("\n".join(describe_plan(plan)))
+        echo("\n".join(describe_plan(plan, settings.price_per_kwh)))
     if plan.estimate is not None and plan.estimate.fits is False:
         raise SystemExit(EXIT_TOO_LATE)
     if plan.survey.bad:

@@ -22,6 +22,8 @@ _COUNTERS = {
     "shared_tokens": "Tokens of prompts that were found computed.",
     "generated_tokens": "Tokens that were drawn and kept.",
     "resumed_tokens": "Tokens that an earlier attempt had drawn, and that this one went on from.",
+    "gpu_seconds": "Time of steps, which is charged to the jobs that they computed.",
+    "energy_joules": "Energy of steps, which is charged to these jobs; nothing where the GPU does not tell.",
     "preemptions": "Times that a sequence gave its pages back, to be computed again.",
 }
 """Fields of EngineStats that only grow, and what they say."""
@@ -67,7 +69,8 @@ class WorkerMetrics:
         yield loaded
         for name, says in _COUNTERS.items():
             counter = CounterMetricFamily(f"nightmill_worker_{name}", says, labels=["model"])
-            counter.add_metric([self._model], getattr(stats, name))
+            if (value := getattr(stats, name)) is not None:
+                counter.add_metric([self._model], value)
             yield counter
         gauges = {
             "sequences": ("Sequences in the engine.", {"running": stats.running, "waiting": stats.waiting}),
