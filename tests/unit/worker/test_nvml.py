@@ -52,3 +52,11 @@ def test_what_is_not_supported_or_not_installed_is_left_out() -> None:
 
     probe = GpuProbe(0, absent)
     assert probe.read() == probe.read() == {} and len(asked) == 1
+
+
+def test_energy_is_counted_where_the_gpu_tells() -> None:
+    library = FakeNvml()
+    probe = GpuProbe(0, lambda name: library)
+    assert [probe.joules(), probe.joules()] == [5001.5, 5003.0]
+    lacking = FakeNvml(lacking=("nvmlDeviceGetTotalEnergyConsumption",))
+    assert GpuProbe(0, lambda name: lacking).joules() is None and GpuProbe(None).joules() is None
