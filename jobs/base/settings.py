@@ -204,11 +204,10 @@ class Settings(BaseModel):
     @field_validator("stay")
     @classmethod
     def _stay_is_a_duration(cls, value: str) -> str:
-        try:
+        with suppress(InvalidParameterError):
             parse_span("stay", value)
-        except InvalidParameterError as error:
-            raise ValueError(str(error).removeprefix("stay: ")) from None
-        return value
+            return value
+        raise ValueError("is not a duration; write a number and s, m, h or d, as in 10m")
 
     @field_validator("tokenizer_files")
     @classmethod
@@ -326,7 +325,7 @@ def parse_models(text: str) -> tuple[tuple[str | None, str], ...]:
         raise ValueError("must be GGUF files, names of models, or NAME=MODEL; separate several by commas")
     named = [name for name, _ in found if name is not None]
     if twice := next((name for name in named if named.count(name) > 1), None):
-        raise ValueError(f"has two models of the name {twice!r}; give each a name of its own")
+        raise ValueError(f"has two models of the name {twice[:60]!r}; give each a name of its own")
     return tuple(found)
 
 

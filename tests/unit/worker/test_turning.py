@@ -27,7 +27,9 @@ def test_a_list_of_models_is_files_and_names_with_names_of_ones_own() -> None:
     }.items():
         with pytest.raises(SettingsError, match=f"--models: .*{said}"):
             merge_options(Settings(), {"models": bad})
-    with pytest.raises(SettingsError, match=r"--stay: '10' is not a duration; write a number and s, m, h"):
+    with pytest.raises(
+        SettingsError, match=r"--stay: is not a duration; write a number and s, m, h or d, as in 10m"
+    ):
         merge_options(Settings(), {"stay": "10"})
     with pytest.raises(SettingsError, match="--model and --models: give one of them"):
         merge_options(Settings(), {"models": "a", "model": "b"})
