@@ -31,8 +31,12 @@ RESULT_COLUMNS = {
     "content": "string",
     "reasoning": "string",
     "tool_calls": "string",
+    "gpu_seconds": "float64",
+    "energy_joules": "float64",
 }
 """Columns of results in a table, with types."""
+COSTS = ("gpu_seconds", "energy_joules")
+"""Columns, and keys, that results of earlier versions do not have."""
 ERROR_COLUMNS = {
     "custom_id": "string",
     "id": "string",
@@ -66,15 +70,29 @@ def result_row(job: Job, format: FileFormat, *, model: str = "") -> JsonObject:
             "response": _response(job, 200, model),
             "error": None,
         }
+    return (
+        {
+            "custom_id": job.custom_id,
+            "id": job.id,
+            "text": job.text,
+            "stop_reason": None if job.stop_reason is None else str(job.stop_reason),
+            "prompt_tokens": job.prompt_tokens,
+            "completion_tokens": job.completion_tokens,
+            "seed": job.seed,
+        }
+        | _answers_of(job, format)
+        | _costs_of(job, format)
+    )
+
+
+def _costs_of(job: Job, format: FileFormat) -> JsonObject:
+    """Return what a job cost; in JSON lines nothing if nobody knows."""
+    if job.gpu_seconds is None and format is FileFormat.JSONL:
+        return {}
     return {
-        "custom_id": job.custom_id,
-        "id": job.id,
-        "text": job.text,
-        "stop_reason": None if job.stop_reason is None else str(job.stop_reason),
-        "prompt_tokens": job.prompt_tokens,
-        "completion_tokens": job.completion_tokens,
-        "seed": job.seed,
-    } | _answers_of(job, format)
+        name: None if cost is None else round(cost, 6)
+        for name, cost in zip(COSTS, (job.gpu_seconds, job.energy_joules), strict=True)
+    }
 
 
 def error_row(job: Job, format: FileFormat, *, model: str = "") -> JsonObject:

@@ -17,7 +17,7 @@ from nightmill.jobs.sql import answers, logprobs, partials, suspects
 from nightmill.jobs.sql.claimed import Claim, read_claim
 from nightmill.jobs.sql.jobs import chunked, mark_unsent
 from nightmill.jobs.sql.locks import lock_ids, lock_jobs
-from nightmill.jobs.sql.outcomes import FINISH, OF_THE_TEXT, Outcome, finish_values, told
+from nightmill.jobs.sql.outcomes import ADDED, FINISH, OF_THE_TEXT, Outcome, finish_values, told
 from nightmill.jobs.sql.partials import SavedTokens
 from nightmill.jobs.sql.retrying import retried
 from nightmill.jobs.sql.tables import BATCH_CREATED_AT, QUEUED, RUNNING, JobRow, WorkerRow
@@ -250,6 +250,9 @@ class Claims(RegisteredWorker):
         if not outcome.text and row.text:  # the text of before it was extended, which nothing replaces
             for name in OF_THE_TEXT:
                 values[f"new_{name}"] = getattr(row, name)
+        for name in ADDED:
+            before, new = getattr(row, name), values[f"new_{name}"]
+            values[f"new_{name}"] = before if new is None else new + (before or 0.0)
         return connection.execute(
             update(JobRow)
             .where(*self._ours(outcome.job_id, outcome.attempt))

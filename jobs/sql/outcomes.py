@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import bindparam, func, update
+from sqlalchemy import Double, bindparam, func, update
 
 from nightmill.jobs.base.contract import JobState, Markup, StopReason
 from nightmill.jobs.reply.job import Answer
@@ -37,6 +37,8 @@ class Outcome:
     seed: int | None = None  # the seed of such a text
     drawn: tuple[int, ...] = ()  # its tokens (see SavedTokens), if an answer was cut
     saved: SavedTokens | None = None  # the same with what they depend on, to be kept
+    gpu_seconds: float | None = None  # its share of the steps that computed it; None: nothing was
+    energy_joules: float | None = None  # the same in joules; None also if the device does not tell
 
 
 def told(outcome: Outcome) -> dict[int, bytes | None]:
@@ -66,9 +68,17 @@ def finish_values(outcome: Outcome, worker_id: str, now: datetime) -> dict[str, 
         "new_reused_from": outcome.reused_from,
         "text_seed": outcome.seed,
         "new_markup": None if outcome.markup is None else outcome.markup.values(),
+        "new_gpu_seconds": outcome.gpu_seconds,
+        "new_energy_joules": outcome.energy_joules,
         "new_error": error,
         "new_finished_at": now,
     }
+
+
+def _added(name: str) -> Any:
+    """Return a column with what an outcome adds to it; attempts before it, and its first text, cost, too."""
+    column, new = getattr(JobRow, name), bindparam(f"new_{name}", type_=Double)
+    return func.coalesce(column + new, new, column)
 
 
 FINISH = (
@@ -92,6 +102,8 @@ FINISH = (
         markup=bindparam("new_markup"),
         reused_from=bindparam("new_reused_from"),
         seed=func.coalesce(bindparam("text_seed", type_=JobRow.seed.type), JobRow.seed),
+        gpu_seconds=_added("gpu_seconds"),
+        energy_joules=_added("energy_joules"),
         error=bindparam("new_error"),
         finished_at=bindparam("new_finished_at"),
     )
@@ -102,3 +114,5 @@ OF_THE_TEXT = (
     *("arithmetic", "prompt_digest", "markup", "reused_from"),
 )
 """Columns that belong to a text."""
+ADDED = ("gpu_seconds", "energy_joules")
+"""Columns to which an outcome adds."""

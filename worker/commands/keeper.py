@@ -78,7 +78,8 @@ class WorkerKeeper:
     def served(self) -> bool:
         """True if any worker serves the model, on the device that the settings ask for."""
         settings = self._client.settings
-        return any(is_asked_for(worker, settings) for worker in self._client.serving(self._model))
+        workers = [*self._client.serving(self._model), *self._client.could_serve(self._model)]
+        return any(is_asked_for(worker, settings) for worker in workers)
 
     def end(self, *, at_once: bool) -> str:
         """Let our own worker end, without waiting for it; returns what will happen."""

@@ -14,11 +14,14 @@ from nightmill.jobs.base.settings import PREFIX, Settings
 from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.options import LOG_FORMAT, CommandGroup
 from nightmill.jobs.commands.terminal import echo
-from nightmill.worker.assembly.fetching import with_model_file
+from nightmill.worker.assembly.fetching import with_model_file, with_models
 from nightmill.worker.assembly.options import (
+    TURN,
     as_arguments,
     merge_options,
     require_worker_extra,
+    turn_option,
+    turn_options,
     worker_id_option,
     worker_options,
 )
@@ -26,7 +29,12 @@ from nightmill.worker.service.parent import END_WITH_STDIN, end_with_stdin
 
 
 def _worker(
-    log_level: str, log_format: str | None, end_with_parent: bool, worker_id: str | None, **options: Any
+    log_level: str,
+    log_format: str | None,
+    end_with_parent: bool,
+    worker_id: str | None,
+    turn: str | None,
+    **options: Any,
 ) -> None:
     """Serve a model: take jobs from the queue, generate, write the results.
 
@@ -38,10 +46,12 @@ def _worker(
       nightmill worker --model hf:Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q8_0
       nightmill worker --model big.gguf --name big --max-sequences 64
       nightmill worker --model big.gguf --hours 22:00-06:00 --idle-seconds 600
+      nightmill worker --models small.gguf,big.gguf --stay 10m
       nightmill worker pause all
 
-    Outside its --hours, and after --idle-seconds without jobs, it gives its GPU back and sleeps; so it does
-    if it is paused, from any machine.
+    With --models it loads one after another, each when rows wait for it. Outside its --hours, and after
+    --idle-seconds without jobs, it gives its GPU back and sleeps; so it does if it is paused, from any
+    machine.
 
     It is the same worker as `celery -A nightmill.worker.app worker --pool=threads --model FILE`.
     """
@@ -53,7 +63,9 @@ def _worker(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if end_with_parent:
         end_with_stdin()
-    if isinstance(settings.model, str):  # a name: fetched here, where there is a terminal for the progress
+    if settings.models is not None:
+        options["models"] = with_models(settings).models
+    elif isinstance(settings.model, str):  # a name: fetched here, where there is a terminal for the progress
         options["model"] = with_model_file(settings).model
     # The `celery` command would import the working folder's modules first, and a shell for its users, which
     # takes as long as the rest of Celery.
@@ -66,6 +78,8 @@ def _worker(
     arguments = ["--pool=threads", f"--loglevel={log_level}", *as_arguments(options)]
     if worker_id is not None:
         arguments += ["--id", worker_id]
+    if turn is not None:
+        arguments += [TURN, turn]
     context = CLIContext(app, no_color=bool(os.environ.get("NO_COLOR")), workdir=None, quiet=True)
     # `app.start` would forget the exit code.
     code = celery_worker.main(arguments, "celery worker", obj=context, standalone_mode=False)
@@ -84,6 +98,7 @@ worker = CommandGroup(
     invoke_without_command=True,
     params=[
         *worker_options(),
+        *turn_options(),
         click.Option(
             ["--log-level"],
             type=click.Choice(["debug", "info", "warning", "error"]),
@@ -93,6 +108,7 @@ worker = CommandGroup(
         ),
         click.Option(["--log-format"], **LOG_FORMAT),
         worker_id_option(),
+        turn_option(),
         click.Option(
             [END_WITH_STDIN, "end_with_parent"],
             is_flag=True,

@@ -11,8 +11,10 @@ Decode = Callable[[list[int]], str]
 """The text of all tokens at once."""
 
 
-def completion(sequence: Sequence, decode: Decode, reason: StopReason, error: str | None) -> Completion:
-    """Build the completion of a sequence that ends for `reason`.
+def completion(
+    sequence: Sequence, decode: Decode, reason: StopReason, error: str | None, *, metered: bool = False
+) -> Completion:
+    """Build the completion of a sequence that ends for `reason`; `metered`: its energy is known.
 
     The reason becomes a stop sequence if the bytes that were still held back complete one.
     """
@@ -40,6 +42,8 @@ def completion(sequence: Sequence, decode: Decode, reason: StopReason, error: st
         cached_tokens=sequence.cached or 0,
         echoed=len(request.echo),
         logprobs=sequence.logprobs,
+        gpu_seconds=sequence.seconds,
+        energy_joules=sequence.joules if metered else None,
     )
 
 

@@ -22,6 +22,7 @@ from nightmill.worker.engine.kv_cache import CacheIntegrityError, PagePool
 from nightmill.worker.engine.limits import RequestLimits
 from nightmill.worker.engine.logprobs import Records
 from nightmill.worker.engine.masking import FailedSequences, TokenMasks
+from nightmill.worker.engine.metering import Metering
 from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.plan import StepPlan
 from nightmill.worker.engine.request import (
@@ -88,6 +89,7 @@ class Engine:
                     not where a runner has states and no snapshots of them
     constraints     makes constraints, and asks those of a step together
     drafts          guess tokens while few requests run; not where a runner has states
+    metering        what steps cost; by default their seconds alone
 
     Raises ValueError for sizes that contradict each other.
     """
@@ -102,6 +104,7 @@ class Engine:
         constraints: GrammarBackend | None = None,
         drafts: bool = False,
         clock: Callable[[], float] = time.time,
+        metering: Metering | None = None,
     ) -> None:
         max_sequences, context_length = sizes.max_sequences, sizes.context_length
         if max_sequences > runner.slots:
@@ -120,6 +123,7 @@ class Engine:
         )
         self._token_masks = TokenMasks(self.constraints, runner.vocab)
         self._clock = clock
+        self._metering = metering or Metering(None, time.monotonic)
         self._pool = PagePool(runner.kv_pages, runner.page_size)
         self._scheduler = Scheduler(
             self._pool, max_sequences=max_sequences, token_budget=sizes.token_budget,
@@ -212,6 +216,8 @@ class Engine:
         elif self._sequences and plan.empty:
             raise CacheIntegrityError("there are requests, but no step could be planned")
         self._scheduler.release()
+        if not self._outstanding and not self._sequences:
+            self._metering.rest()
         done, self._done = self._done, []
         return done
 
@@ -254,6 +260,8 @@ class Engine:
             pages=self._pool.pages,
             context=self._limits.cache_context,
             sequences=self._max_sequences,
+            gpu_seconds=self._metering.seconds,
+            energy_joules=self._metering.joules,
         )
 
     def partial(self, job_id: str) -> Partial | None:
@@ -308,6 +316,7 @@ class Engine:
                     self._failed = True  # what it would have drawn is dropped anyway
             self._scheduler.collected = self._outstanding.popleft().number
         self._scheduler.release()
+        self._metering.rest()
         return partials
 
     def close(self) -> None:
@@ -363,6 +372,7 @@ class Engine:
 
     def _launch(self, plan: StepPlan) -> None:
         batch, drawing, asking = self._builder.build(plan)
+        self._metering.begin()
         self._failed = True  # unless the runner returns
         self._runner.launch(batch)
         self._steps += 1
@@ -408,6 +418,7 @@ class Engine:
     def _apply(self, drawn: Drawn) -> None:
         """Give each sequence its token; those that stopped in the meantime get none."""
         launch = self._outstanding.popleft()
+        self._metering.end(launch.plan)
         self._scheduler.collected = launch.number
         finished, not_a_number = SequenceState.FINISHED, NOT_A_NUMBER
         ids = drawn.tokens.tolist()
@@ -499,4 +510,5 @@ class Engine:
         """Make the completion; pages and slot follow when no launch uses them any more."""
         del self._sequences[sequence.request.job_id]
         self._scheduler.finish(sequence)
-        self._done.append(completion(sequence, self._decode, reason, error))
+        metered = self._metering.joules is not None
+        self._done.append(completion(sequence, self._decode, reason, error, metered=metered))

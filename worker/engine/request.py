@@ -97,6 +97,10 @@ class Completion:
     logprobs: Logprobs | None = None  # log-probabilities, if it asked for them
     cached_tokens: int = field(default=0, compare=False)
     """Tokens of the prompt that were not computed, since their pages were there; the text is the same."""
+    gpu_seconds: float = field(default=0.0, compare=False)
+    """Its share of the time of the steps that computed it."""
+    energy_joules: float | None = field(default=None, compare=False)
+    """Its share of their energy; None if the device does not tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +195,8 @@ class Sequence:
     marks: set[int] = field(default_factory=set)  # tokens of its prompt after which its states are copied
 
     records: bytearray = field(default_factory=bytearray)  # of `Logprobs`, as far as they are known
+    seconds: float = 0.0  # its share of the steps that computed it
+    joules: float = 0.0
     prompt_logprobs_until: int = 0
     """The tokens of its prompt before this place are asked about by a launch, or never."""
 

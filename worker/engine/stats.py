@@ -22,3 +22,5 @@ class EngineStats:
     pages: int
     context: int  # tokens that a sequence may have
     sequences: int  # that may run at once
+    gpu_seconds: float = 0.0  # of steps, charged to the sequences that they computed
+    energy_joules: float | None = None  # of these; None if the device does not tell

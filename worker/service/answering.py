@@ -256,6 +256,8 @@ def _outcome_of_one(completion: Completion, arithmetic: str, logprobs: bytes | N
         reasoning_tokens=thought,
         error=completion.error,
         arithmetic=arithmetic,
+        gpu_seconds=completion.gpu_seconds,
+        energy_joules=completion.energy_joules,
         logprobs=() if logprobs is None else (logprobs,),
         # Those of a job with log-probabilities are not kept: it would have to begin afresh.
         drawn=completion.token_ids if logprobs is None and _is_cut(completion) else (),
@@ -275,6 +277,7 @@ def _outcome(key: JobKey, row: _Row, arithmetic: str) -> Outcome:
             (completion for completion in ended if completion.stop_reason in _UNSUCCESSFUL),
             key=lambda completion: _UNSUCCESSFUL.index(completion.stop_reason),
         )
+    joules = [completion.energy_joules for completion in ended]
     error = decisive.error
     if error is not None and any(completion.error != error for completion in ended):
         error = f"answer {split_answer_id(decisive.job_id)[1]}: {error}"
@@ -287,6 +290,8 @@ def _outcome(key: JobKey, row: _Row, arithmetic: str) -> Outcome:
         completion_tokens=sum(completion.completion_tokens for completion in ended),
         cached_tokens=ended[0].cached_tokens,
         reasoning_tokens=row.reasoning_tokens,
+        gpu_seconds=sum(completion.gpu_seconds for completion in ended),
+        energy_joules=None if None in joules else sum(filter(None, joules)),
         error=error,
         arithmetic=arithmetic,
         prompt_logprobs=row.of_prompt,

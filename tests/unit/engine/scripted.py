@@ -16,6 +16,7 @@ from nightmill.jobs.errors import RunnerError
 from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.logprobs import of_nothing
+from nightmill.worker.engine.metering import Metering
 from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import Completion, Request
 from nightmill.worker.runners.base import (
@@ -336,7 +337,9 @@ class Clock:
         return self.now
 
 
-def make_engine(runner: ScriptedRunner, clock: Clock | None = None, **limits: int) -> Engine:
+def make_engine(
+    runner: ScriptedRunner, clock: Clock | None = None, metering: Metering | None = None, **limits: int
+) -> Engine:
     settings = {"context_length": 64, "max_sequences": runner.slots, "token_budget": 32} | limits
     text, sharing = Detokenizer(PieceStream, frozenset({EOS})), settings.pop("prefix_sharing", True)
     drafts = settings.pop("drafts", False)
@@ -348,6 +351,7 @@ def make_engine(runner: ScriptedRunner, clock: Clock | None = None, **limits: in
         constraints=OneByOne(),
         drafts=bool(drafts),
         clock=clock or Clock(),
+        metering=metering,
     )
 
 
