@@ -74,12 +74,12 @@ class Recorder:
         found = getattr(self._target, method)
         return partial(self._noted, method, found) if callable(found) else found
 
-    def __call__(self, *arguments: Any) -> None:
-        self._noted("", self._target, *arguments)
+    def __call__(self, *arguments: Any, **options: Any) -> None:
+        self._noted("", self._target, *arguments, **options)
 
-    def _noted(self, method: str, found: Callable[..., None], *arguments: Any) -> None:
-        self._calls.append((self._name(method, *arguments), lambda: found(*arguments)))
-        found(*arguments)
+    def _noted(self, method: str, found: Callable[..., None], *arguments: Any, **options: Any) -> None:
+        self._calls.append((self._name(method, *arguments), lambda: found(*arguments, **options)))
+        found(*arguments, **options)
 
 
 class Costs:
