@@ -61,7 +61,7 @@ class Limit:
     def _products(self, steps: int, tokens: int) -> float:
         """Seconds of these steps with so many tokens in all, each of which is drawn."""
         read = self._kept + sum(
-            size * (1 - (1 - share) ** (tokens / steps)) for size, share in self._of_experts
+            size * (1 - (1 - share) ** (tokens / max(steps, 1))) for size, share in self._of_experts
         )
         return max(steps * read / self.bytes_per_s, tokens * (self._of_layers + 2 * self._head / self.flops))
 
