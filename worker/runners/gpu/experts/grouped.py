@@ -16,7 +16,7 @@ from nightmill.worker.runners.gpu.experts.room import ExpertRoom, most_tiles
 from nightmill.worker.runners.gpu.precision import Precision
 from nightmill.worker.runners.gpu.weights.layout import OF_EXPERTS, formats_in
 
-__all__ = ["ACTIVATIONS", "Given", "GroupedProducts", "Tile"]
+__all__ = ["ACTIVATIONS", "Given", "GroupedProducts", "Tile", "grouped_sources"]
 
 _PANELS = 2  # of a warp
 _ALIGNMENT = 1024  # of a stage in shared memory
@@ -90,7 +90,7 @@ class GroupedProducts:
         self._tiles = _ON_HOPPER if device.hopper else _ANYWHERE
         self._kernels: dict[tuple[Format, str, Tile], Function] = {}
         for format_ in formats:
-            modules = [Module.of(device, source) for source in _sources(format_, hopper=device.hopper)]
+            modules = [Module.of(device, source) for source in grouped_sources(format_, hopper=device.hopper)]
             for name in ("floats", "one", "two"):
                 for tile in self._tiles:
                     self._kernels[format_, name, tile] = modules[tile.wgmma].function(
@@ -101,7 +101,9 @@ class GroupedProducts:
     def sources(spec: ModelSpec, precision: Precision, *, hopper: bool) -> list[Source]:
         """List the kernel files: those of each format of experts."""
         formats = formats_in(spec, precision, *OF_EXPERTS) if spec.experts else ()
-        return [one for format_ in sorted(formats, key=str) for one in _sources(format_, hopper=hopper)]
+        return [
+            one for format_ in sorted(formats, key=str) for one in grouped_sources(format_, hopper=hopper)
+        ]
 
     def tile(self, experts: Experts, tokens: int) -> Tile:
         """The tile for so many tokens, by how many an expert is sent on average."""
@@ -168,7 +170,7 @@ class GroupedProducts:
         )  # fmt: skip
 
 
-def _sources(format_: Format, *, hopper: bool) -> list[Source]:
+def grouped_sources(format_: Format, *, hopper: bool) -> list[Source]:
     """The file of any GPU, and on Hopper the other."""
     option = [f"-DFORMAT={format_.name}"] if format_.packed else ["-DFP8"] if format_.scaled else []
     return [source_of(name, *option) for name in ("grouped", "hopper_grouped")[: 1 + hopper]]
