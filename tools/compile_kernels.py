@@ -45,8 +45,10 @@ from nightmill.worker.runners.gpu.device.compiler import (
     kernel_directory,
 )
 from nightmill.worker.runners.gpu.device.element import Element
+from nightmill.worker.runners.gpu.device.operands import Format
 from nightmill.worker.runners.gpu.device.sources import for_element, members, source_of
 from nightmill.worker.runners.gpu.device.waits import BOUNDED_WAITS
+from nightmill.worker.runners.gpu.experts.grouped import grouped_sources
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.sampling.sampler import SLOT
 from nightmill.worker.runners.gpu.states.convolution import ShortConvolution
@@ -135,6 +137,7 @@ def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
         if any(included.name == "e4m3.cuh" for included in included_files(path)):
             yield path, options, "sm_89"
     yield from state_sources()
+    yield from expert_sources()
     yield from reference_sources()
     for path, options in sources_for(bundled, f16, hopper=True):
         if path.stem in BOUNDED:
@@ -174,6 +177,21 @@ def state_sources() -> Iterator[tuple[Path, tuple[str, ...], str]]:
         (of_delta, Element.F16, "sm_100"),
         ([*other_delta, *other_mamba], Element.BF16, HOPPER),
     ):
+        yield from ((*for_element(source, element), architecture) for source in sources)
+
+
+def expert_sources() -> Iterator[tuple[Path, tuple[str, ...], str]]:
+    """The same of mixtures of experts, with weights of each kind."""
+    around = [source_of("route"), source_of("combine")]
+    for format_, element, architecture in (
+        (Format.F16, Element.F16, HOPPER),
+        (Format.BF16, Element.BF16, "sm_80"),
+        (Format.FP8, Element.BF16, HOPPER),
+        (Format.Q4_K, Element.BF16, HOPPER),
+        (Format.Q6_K, Element.F16, HOPPER),
+        (Format.MXFP4, Element.F16, "sm_100"),
+    ):
+        sources = [*around, *grouped_sources(format_, hopper=architecture == HOPPER)]
         yield from ((*for_element(source, element), architecture) for source in sources)
 
 

@@ -18,12 +18,13 @@
 
 template <int N>
 struct Tile {
-    static constexpr int GROUPS = N >= 128 ? 4 : 2, BLOCKS = N >= 128 ? 1 : 2;  // warpgroups; blocks of a multiprocessor
-    static constexpr int WARPS = 4 * GROUPS, THREADS = 128 * GROUPS;
+    static constexpr int BLOCKS = N >= 128 ? 1 : 2, ROOM = (BLOCKS == 1 ? 222 : 110) << 10;  // of a multiprocessor; of each
     static constexpr int BOX = N * 128;  // bytes of 64 inputs of all positions
     static constexpr int X_BYTES = Weights::DEPTH / 64 * BOX;
-    static constexpr int BYTES = (X_BYTES + 2 * WARPS * Weights::BYTES + 1023) / 1024 * 1024;  // of a stage
-    static constexpr int ROOM = (BLOCKS == 1 ? 222 : 110) << 10, FIT = ROOM / BYTES;
+    static constexpr int bytes(int groups) { return (X_BYTES + 8 * groups * Weights::BYTES + 1023) / 1024 * 1024; }
+    static constexpr int GROUPS = N < 128 ? 2 : 2 * bytes(4) <= ROOM ? 4 : 3;  // warpgroups
+    static constexpr int WARPS = 4 * GROUPS, THREADS = 128 * GROUPS;
+    static constexpr int BYTES = bytes(GROUPS), FIT = ROOM / BYTES;  // of a stage
     static constexpr int STAGES = FIT < 2 ? 2 : FIT > 4 ? 4 : FIT;
 };
 

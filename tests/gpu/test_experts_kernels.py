@@ -16,7 +16,7 @@ from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import FLOAT, Format
 from nightmill.worker.runners.gpu.device.sources import Source, for_element, source_of
-from nightmill.worker.runners.gpu.experts.grouped import _sources
+from nightmill.worker.runners.gpu.experts.grouped import grouped_sources
 from nightmill.worker.runners.gpu.shapes import Kind
 from nightmill.worker.runners.gpu.weights.router import PART_SCALE, part_rows, router_parts
 from tests.gpu.expert_trials import KINDS, ExpertTrial, assert_same, results
@@ -49,12 +49,12 @@ def compiled() -> Iterator[None]:
         for source in [
             source_of("route"),
             source_of("combine"),
-            *_sources(Format.F16, hopper=hopper),
-            *_sources(Format.FP8, hopper=hopper),
+            *grouped_sources(Format.F16, hopper=hopper),
+            *grouped_sources(Format.FP8, hopper=hopper),
         ]
     ]
     sources += [
-        for_element(source, Element.F16) for kept in PACKED for source in _sources(kept, hopper=hopper)
+        for_element(source, Element.F16) for kept in PACKED for source in grouped_sources(kept, hopper=hopper)
     ]
     compile_all(list(dict.fromkeys(sources)), architecture)
     yield

@@ -1,6 +1,10 @@
 """The launches of models with mixtures of experts, on a driver that computes nothing."""
 
+import json
+import runpy
+import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +16,9 @@ from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from tests.support.cuda_runners import cuda_runner
 from tests.support.driving import Chunk, Pages
 from tests.support.expert_cases import GPU_EXPERT_FILES
+from tests.support.expert_shapes import EXPERT_SHAPES
 from tests.support.family_cases import file_of
+from tests.support.quantised_models import write
 from tests.tiny import unpacked
 from tests.unit.runners.recorded_cuda import RecordedDriver
 
@@ -66,3 +72,31 @@ def test_weights_in_all_formats_are_launched_as_they_were_compiled(
     assert found["shared"] == ({kept} if "35" in name else set())
     assert found["routers"] == {Format.F16}
     assert hopper.launches.keys() - {"library"} <= hopper.checked
+
+
+def test_benchmarks_count_experts(
+    hopper: RecordedDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Nothing is computed, but all operations have a line, and those of experts their bytes."""
+    shape = replace(
+        EXPERT_SHAPES["qwen3-30b-a3b"], layers=8, width=256, vocab=512, heads=(4, 2, 64), experts=(8, 2, 256),
+        context=2048,
+    )  # fmt: skip
+    path = str(write(tmp_path / "m.gguf", shape, "Q4_K_M", pool_bytes=1 << 19))
+    report = tmp_path / "report.json"
+    asked = ["--context", "64", "--batch", "4", "--prefill", "2048", "--weights", "file"]
+    monkeypatch.setattr(sys, "argv", ["budget", path, *asked, "--json", str(report)])
+    runpy.run_module("benchmarks.budget", run_name="__main__")
+    lines = json.loads(report.read_text())
+    for step, touched in (("decode 4", 1 - 0.75**4), ("prefill", 1.0)):
+        found = {line["operation"]: line for line in lines[step]}
+        assert {"router", "route", "experts gate_up", "experts down", "combine"} <= found.keys()
+        packed = 8 * 8 * 256 * 512 // 256 * 144
+        assert found["experts gate_up"]["bytes"] >= touched * packed
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", ["engine", path, "single", "prefill128", "--quick", "--repeat", "1"])
+    runpy.run_module("benchmarks.engine", run_name="__main__")
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["workload"] for one in printed] == ["single", "prefill128"]
+    assert all(one["weights"] == "file" and one["of_limit"] > 0 for one in printed)

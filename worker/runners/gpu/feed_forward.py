@@ -102,6 +102,7 @@ class Mixture:
             at.expert_work.address, experts, width, at.x.shape[0], fp8=own.gate_up.format.scaled
         )
         self._routing = Routing(launchers.device, experts)
+        self._gates, self._tile = self._routing.gates(self._room), launchers.grouped.tile
         self._router = products.of(Kind.FLOAT, own.router.rows, width, own.router.format)
         self._latent_down = self._latent_up = self._shared_gate_up = self._shared_down = None
         if experts.latent is not None:
@@ -128,8 +129,8 @@ class Mixture:
             part = entering.from_row(first)
             self._queue(part, layer, count, slots and slots + 4 * first)
             self._launchers.combine.add(
-                self._experts, self._room, self._routing.gates(self._room), ends.after, ends.scale,
-                x.from_row(first), ends.then, out.from_row(first), count,
+                self._experts, self._room, self._gates, ends.after, ends.scale, x.from_row(first), ends.then,
+                out.from_row(first), count,
             )  # fmt: skip
 
     def _queue(self, x: Buffer, layer: LayerWeights, rows: int, slots: int) -> None:
@@ -138,7 +139,7 @@ class Mixture:
         assert own is not None
         self._router(x, own.router, at.logits, rows)
         self._routing(
-            own.router_bias, own.selection_bias, at, rows, grouped.tile(experts, rows).rows, slots=slots,
+            own.router_bias, own.selection_bias, at, rows, self._tile(experts, rows).rows, slots=slots,
             padding=self._launchers.padding,
         )  # fmt: skip
         read = x

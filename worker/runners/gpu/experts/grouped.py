@@ -16,7 +16,7 @@ from nightmill.worker.runners.gpu.experts.room import ExpertRoom, most_tiles
 from nightmill.worker.runners.gpu.precision import Precision
 from nightmill.worker.runners.gpu.weights.layout import OF_EXPERTS, formats_in
 
-__all__ = ["ACTIVATIONS", "Given", "GroupedProducts", "Tile"]
+__all__ = ["ACTIVATIONS", "Given", "GroupedProducts", "Tile", "grouped_sources"]
 
 _PANELS = 2  # of a warp
 _ALIGNMENT = 1024  # of a stage in shared memory
@@ -24,43 +24,50 @@ ACTIVATIONS = {
     Activation.SILU: 0, Activation.GELU: 1, Activation.RELU_SQUARED: 2, Activation.CLAMPED_SWIGLU: 3,
 }  # fmt: skip
 _WIDE_STEP = 256
-_SHARED = {1: 222 << 10, 2: 110 << 10}
-"""Bytes of shared memory for stages, by the blocks of a multiprocessor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Positions that a block has, and how it multiplies them.
-
-    rows   positions
-    warps  of a block, with two panels of weights each
-    wgmma  on Hopper
-    """
+    """Positions that a block has, and whether it multiplies them by wgmma, on Hopper."""
 
     rows: int
-    warps: int
-    wgmma: bool
+    wgmma: bool = False
 
     def kernel(self, name: str) -> str:
         """The kernel that leaves `floats`, activations of `one` matrix, or of `two`."""
         return f"hopper_{name}_{self.rows}" if self.wgmma else f"experts_{name}_{self.rows // 16}"
 
+    def warps(self, format_: Format) -> int:
+        """Warps of a block, with two panels of weights each, as the kernels' files say."""
+        if not self.wgmma:
+            return 4
+        return 8 if self.rows < 128 else 16 if 2 * self._stage(format_, 16) <= self._room else 12
+
     def shared(self, format_: Format) -> int:
-        """Bytes of shared memory of a block, as the kernels' files say."""
+        """Bytes of shared memory of a block."""
+        stage = self._stage(format_, self.warps(format_))
+        if not self.wgmma:
+            return (3 if self.rows < 64 else 2) * stage
+        return min(max(self._room // stage, 2), 4) * stage + _ALIGNMENT
+
+    def _stage(self, format_: Format, warps: int) -> int:
         depth = _WIDE_STEP if format_.step == _WIDE_STEP else 128
         size = 1 if format_.scaled else 2
         panel = depth // format_.step * format_.packet if format_.packed else PANEL_ROWS * (depth * size + 16)
-        weights = _PANELS * self.warps * panel
+        weights = _PANELS * warps * panel
         if not self.wgmma:
-            return (3 if self.rows < 64 else 2) * (self.rows * (depth * size + 16) + weights)
-        stage = -(-(2 * depth * self.rows + weights) // _ALIGNMENT) * _ALIGNMENT
-        stages = min(max(_SHARED[1 if self.rows >= 128 else 2] // stage, 2), 4)
-        return stages * stage + _ALIGNMENT
+            return self.rows * (depth * size + 16) + weights
+        return -(-(2 * depth * self.rows + weights) // _ALIGNMENT) * _ALIGNMENT
+
+    @property
+    def _room(self) -> int:
+        """Bytes of shared memory for stages: a multiprocessor holds one block, or two."""
+        return 222 << 10 if self.rows >= 128 else 110 << 10
 
 
 _FILLED = 0.75  # of a tile by what an expert is sent on average: some are sent more
-_ANYWHERE = (Tile(16, 4, False), Tile(32, 4, False), Tile(64, 4, False))
-_ON_HOPPER = (Tile(16, 4, False), Tile(32, 8, True), Tile(64, 8, True), Tile(128, 16, True))
+_ANYWHERE = (Tile(16), Tile(32), Tile(64))
+_ON_HOPPER = (Tile(16), Tile(32, wgmma=True), Tile(64, wgmma=True), Tile(128, wgmma=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +90,7 @@ class GroupedProducts:
         self._tiles = _ON_HOPPER if device.hopper else _ANYWHERE
         self._kernels: dict[tuple[Format, str, Tile], Function] = {}
         for format_ in formats:
-            modules = [Module.of(device, source) for source in _sources(format_, hopper=device.hopper)]
+            modules = [Module.of(device, source) for source in grouped_sources(format_, hopper=device.hopper)]
             for name in ("floats", "one", "two"):
                 for tile in self._tiles:
                     self._kernels[format_, name, tile] = modules[tile.wgmma].function(
@@ -94,7 +101,9 @@ class GroupedProducts:
     def sources(spec: ModelSpec, precision: Precision, *, hopper: bool) -> list[Source]:
         """List the kernel files: those of each format of experts."""
         formats = formats_in(spec, precision, *OF_EXPERTS) if spec.experts else ()
-        return [one for format_ in sorted(formats, key=str) for one in _sources(format_, hopper=hopper)]
+        return [
+            one for format_ in sorted(formats, key=str) for one in grouped_sources(format_, hopper=hopper)
+        ]
 
     def tile(self, experts: Experts, tokens: int) -> Tile:
         """The tile for so many tokens, by how many an expert is sent on average."""
@@ -149,10 +158,11 @@ class GroupedProducts:
         gathers: bool = True,
     ) -> None:  # fmt: skip
         y, tile = y or at.activated, self.tile(experts, tokens)
-        outputs, block = y.shape[1], tile.warps * PANEL_ROWS * (1 if name == "two" else _PANELS)
+        outputs, warps = y.shape[1], tile.warps(weight.format)
+        block = warps * PANEL_ROWS * (1 if name == "two" else _PANELS)
         gathered = at.sources.address if gathers else 0
         self._kernels[weight.format, name, tile](
-            (-(-outputs // block), most_tiles(experts, tokens, tile.rows)), (32 * tile.warps, 1, 1),
+            (-(-outputs // block), most_tiles(experts, tokens, tile.rows)), (32 * warps, 1, 1),
             x.address, x.scales if x.dtype == FP8 else 0, gathered, at.tiles.address, at.total.address,
             weight.address, weight.scales, given.bias.address, given.first.address, given.second.address,
             other.address, y.address, outputs, weight.columns, stride, side, ACTIVATIONS[experts.activation],
@@ -160,7 +170,7 @@ class GroupedProducts:
         )  # fmt: skip
 
 
-def _sources(format_: Format, *, hopper: bool) -> list[Source]:
+def grouped_sources(format_: Format, *, hopper: bool) -> list[Source]:
     """The file of any GPU, and on Hopper the other."""
     option = [f"-DFORMAT={format_.name}"] if format_.packed else ["-DFP8"] if format_.scaled else []
     return [source_of(name, *option) for name in ("grouped", "hopper_grouped")[: 1 + hopper]]
