@@ -42,7 +42,6 @@ static constexpr int TILE_BYTES = SIDES * SIDE_BYTES;
 static constexpr int VALUES_AT = LATENT ? 0 : TILE_BYTES;  // behind keys, or where these are
 static constexpr int STAGE_BYTES = LATENT ? TILE_BYTES : 2 * TILE_BYTES;
 static constexpr int TILE_PAGES = KEYS / PAGE, BOX_BYTES = PAGE * 128;
-static constexpr int WEIGHT_PITCH = 2 * KEYS + 16;  // bytes: ldmatrix finds eight rows in different banks
 static constexpr int OWN = V / 2, SPAN = 128, SPANS = OWN / SPAN;  // columns of a warpgroup, and of one product
 
 // The compiler sees that all lanes have the same, and computes addresses once a warp.
@@ -54,6 +53,11 @@ static __device__ __forceinline__ uint32_t low_word(uint32_t address, uint32_t s
 }
 static __device__ __forceinline__ uint64_t with_low_word(uint32_t low) {
     return (tile_descriptor(0, 0) & ~uint64_t(0xffffffff)) | low;
+}
+
+// Byte offset of a chunk of 8 weights of a row: chunks change places by row, so that eight rows are in different banks.
+static __device__ __forceinline__ uint32_t weight_place(int row, int chunk) {
+    return static_cast<uint32_t>(row * 2 * KEYS + (chunk ^ (row & 7)) * 16);
 }
 
 // Of rows, from those who have the scores to those who have the values.
@@ -214,9 +218,10 @@ static __device__ __forceinline__ void weigh(const Shared& shared, const Item& i
         barrier_wait(shared.weights_empty(), (tile & 1) ^ 1);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            uint32_t* target = reinterpret_cast<uint32_t*>(shared.weights_here + (row + 8 * half) * WEIGHT_PITCH) + lane % 4;
 #pragma unroll
-            for (int n = 0; n < KEYS / 8; ++n) target[n * 4] = pack(s[4 * n + 2 * half], s[4 * n + 2 * half + 1]);
+            for (int n = 0; n < KEYS / 8; ++n)
+                *reinterpret_cast<uint32_t*>(shared.weights_here + weight_place(row + 8 * half, n) + lane % 4 * 4) =
+                    pack(s[4 * n + 2 * half], s[4 * n + 2 * half + 1]);
             if (lane % 4 == 0) shared.factors->shrink[row + 8 * half] = shrink[half];
         }
         __syncwarp();
@@ -246,7 +251,7 @@ static __device__ __forceinline__ void mix(const Shared& shared, const Item& ite
         uint32_t p[KEYS / 16][4];
 #pragma unroll
         for (int block = 0; block < KEYS / 16; ++block)
-            load_matrices(p[block], shared.weights + (warp * 16 + lane % 16) * WEIGHT_PITCH + block * 32 + lane / 16 * 16);
+            load_matrices(p[block], shared.weights + weight_place(warp * 16 + lane % 16, block * 2 + lane / 16));
         const float shrink[2] = {shared.factors->shrink[row], shared.factors->shrink[row + 8]};
         __syncwarp();
         release(shared.weights_empty(), lane);

@@ -33,7 +33,7 @@ class HopperWide:
         self._group = heads_of_a_tile(attention, _ROWS)
         self._scale = score_arguments(attention)[0]
         self._maps = TensorMaps(device)
-        self._shared = 2 * (_ROWS + 2 * _KEYS) * self._head + _ROWS * (2 * _KEYS + 16) + 1024
+        self._shared = 2 * (_ROWS + 2 * _KEYS) * self._head + 2 * _ROWS * _KEYS + 1024
         module = Module.of(device, self.source(attention, value_dim))
         arguments = "128s128s128sPiPPPPiiif"
         self._kernel = module.function("hopper_wide", arguments, shared=self._shared, dependent=True)
