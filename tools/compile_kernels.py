@@ -157,7 +157,7 @@ def latent_sources() -> Iterator[tuple[Path, tuple[str, ...], str]]:
         (attention, Element.BF16, "sm_100"),
         (small, Element.F16, HOPPER),
     ):
-        for source in latent_kernels(one):
+        for source in latent_kernels(one, hopper=architecture == HOPPER):
             yield (*for_element(source, element), architecture)
 
 

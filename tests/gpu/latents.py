@@ -12,6 +12,7 @@ from nightmill.worker.runners.gpu.attention.latent_rows import HeadProducts, Lat
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, Buffer
 from nightmill.worker.runners.gpu.kv_cache import PAGE, LayerCache
+from nightmill.worker.runners.gpu.shapes import padded_rows
 from nightmill.worker.runners.gpu.steps import NO_INPUTS
 from nightmill.worker.runners.gpu.weights.layout import NO_MATRIX, HeadMatrices, LatentWeights
 from nightmill.worker.runners.reference import ops
@@ -69,7 +70,9 @@ def run_latent_prefill(
     )  # fmt: skip
     out = poisoned(device, (starts[-1], attention.heads, attention.latent), ELEMENT)
     step = shape_of(tokens=len(queries), tiles=len(tiles), groups=groups)
-    prefill(elements(device, queries), cache_on(device, paged), inputs, step, out)
+    padded = np.zeros((padded_rows(len(queries)), *queries.shape[1:]), dtype=np.float32)
+    padded[: len(queries)] = queries
+    prefill(elements(device, padded), cache_on(device, paged), inputs, step, out)
     return fetched(device, out)
 
 

@@ -11,7 +11,7 @@ from nightmill.worker.runners.gpu.attention.latent import (
     latent_prefill,
 )
 from nightmill.worker.runners.gpu.attention.prefill import PortablePrefill
-from nightmill.worker.runners.gpu.attention.wide import WideDecode, wide_pieces
+from nightmill.worker.runners.gpu.attention.wide import WideDecode, WidePrefill, wide_pieces
 from nightmill.worker.runners.gpu.device.device import Device
 from tests.gpu.latents import (
     latent_oracle,
@@ -74,17 +74,23 @@ def test_decode_of_many_latents_is_that_of_few(device: Device) -> None:
 
 
 @BOTH_ELEMENTS
+@pytest.mark.parametrize("portable", [False, True], ids=["best", "portable"])
 @pytest.mark.parametrize("heads", [20, 16, 128])
-def test_prefill_of_latents_in_chunks_gives_the_bits_of_the_whole(device: Device, heads: int) -> None:
-    prefill_in_chunks(device, heads, [330, 1, 130, 65], [0, 400, 500, 64], [100, 2, 37, 191])
+def test_prefill_of_latents_in_chunks_gives_the_bits_of_the_whole(
+    device: Device, heads: int, portable: bool
+) -> None:
+    chunks, before = [330, 1, 130, 65], [0, 400, 500, 64]
+    prefill_in_chunks(device, heads, chunks, before, [100, 2, 37, 191], portable=portable)
 
 
 def prefill_in_chunks(
-    device: Device, heads: int, chunks: list[int], before: list[int], pieces: list[int]
-) -> None:
-    """And float64; `pieces`: of the first prompt."""
+    device: Device, heads: int, chunks: list[int], before: list[int], pieces: list[int], *,
+    portable: bool = False,
+) -> None:  # fmt: skip
+    """And float64; `pieces`: of the first prompt; portable: not by the kernel for Hopper."""
     attention, rng = latent_of(heads), np.random.default_rng(heads)
-    prefill = latent_prefill(device, attention)
+    same = as_attention(attention), attention.latent
+    prefill = WidePrefill(device, *same) if portable else latent_prefill(device, attention)
     lengths = [chunk + earlier for chunk, earlier in zip(chunks, before, strict=True)]
     paged = make_latents(rng, device, attention, lengths)
     queries = make_absorbed(rng, device, attention, sum(chunks))

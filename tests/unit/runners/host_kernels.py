@@ -22,7 +22,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from nightmill.worker.runners.gpu.attention import decode, general, latent_rows, prefill, wide, widening
+from nightmill.worker.runners.gpu.attention import (
+    decode,
+    general,
+    hopper_wide,
+    latent_rows,
+    prefill,
+    wide,
+    widening,
+)
 from nightmill.worker.runners.gpu.device.compiler import kernel_directory
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.features import features_of
@@ -251,9 +259,10 @@ def _sources_digest() -> str:
 def run_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     """Launchers of attention launch on the host from now on; which kernels they did."""
     launched = _launch_on_host(patch, folder, "warps", (decode, prefill, general, wide, latent_rows))
-    for module in (prefill, widening):
+    for module in (hopper_wide, prefill, widening):
         patch.setattr(module, "Module", HostModule)
-    patch.setattr(prefill, "TensorMaps", HostMaps)
+    for module in (hopper_wide, prefill):
+        patch.setattr(module, "TensorMaps", HostMaps)
     return launched
 
 

@@ -43,14 +43,18 @@ def test_decode_cut_anyhow_gives_the_same_bits(
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("hopper", [True, False])
+@pytest.mark.parametrize(
+    ("capability", "kernel"),
+    [((9, 0), "hopper_wide"), ((10, 0), "wide_prefill_64"), ((8, 6), "wide_prefill_32")],
+)
 def test_prefill_in_chunks_gives_the_bits_of_the_whole(
-    launched: set[str], monkeypatch: pytest.MonkeyPatch, hopper: bool
+    launched: set[str], monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], kernel: str
 ) -> None:
-    monkeypatch.setattr(HostDevice, "compute_capability", (9, 0) if hopper else (8, 6))
-    device: Any = HostDevice(Element.BF16 if hopper else Element.F16)
+    monkeypatch.setattr(HostDevice, "compute_capability", capability)
+    monkeypatch.setattr(HostDevice, "hopper", capability == (9, 0))
+    device: Any = HostDevice(Element.BF16 if capability == (10, 0) else Element.F16)
     on_gpu.prefill_in_chunks(device, 20, [40, 1, 7], [0, 70, 64], [30, 2, 8])
-    assert launched == {"wide_prefill_64" if hopper else "wide_prefill_32"}
+    assert launched == {kernel}
 
 
 @pytest.mark.heavy
@@ -62,12 +66,14 @@ def test_heads_of_512(launched: set[str], monkeypatch: pytest.MonkeyPatch) -> No
     chunks, lengths = [40, 1, 7], [40, 71, 71]
     paged = make_paged(rng, lengths, 2, 512)
     qkv = make_queries(rng, sum(chunks), attention)
-    prefill = prefill_attention(device, attention)
-    whole = run_prefill(device, prefill, attention, qkv, paged, lengths, chunks)
-    assert_close(whole, prefill_oracle(attention, qkv, paged, lengths, chunks), ATTENTION)
-    piece = run_prefill(device, prefill, attention, qkv[30:40], paged, [40], [10])
-    np.testing.assert_array_equal(piece, whole[30:40])
-    assert launched == {"wide_decode_2", "wide_merge", "wide_prefill_64"}
+    for hopper in (False, True):
+        monkeypatch.setattr(HostDevice, "hopper", hopper)
+        prefill = prefill_attention(device, attention)
+        whole = run_prefill(device, prefill, attention, qkv, paged, lengths, chunks)
+        assert_close(whole, prefill_oracle(attention, qkv, paged, lengths, chunks), ATTENTION)
+        piece = run_prefill(device, prefill, attention, qkv[30:40], paged, [40], [10])
+        np.testing.assert_array_equal(piece, whole[30:40])
+    assert launched == {"wide_decode_2", "wide_merge", "wide_prefill_64", "hopper_wide"}
 
 
 @pytest.mark.heavy

@@ -7,6 +7,7 @@ from nightmill.worker.model.spec import LatentAttention, ModelSpec
 from nightmill.worker.runners.gpu.activations import LOGIT_ROWS, Activations
 from nightmill.worker.runners.gpu.attention.decode import DecodeAttention
 from nightmill.worker.runners.gpu.attention.general import GeneralDecode
+from nightmill.worker.runners.gpu.attention.hopper_wide import HopperWide
 from nightmill.worker.runners.gpu.attention.latent import LatentKernels
 from nightmill.worker.runners.gpu.attention.latent_rows import LatentRows
 from nightmill.worker.runners.gpu.attention.prefill import HopperPrefill, PortablePrefill
@@ -52,7 +53,8 @@ class Launcher(Protocol):
 
 _LAUNCHERS: tuple[type[Launcher], ...] = (
     Embedding, Norms, Activate, Rotation, LogitScale, DecodeAttention, HopperPrefill, PortablePrefill,
-    WideDecode, GeneralDecode, LatentKernels, StateMixers, States, Routing, Combine, Sampler, Dequantizer,
+    HopperWide, WideDecode, GeneralDecode, LatentKernels, StateMixers, States, Routing, Combine, Sampler,
+    Dequantizer,
 )  # fmt: skip
 _LAST = (Norms, Activate, Rotation, PortablePrefill, LatentKernels, StateMixers, Routing, GroupedProducts)
 

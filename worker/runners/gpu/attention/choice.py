@@ -3,6 +3,7 @@
 from nightmill.worker.model.spec import Attention, LatentAttention, ModelSpec
 from nightmill.worker.runners.gpu.attention.decode import DecodeAttention
 from nightmill.worker.runners.gpu.attention.general import GeneralDecode
+from nightmill.worker.runners.gpu.attention.hopper_wide import HopperWide
 from nightmill.worker.runners.gpu.attention.latent import latent_decode, latent_prefill
 from nightmill.worker.runners.gpu.attention.prefill import HopperPrefill, PortablePrefill
 from nightmill.worker.runners.gpu.attention.scores import score_arguments
@@ -12,7 +13,7 @@ from nightmill.worker.runners.gpu.device.device import Device
 __all__ = ["Attentions", "Decode", "Prefill", "decode_attention", "prefill_attention"]
 
 Decode = DecodeAttention | GeneralDecode | WideDecode
-Prefill = HopperPrefill | PortablePrefill | WidePrefill
+Prefill = HopperPrefill | PortablePrefill | WidePrefill | HopperWide
 
 
 class Attentions:
@@ -76,6 +77,8 @@ def prefill_attention(
     """Choose the launcher of attention for chunks of prompts; arguments as for `decode_attention`."""
     if HopperPrefill.suits(attention, hopper=device.hopper):
         return HopperPrefill(device, attention, beside if isinstance(beside, HopperPrefill) else None)
+    if wide and HopperWide.suits(attention, hopper=device.hopper) and has_room(device):
+        return HopperWide(device, attention)
     if wide and WideDecode.suits(attention) and has_room(device):
         return WidePrefill(device, attention)
     return PortablePrefill(device, attention)

@@ -2,6 +2,7 @@
 
 from nightmill.worker.model.spec import Attention, LatentAttention, ModelSpec
 from nightmill.worker.runners.gpu.attention.general import GeneralDecode
+from nightmill.worker.runners.gpu.attention.hopper_wide import HopperWide
 from nightmill.worker.runners.gpu.attention.latent_rows import row_sources
 from nightmill.worker.runners.gpu.attention.prefill import PortablePrefill
 from nightmill.worker.runners.gpu.attention.scores import scoring
@@ -21,7 +22,7 @@ class LatentKernels:
     @staticmethod
     def sources(spec: ModelSpec, *, hopper: bool) -> list[Source]:
         """List the kernel files for a model."""
-        return [source for attention in spec.latents for source in latent_kernels(attention)]
+        return [source for one in spec.latents for source in latent_kernels(one, hopper=hopper)]
 
     @staticmethod
     def workspace(attention: LatentAttention) -> int:
@@ -46,10 +47,13 @@ class LatentKernels:
         return None
 
 
-def latent_kernels(attention: LatentAttention) -> list[Source]:
+def latent_kernels(attention: LatentAttention, *, hopper: bool) -> list[Source]:
     """List the kernel files for layers of latent attention."""
-    name = "wide_attention" if _is_fast(attention) else "attention_any"
-    return [*row_sources(), scoring(name, as_attention(attention), attention.latent)]
+    same = as_attention(attention), attention.latent
+    if not _is_fast(attention):
+        return [*row_sources(), scoring("attention_any", *same)]
+    of_prompts = [HopperWide.source(*same)] if HopperWide.suits(*same, hopper=hopper) else []
+    return [*row_sources(), scoring("wide_attention", *same), *of_prompts]
 
 
 def as_attention(attention: LatentAttention) -> Attention:
@@ -70,10 +74,12 @@ def latent_decode(
     return GeneralDecode(device, same, attention.latent)
 
 
-def latent_prefill(device: Device, attention: LatentAttention) -> WidePrefill | PortablePrefill:
+def latent_prefill(device: Device, attention: LatentAttention) -> HopperWide | WidePrefill | PortablePrefill:
     """Choose the launcher for chunks of prompts."""
-    kind = WidePrefill if _is_fast(attention) else PortablePrefill
-    return kind(device, as_attention(attention), attention.latent)
+    same = as_attention(attention), attention.latent
+    if HopperWide.suits(*same, hopper=device.hopper):
+        return HopperWide(device, *same)
+    return (WidePrefill if _is_fast(attention) else PortablePrefill)(device, *same)
 
 
 def _is_fast(attention: LatentAttention) -> bool:

@@ -17,7 +17,7 @@ from nightmill.worker.runners.gpu.kv_cache import PAGE, LayerCache
 from nightmill.worker.runners.gpu.steps import PromptGroup, StepInputs, StepShape
 from nightmill.worker.runners.kv_format import KvFormat
 
-__all__ = ["VALUES", "WideDecode", "WidePrefill", "has_room", "wide_pieces"]
+__all__ = ["VALUES", "WideDecode", "WidePrefill", "has_room", "heads_of_a_tile", "wide_pieces"]
 
 VALUES = 512
 """Elements of a value, of all that the kernels take."""
@@ -130,8 +130,7 @@ class WidePrefill:
     def __init__(self, device: Device, attention: Attention, value_dim: int | None = None) -> None:
         self._heads, self._kv_heads = attention.heads, attention.kv_heads
         self._rows, stages = _PREFILL[has_room(device)]
-        shared = attention.heads // attention.kv_heads
-        self._group = max(n for n in range(1, self._rows + 1) if shared % n == 0)
+        self._group = heads_of_a_tile(attention, self._rows)
         self._scale = score_arguments(attention)[0]
         self._shared = _shared(attention, value_dim, self._rows, stages)
         kernels = KernelPairs(device, scoring("wide_attention", attention, value_dim))
@@ -158,6 +157,12 @@ class WidePrefill:
             inputs.sequence_starts, inputs.tiles, out.address, self._heads, self._kv_heads, self._group,
             self._scale, shared=self._shared,
         )  # fmt: skip
+
+
+def heads_of_a_tile(attention: Attention, rows: int) -> int:
+    """Query heads that a tile of so many rows has of each token: as many as can be, in equal parts."""
+    shared = attention.heads // attention.kv_heads
+    return max(n for n in range(1, rows + 1) if shared % n == 0)
 
 
 def has_room(device: Device) -> bool:
