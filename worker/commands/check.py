@@ -3,7 +3,7 @@
 import subprocess
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -198,13 +198,38 @@ def _look_at_memory(settings: Settings, model: "OpenModel", *, cards: bool) -> I
         said = f"{computed}, on {card}"
         if here is None:
             said = f"no GPU here; computed for {card.name}, {computed}"
-        yield _fitting("memory", said, card, settings, model, computed=here is None)
+        memory = _fitting("memory", said, card, settings, model, computed=here is None)
+        yield memory
+        if pretended is not None and "weights_in" in memory.more and "rate" in memory.more:
+            yield from _outlook(card, memory, settings, model)
     for option, choice in (("weights", WEIGHTS), ("kv", KV)):
         for value in choice.choices:
             if value != getattr(settings, option):
                 other = settings.model_copy(update={option: value})
                 said = f"with --{option} {value}, on {card.name}"
                 yield _fitting("formats", said, card, other, model, computed=here is None)
+
+
+def _outlook(card: "Card", memory: Finding, settings: Settings, model: "OpenModel") -> Iterator[Finding]:
+    """Yield what would be computed by which kernels on a card, and what the forecast for it rests on."""
+    from nightmill.worker.assembly.sizes import precision_of
+    from nightmill.worker.runners.gpu.outlook import kernel_outlook
+    from nightmill.worker.runners.gpu.precision import WeightsFormat
+
+    precision = replace(
+        precision_of(settings, model.file, model.spec), weights=WeightsFormat(memory.more["weights_in"])
+    )
+    kernels = kernel_outlook(model.spec, precision, hopper=card.hopper)
+    said = "; ".join(f"{what}: {how}" for what, how in kernels.items())
+    yield Finding("kernels", None, f"on {card.name}: {said}", {"card": card.name, "kernels": kernels})
+    bytes_, flops = card.peaks.bytes, card.peaks.flops
+    yield Finding(
+        "basis",
+        None,
+        f"the speed is a forecast: {bytes_ / 1e9:,.0f} GB/s and {flops / 1e12:,.0f} TFLOP/s of {card.name}, "
+        "at the shares that an H200 reaches; measure with `nightmill plan` on that card",
+        {"card": card.name, "bytes_a_second": bytes_, "flops_a_second": flops},
+    )
 
 
 def _fitting(

@@ -24,6 +24,7 @@ from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.catalogue import workspace_bytes
+from nightmill.worker.runners.gpu.device.known_cards import KNOWN_CARDS
 from nightmill.worker.runners.gpu.device.peaks import peaks_of
 from nightmill.worker.runners.gpu.kv_cache import page_bytes
 from nightmill.worker.runners.gpu.precision import HALF
@@ -168,6 +169,26 @@ def test_without_a_gpu_it_is_computed_for_cards_of_usual_sizes(
     assert [one["card"] for one in found] == [card.name for card in CARDS]
     assert all(one["found"].startswith(f"no GPU here; computed for {one['card']}, in F16 (") for one in found)
     assert all(one["computed"] for one in found)
+
+
+def test_without_a_gpu_a_card_is_pretended(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fits, what it would be computed by, and what the forecast rests on; the sentence is NumPy's."""
+    monkeypatch.setitem(sys.modules, "pycuda", None)
+    for key in ("rtx4090", "h100"):
+        card = KNOWN_CARDS[key]
+        found = check(demo_model(), directory, "--pretend", key, "--weights", "file")
+        (memory,), (kernels,), (basis,) = (found[part] for part in ("memory", "kernels", "basis"))
+        assert memory["found"].startswith(f"no GPU here; computed for {card.name}, in F16 (")
+        assert (memory["card"], memory["free"], memory["computed"]) == (card.name, card.free, True)
+        assert ("wgmma" in kernels["found"]) is (key == "h100")
+        assert ("mma.sync" in kernels["kernels"]["prompts"]) is (key != "h100")
+        assert "Q8_0" in kernels["kernels"]["products"]
+        assert f"{card.peaks.bytes / 1e9:,.0f} GB/s" in basis["found"] and "forecast" in basis["found"]
+        fp8 = next(one for one in found["formats"] if one["weights_in"] == "fp8")
+        assert ("FP8 weights need" in fp8["found"]) is (key != "h100")
+        assert found["sentence"][0]["ok"]
+    done = CliRunner().invoke(main, ["check", "--model", str(demo_model()), "--pretend", "rtx9090"])
+    assert "no card is known as 'rtx9090'" in done.output and "rtx4090" in done.output
 
 
 def test_with_a_gpu_it_is_said_of_that_one(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
