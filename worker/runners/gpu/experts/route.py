@@ -49,6 +49,10 @@ class Routing:
         slots, padding  address of the slots of tokens, and the slot of those of padding; 0: there are none
         """
         self.choose(bias, selection_bias, at, tokens, slots=slots, padding=padding)
+        self.place(at, tokens, tile_rows)
+
+    def place(self, at: ExpertRoom, tokens: int, tile_rows: int) -> None:
+        """Queue the places of choices that are there."""
         experts = self._experts
         self._place.of(tokens)(
             (experts.count, 1), (256, 1, 1), at.chosen.address, at.places.address, at.sources.address,
