@@ -89,20 +89,26 @@ static __device__ __forceinline__ void multiply(float (&c)[2][TILES][4], const O
         const unsigned char* stage = shared + step % Memory::STAGES * Memory::BYTES;
         const unsigned char* panels = stage + Memory::X_BYTES + warp * 2 * Weights::BYTES;
         const int groups = (min(DEPTH, inputs - step * DEPTH) + 31) / 32;
-#pragma unroll 2
-        for (int group = 0; group < groups; ++group) {
-            Element8 b[2];
+        for (int first = 0; first < groups; first += 4) {
+            typename Weights::Handed handed[2];
 #pragma unroll
-            for (int p = 0; p < 2; ++p) b[p] = Weights::group(panels + p * Weights::BYTES, group);
+            for (int p = 0; p < 2; ++p) handed[p] = Weights::hand(panels + p * Weights::BYTES, first);
 #pragma unroll
-            for (int half = 0; half < 2; ++half)
+            for (int group = first; group < first + 4; ++group) {
+                if (group >= groups) break;
+                Element8 b[2];
 #pragma unroll
-                for (int m = 0; m < TILES; ++m) {
-                    uint32_t a[4];
-                    load_rows<Memory::PITCH>(a, stage, 16 * m, group * 32 + half * 16);
+                for (int p = 0; p < 2; ++p) b[p] = Weights::group(panels + p * Weights::BYTES, group, handed[p]);
 #pragma unroll
-                    for (int p = 0; p < 2; ++p) mma(c[p][m], a, b[p].word[2 * half], b[p].word[2 * half + 1]);
-                }
+                for (int half = 0; half < 2; ++half)
+#pragma unroll
+                    for (int m = 0; m < TILES; ++m) {
+                        uint32_t a[4];
+                        load_rows<Memory::PITCH>(a, stage, 16 * m, group * 32 + half * 16);
+#pragma unroll
+                        for (int p = 0; p < 2; ++p) mma(c[p][m], a, b[p].word[2 * half], b[p].word[2 * half + 1]);
+                    }
+            }
         }
     }
 }

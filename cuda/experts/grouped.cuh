@@ -39,11 +39,27 @@ struct Weights {
         for (int at = threadIdx.x % 32 * 16; at < BYTES; at += 32 * 16)  // packets that there are not have scales of zero
             copy_async(target + at, at < bytes ? own + at : weights, at < bytes);
     }
-    static __device__ __forceinline__ Element8 group(const unsigned char* panel, int group) {
+    // What of scales is computed: a lane has that of its row and of group `first` + lane % 4, and takes the others from there.
+    using Handed = typename Packed::Handed;
+    static __device__ __forceinline__ Handed hand(const unsigned char* panel, int first) {
+        Handed own[1];
+        const int lane = threadIdx.x % 32, group = first + lane % 4;
+        Packed::hand(own, panel + group / GROUPS * PACKET, lane / 4, group % GROUPS);
+        return own[0];
+    }
+    static __device__ __forceinline__ Element8 group(const unsigned char* panel, int group, const Handed& handed) {
         const int lane = threadIdx.x % 32;
         const unsigned char* packet = panel + group / GROUPS * PACKET;
-        const auto scale = packed::scale_of<Packed>(packet, lane / 4, group % GROUPS);
+        const auto scale = Packed::scale(packet, lane / 4, group % GROUPS, taken(handed, lane / 4 * 4 + group % 4));
         return Packed::eight(Packed::raw(packet, lane / 4, group % GROUPS * 4 + lane % 4), scale);
+    }
+    static __device__ __forceinline__ packed::Nothing taken(packed::Nothing, int) { return {}; }
+    static __device__ __forceinline__ float2 taken(const float2& own, int lane) {
+        return make_float2(__shfl_sync(0xffffffffu, own.x, lane), __shfl_sync(0xffffffffu, own.y, lane));
+    }
+    static __device__ __forceinline__ float4 taken(const float4& own, int lane) {
+        const float2 first = taken(make_float2(own.x, own.y), lane), second = taken(make_float2(own.z, own.w), lane);
+        return make_float4(first.x, first.y, second.x, second.y);
     }
 };
 #else
@@ -65,7 +81,9 @@ struct Weights {
                        weights + (inside ? ((row + within) * inputs + k) * SIZE : 0), inside);
         }
     }
-    static __device__ __forceinline__ Element8 group(const unsigned char* panel, int group) {
+    struct Handed {};
+    static __device__ __forceinline__ Handed hand(const unsigned char*, int) { return {}; }
+    static __device__ __forceinline__ Element8 group(const unsigned char* panel, int group, Handed) {
         const int lane = threadIdx.x % 32;
         const unsigned char* row = panel + lane / 4 * PITCH + (group * 32 + lane % 4 * 2) * SIZE;
         Element8 out;

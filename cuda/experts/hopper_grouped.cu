@@ -98,9 +98,13 @@ static __device__ __forceinline__ void multiply(float (&acc)[N / 2], const Opera
         const unsigned char* panels = aligned + stage + Memory::X_BYTES + warp * 2 * Weights::BYTES;
         const uint64_t start = tile_descriptor(base + stage);
         uint32_t a[2][2][4];  // of two groups of 32 inputs, two products each
+        typename Weights::Handed handed[2];
 #pragma unroll
         for (int group = 0; group < DEPTH / 32; ++group) {
-            const Element8 first = Weights::group(panels, group), second = Weights::group(panels + Weights::BYTES, group);
+            if (group % 4 == 0)
+                handed[0] = Weights::hand(panels, group), handed[1] = Weights::hand(panels + Weights::BYTES, group);
+            const Element8 first = Weights::group(panels, group, handed[0]);
+            const Element8 second = Weights::group(panels + Weights::BYTES, group, handed[1]);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 a[group % 2][half][0] = first.word[2 * half], a[group % 2][half][1] = second.word[2 * half];

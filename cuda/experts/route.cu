@@ -2,6 +2,7 @@
 //
 //   choose        logits (T, pitch) float -> chosen (T, used) int, the best first, and weights (T, used) float
 //   place_tokens  chosen -> places (T, used) int, sources int, tiles int4, total int
+//   route_few     both, for up to 8 tokens
 //
 // A logit is the sum of `parts` columns, `part` apart, the second times `part_scale`, the third times its square: a router's
 // weights are so many elements each (`weights/router.py`). Plus a bias. What weights are made of, how experts are chosen of
@@ -22,6 +23,7 @@ enum Scores { SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN };
 static constexpr int MOST = 1024;         // experts
 static constexpr int WARPS = 4;           // of `choose`
 static constexpr int THREADS = 256;       // of `place_tokens`
+static constexpr int FEW = 8;             // tokens of `route_few`, and its warps
 static constexpr float LEAST_SUM = 1e-20f;  // added to what is divided by
 
 // Larger numbers have larger keys; what is no number has the least, 1; 0 is for what is taken.
@@ -81,34 +83,39 @@ static __device__ __forceinline__ void keep_best_groups(const float* values, con
     __syncwarp();
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32)
-    choose(const float* __restrict__ logits, const float* __restrict__ bias, const float* __restrict__ selection_bias,
-           const int* __restrict__ slots, int* __restrict__ chosen, float* __restrict__ weights, int tokens, int pitch,
-           int part, int parts, float part_scale, int count, int used, int scores, int groups, int groups_used, int group_best,
-           int normalise, float scale, int padding) {
-    extern __shared__ __align__(16) unsigned char shared[];
-    launch_next();
-    wait_for_previous(logits, slots);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = blockIdx.x * WARPS + warp;
-    if (token >= tokens) return;
+// What a kernel that chooses is given.
+struct Router {
+    const float *logits, *bias, *selection_bias;
+    const int* slots;
+    int* chosen;
+    float* weights;
+    int pitch, part, parts;
+    float part_scale;
+    int count, used, scores, groups, groups_used, group_best, normalise;
+    float scale;
+    int padding;
+};
+
+// A warp's choice for a token, which each lane whose number is a rank returns; `values`: 3 `count` words of shared memory.
+static __device__ __forceinline__ int choose_for(const Router& given, int token, float* values) {
+    const int lane = threadIdx.x % 32, count = given.count, used = given.used;
     const int64_t first = static_cast<int64_t>(token) * used;
-    if (slots != nullptr && slots[token] == padding) {
-        if (lane < used) chosen[first + lane] = -1, weights[first + lane] = 0.0f;
-        return;
+    if (given.slots != nullptr && given.slots[token] == given.padding) {
+        if (lane < used) given.chosen[first + lane] = -1, given.weights[first + lane] = 0.0f;
+        return -1;
     }
-    float* values = reinterpret_cast<float*>(shared) + warp * 3 * count;
     uint32_t *keys = reinterpret_cast<uint32_t*>(values + count), *good = keys + count;
-    const float* row = logits + static_cast<int64_t>(token) * pitch;
+    const float *row = given.logits + static_cast<int64_t>(token) * given.pitch, *selection_bias = given.selection_bias;
     float most = negative_infinity();
     for (int i = lane; i < count; i += 32) {
         float logit = 0.0f;
-        for (int p = parts - 1; p > 0; --p) logit = (logit + row[p * part + i]) * part_scale;
+        for (int p = given.parts - 1; p > 0; --p) logit = (logit + row[p * given.part + i]) * given.part_scale;
         logit += row[i];
-        if (bias != nullptr) logit += bias[i];
+        if (given.bias != nullptr) logit += given.bias[i];
         values[i] = logit;
         most = fmaxf(most, logit);
     }
-    if (scores == SOFTMAX) {
+    if (given.scores == SOFTMAX) {
         most = warp_max(most);
         float sum = 0.0f;
         for (int i = lane; i < count; i += 32) {
@@ -117,13 +124,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
         }
         sum = warp_sum(sum);
         for (int i = lane; i < count; i += 32) values[i] = values[i] / sum;
-    } else if (scores == SIGMOID) {
+    } else if (given.scores == SIGMOID) {
         for (int i = lane; i < count; i += 32) values[i] = 1.0f / (1.0f + expf(-values[i]));
     }
     for (int i = lane; i < count; i += 32)
         keys[i] = key_of(selection_bias == nullptr ? values[i] : values[i] + selection_bias[i]);
     __syncwarp();
-    if (groups > 1) keep_best_groups(values, selection_bias, keys, good, count, groups, groups_used, group_best);
+    if (given.groups > 1)
+        keep_best_groups(values, selection_bias, keys, good, count, given.groups, given.groups_used, given.group_best);
     int mine = 0;
     for (int rank = 0; rank < used; ++rank) {
         const int expert = largest(keys, count);
@@ -133,12 +141,74 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
         if (lane == rank) mine = expert;
     }
     float weight = values[mine];
-    if (scores == SOFTMAX_OF_CHOSEN) {
+    if (given.scores == SOFTMAX_OF_CHOSEN) {
         weight = expf(weight - __shfl_sync(0xffffffffu, weight, 0));
         weight = weight / sum_of_ranks(weight, used);
     }
-    if (normalise) weight = weight / (sum_of_ranks(weight, used) + LEAST_SUM);
-    if (lane < used) chosen[first + lane] = mine, weights[first + lane] = weight * scale;
+    if (given.normalise) weight = weight / (sum_of_ranks(weight, used) + LEAST_SUM);
+    if (lane < used) given.chosen[first + lane] = mine, given.weights[first + lane] = weight * given.scale;
+    return mine;
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32)
+    choose(const float* __restrict__ logits, const float* __restrict__ bias, const float* __restrict__ selection_bias,
+           const int* __restrict__ slots, int* __restrict__ chosen, float* __restrict__ weights, int tokens, int pitch,
+           int part, int parts, float part_scale, int count, int used, int scores, int groups, int groups_used,
+           int group_best, int normalise, float scale, int padding) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    launch_next();
+    wait_for_previous(logits, slots);
+    const int warp = threadIdx.x / 32, token = blockIdx.x * WARPS + warp;
+    if (token < tokens)
+        choose_for({logits, bias, selection_bias, slots, chosen, weights, pitch, part, parts, part_scale, count, used, scores,
+                    groups, groups_used, group_best, normalise, scale, padding},
+                   token, reinterpret_cast<float*>(shared) + warp * 3 * count);
+}
+
+// Both for a few tokens, no more than a tile has positions and than there are warps: a block, of which a thread has a choice.
+extern "C" __global__ void __launch_bounds__(FEW * 32)
+    route_few(const float* __restrict__ logits, const float* __restrict__ bias, const float* __restrict__ selection_bias,
+              const int* __restrict__ slots, int* __restrict__ chosen, float* __restrict__ weights, int tokens, int pitch,
+              int part, int parts, float part_scale, int count, int used, int scores, int groups, int groups_used,
+              int group_best, int normalise, float scale, int padding, int* __restrict__ places, int* __restrict__ sources,
+              int4* __restrict__ tiles, int* __restrict__ total) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    __shared__ int held[FEW * 32];
+    __shared__ bool is_first[FEW * 32];  // of an expert's
+    launch_next();
+    wait_for_previous(logits, slots, places);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, choices = tokens * used, i = threadIdx.x;
+    if (warp < tokens) {
+        const int mine = choose_for({logits, bias, selection_bias, slots, chosen, weights, pitch, part, parts, part_scale,
+                                     count, used, scores, groups, groups_used, group_best, normalise, scale, padding},
+                                    warp, reinterpret_cast<float*>(shared) + warp * 3 * count);
+        if (lane < used) held[warp * used + lane] = mine;
+    }
+    __syncthreads();
+    const int expert = i < choices ? held[i] : -1;
+    int before = 0, own = 0, earlier = 0;  // choices of lower experts, of this one, and of these those that come first
+    for (int other = 0; other < choices; ++other) {
+        const int its = held[other];
+        before += its >= 0 && its < expert;
+        own += its == expert;
+        earlier += its == expert && other < i;
+    }
+    if (i < choices) {
+        is_first[i] = expert >= 0 && earlier == 0;
+        places[i] = expert < 0 ? -1 : before + earlier;
+        if (expert >= 0) sources[before + earlier] = i / used;
+    }
+    __syncthreads();
+    int tile = 0, all = 0;
+    for (int other = 0; other < choices; ++other) {
+        all += is_first[other];
+        tile += is_first[other] && held[other] < expert;
+    }
+    if (i < choices && is_first[i]) {
+        const int4 one = {expert, before, own, 0};
+        tiles[tile] = one;
+    }
+    if (i == 0) *total = all;
 }
 
 // The sum over the block; all threads call it, with a `partial` of its own.

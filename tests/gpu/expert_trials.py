@@ -162,14 +162,15 @@ class ExpertTrial:
             slots = device.upload(np.where(padding, PADDING, 3).astype(np.int32))
         of = lambda name, there=True: given[name] if there else ABSENT  # noqa: E731
         routing, grouped = Routing(device, experts), GroupedProducts(device, self._formats)
+        tile = grouped.tile(experts, tokens)
         routing(
             of("router_bias", experts.router_bias), of("selection_bias", experts.selection_bias), at, tokens,
-            grouped.tile(experts, tokens).rows, slots=slots, padding=PADDING,
+            tile.rows, slots=slots, padding=PADDING,
         )  # fmt: skip
         parts = [given.get(part, ABSENT) for part in (("gate", "up") if experts.gated else ("up", ""))]
         read = self._rounded(x) if fp8 else elements(device, x)
         grouped.gate_up(
-            experts, read, self._matrix, Given(of("gate_up_bias", experts.bias), *parts), at, tokens
+            experts, read, self._matrix, Given(of("gate_up_bias", experts.bias), *parts), at, tokens, tile
         )
         device.synchronize()
         activated, choices = fetched(device, at.activated), tokens * experts.used
@@ -178,7 +179,7 @@ class ExpertTrial:
             rows = np.where(np.isnan(activated), 0, activated)[:choices].astype(np.float32)
             entering = self._rounded(rows)
         down = Given(of("down_bias", experts.bias), given.get("down", ABSENT))
-        grouped.down(experts, entering, self._down.held, down, at, tokens)
+        grouped.down(experts, entering, self._down.held, down, at, tokens, tile)
         combine = Combine(device)
         stream, normed, mixed = self._combined(combine, routing, at, tokens, given["norm"])
         chosen, shares, places = (fetched(device, one, tokens) for one in (at.chosen, at.shares, at.places))

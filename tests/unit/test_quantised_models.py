@@ -11,6 +11,7 @@ from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import Role
 from nightmill.worker.runners.gpu.catalogue import check_spec
+from tests.support.expert_shapes import EXPERT_SHAPES
 from tests.support.family_models import Heads, Size
 from tests.support.hybrid_shapes import HYBRID_SHAPES
 from tests.support.quantised_models import SHAPES, TYPES, Shape, kinds_of, write
@@ -78,6 +79,28 @@ def test_files_of_layers_with_states_say_what_they_were_made_of(
         decays = [name for role, weight in spec.all_weights() if role is Role.DECAY for name in weight.names]
         assert all((file.array(name) < 0).all() for name in decays)
         assert bool(decays) == (whole.family != "lfm2")
+
+
+@pytest.mark.parametrize(("name", "type_name"), [("qwen3-30b-a3b", "Q4_K_M"), ("gpt-oss-20b", "MXFP4")])
+def test_files_of_experts_say_what_they_were_made_of(name: str, type_name: str, tmp_path: Path) -> None:
+    """In small; the types of tensors are those of llama.cpp's files, and values have one deviation."""
+    shape = replace(
+        EXPERT_SHAPES[name], layers=8, width=256, vocab=512, heads=(4, 2, 64), experts=(8, 2, 256),
+        context=512,
+    )  # fmt: skip
+    path = write(tmp_path / "m.gguf", shape, type_name, pool_bytes=1 << 19)
+    with GgufFile.open(path) as file:
+        spec = read_spec(file)
+        assert replace(spec, name="model") == shape.file()[2]
+        kinds = {name: info.kind for name, info in file.tensors.items()}
+        assert kinds["blk.2.ffn_gate_inp.weight"] is Kind.F32
+        more = Kind.Q6_K if type_name == "Q4_K_M" else Kind.MXFP4
+        assert kinds["blk.0.ffn_down_exps.weight"] is more
+        assert kinds["blk.1.ffn_down_exps.weight"] is (Kind.Q4_K if type_name == "Q4_K_M" else Kind.MXFP4)
+        assert kinds["blk.1.attn_q.weight"] is (Kind.Q4_K if type_name == "Q4_K_M" else Kind.Q8_0)
+        for part in ("gate", "up", "down"):
+            deviation = file.array(f"blk.3.ffn_{part}_exps.weight").std() * 16
+            assert deviation == pytest.approx(1.5, rel=0.5)
 
 
 def test_shapes_are_those_of_the_models_they_are_called_after() -> None:

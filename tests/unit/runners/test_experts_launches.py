@@ -57,7 +57,9 @@ def test_every_family_is_launched_as_it_was_compiled(
 ) -> None:
     launch(file_of(tmp_path, *GPU_EXPERT_FILES[name]), WeightsFormat.ELEMENT)
     assert driver.launches.keys() - {"library"} <= driver.checked
-    assert driver.launches.keys() >= {"choose", "place_tokens", "experts_floats_1", "combine_1"}
+    assert driver.launches.keys() >= {"route_few", "experts_floats_1", "combine_1"}
+    if len(GPU_EXPERT_FILES[name][1].layers) > 1:  # the last one has the rows that draw alone
+        assert driver.launches.keys() >= {"choose", "place_tokens"}
 
 
 @pytest.mark.parametrize("weights", [WeightsFormat.FILE, WeightsFormat.FP8])

@@ -26,7 +26,14 @@ def test_each_kind_is_computed(launched: set[str], kind: str) -> None:
     trial.check(*trial.inputs(9), padding=np.arange(9) % 4 == 3)
     trial.check(*trial.inputs(1))
     gated = "two" if KINDS[kind].gated else "one"
-    assert launched >= {"choose", "place_tokens", f"experts_{gated}_1", "experts_floats_1", "combine_1"}
+    assert launched >= {
+        "choose",
+        "place_tokens",
+        "route_few",
+        f"experts_{gated}_1",
+        "experts_floats_1",
+        "combine_1",
+    }
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from nightmill.worker.model.spec import Experts, FeedForward, ModelSpec
 from nightmill.worker.runners.gpu.activations import Activations
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.experts.combine import Combine
-from nightmill.worker.runners.gpu.experts.grouped import Given, GroupedProducts
+from nightmill.worker.runners.gpu.experts.grouped import Given, GroupedProducts, Tile
 from nightmill.worker.runners.gpu.experts.room import SLICE, ExpertRoom
 from nightmill.worker.runners.gpu.experts.route import Routing
 from nightmill.worker.runners.gpu.kinds import gate_up_kind
@@ -25,7 +27,7 @@ from nightmill.worker.runners.gpu.weights.layout import (
     formats_in,
 )
 
-__all__ = ["ExpertLaunchers", "GateUp", "Mixture", "MixtureAddition"]
+__all__ = ["ExpertAlone", "ExpertLaunchers", "GateUp", "Mixture", "MixtureAddition"]
 
 
 class GateUp:
@@ -135,22 +137,20 @@ class Mixture:
 
     def _queue(self, x: Buffer, layer: LayerWeights, rows: int, slots: int) -> None:
         """Queue all of a slice, but what is added to the residual stream in the end."""
-        own, experts, at, grouped = layer.experts, self._experts, self._room, self._launchers.grouped
+        own, experts, at = layer.experts, self._experts, self._room
         assert own is not None
+        tile = self._tile(experts, rows)
         self._router(x, own.router, at.logits, rows)
         self._routing(
-            own.router_bias, own.selection_bias, at, rows, self._tile(experts, rows).rows, slots=slots,
+            own.router_bias, own.selection_bias, at, rows, tile.rows, slots=slots,
             padding=self._launchers.padding,
         )  # fmt: skip
         read = x
         if self._latent_down is not None:
             self._latent_down(x, own.latent_down, at.latent, rows)
             read = at.latent
-        scales = (own.gate_scale, own.up_scale) if experts.gated else (own.up_scale, ABSENT)
-        given = Given(own.gate_up_bias, *scales)
-        grouped.gate_up(experts, self._rounded(read, at.read_fp8, rows), own.gate_up, given, at, rows)
-        activated = self._rounded(at.activated, at.activated_fp8, rows * experts.used)
-        grouped.down(experts, activated, own.down, Given(own.down_bias, own.down_scale), at, rows)
+        self._multiply_gate_up(read, own, rows, tile)
+        self._multiply_down(at.activated, own, rows, tile, rows * experts.used)
         if self._latent_up is not None:
             self._launchers.combine.mix(experts, at, rows)
             self._latent_up(at.mixed, own.latent_up, at.raised, rows)
@@ -158,6 +158,23 @@ class Mixture:
             activated = self._own_at.activated
             self._shared_gate_up(x, _shared(layer), activated, rows)
             self._shared_down(activated, own.shared_down, at.shared, rows)
+
+    def _multiply_gate_up(self, x: Buffer, own: ExpertWeights, rows: int, tile: Tile) -> None:
+        experts, at = self._experts, self._room
+        scales = (own.gate_scale, own.up_scale) if experts.gated else (own.up_scale, ABSENT)
+        given = Given(own.gate_up_bias, *scales)
+        x = self._rounded(x, at.read_fp8, rows)
+        self._launchers.grouped.gate_up(experts, x, own.gate_up, given, at, rows, tile)
+
+    def _multiply_down(self, x: Buffer, own: ExpertWeights, rows: int, tile: Tile, positions: int) -> None:
+        """positions: that there are."""
+        at, given = self._room, Given(own.down_bias, own.down_scale)
+        x = self._rounded(x, at.activated_fp8, positions)
+        self._launchers.grouped.down(self._experts, x, own.down, given, at, rows, tile)
+
+    def alone(self, own: ExpertWeights, expert: int, *, down: bool) -> "ExpertAlone":
+        """The product of gate and up with an expert alone, or that of down, for who looks at products."""
+        return ExpertAlone(self, own, expert, down)
 
     def _rounded(self, x: Buffer, room: Buffer, rows: int) -> Buffer:
         """The rows as FP8, if experts are that."""
@@ -180,6 +197,41 @@ class Mixture:
             self._shared_gate_up.tune(x, [_shared(layer) for layer in layers], activated, rows, beside)
             downs = [own.shared_down for own in weights]
             self._shared_down.tune(activated, downs, at.shared, rows, beside)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertAlone:
+    """Multiplies all rows with one expert of a mixture.
+
+    More rows than one go by the kernels of as many as there may be.
+    """
+
+    mixture: "Mixture"
+    own: ExpertWeights
+    expert: int
+    down: bool
+
+    @property
+    def y(self) -> Buffer:
+        """Room for what it gives: elements of gate and up with their activation, or floats."""
+        room = self.mixture._room
+        return room.outputs if self.down else room.activated
+
+    def __call__(self, x: Buffer, weight: Matrix, y: Buffer, rows: int) -> None:
+        """Queue it for x (rows, inputs) elements, and wait; y: see above."""
+        mixture = self.mixture
+        experts, at, device = mixture._experts, mixture._room, mixture._launchers.device
+        tile = mixture._tile(experts, 1 if rows == 1 else SLICE)
+        sent = device.pinned((rows, experts.used), np.int32)
+        sent[:] = -1
+        sent[:, 0] = self.expert
+        device.copy_in(at.chosen.address, sent)
+        mixture._routing.place(at, rows, tile.rows)
+        if self.down:
+            mixture._multiply_down(x, self.own, rows, tile, rows)
+        else:
+            mixture._multiply_gate_up(x, self.own, rows, tile)
+        device.synchronize()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ that row alone.
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 
 from nightmill.worker.model.spec import Activation, Experts, ModelSpec
 from nightmill.worker.runners.gpu.device.device import Device
@@ -124,40 +125,44 @@ class GroupedProducts:
         return None
 
     def gate_up(
-        self, experts: Experts, x: Buffer, weight: Matrix, given: Given, at: ExpertRoom, tokens: int
-    ) -> None:
-        """Queue gate, up and activation of x (T, R) at all positions -> at.activated (N, F)."""
+        self, experts: Experts, x: Buffer, weight: Matrix, given: Given, at: ExpertRoom, tokens: int,
+        tile: Tile,
+    ) -> None:  # fmt: skip
+        """Queue gate, up and activation of x (T, R) at all positions -> at.activated (N, F).
+
+        tile  that positions were placed for
+        """
+        queue = partial(self._queue, tile, experts, x)
         count, width = experts.count, experts.width
         if not experts.gated:
-            self._queue("one", experts, x, weight, given, at, tokens, stride=width)
+            queue("one", weight, given, at, tokens, stride=width)
         elif weight.parts:  # in two formats: gates, and ups
             gates, ups = weight.parts
             bias = given.bias
             of_ups = bias if bias is ABSENT else bias.from_row(count)
-            self._queue(
-                "floats", experts, x, ups, Given(of_ups, given.second), at, tokens, y=at.ups, stride=width
-            )
-            self._queue("one", experts, x, gates, given, at, tokens, other=at.ups, stride=width)
+            queue("floats", ups, Given(of_ups, given.second), at, tokens, y=at.ups, stride=width)
+            queue("one", gates, given, at, tokens, other=at.ups, stride=width)
         elif experts.fused:
-            self._queue("two", experts, x, weight, given, at, tokens, stride=2 * width, side=width)
+            queue("two", weight, given, at, tokens, stride=2 * width, side=width)
         else:
-            self._queue("two", experts, x, weight, given, at, tokens, stride=width, side=count * width)
+            queue("two", weight, given, at, tokens, stride=width, side=count * width)
 
     def down(
-        self, experts: Experts, x: Buffer, weight: Matrix, given: Given, at: ExpertRoom, tokens: int
-    ) -> None:
+        self, experts: Experts, x: Buffer, weight: Matrix, given: Given, at: ExpertRoom, tokens: int,
+        tile: Tile,
+    ) -> None:  # fmt: skip
         """Queue the product of x (N, F), rows by position -> at.outputs (N, R)."""
         stride = weight.rows // experts.count
         self._queue(
-            "floats", experts, x, weight, given, at, tokens, y=at.outputs, stride=stride, gathers=False
+            tile, experts, x, "floats", weight, given, at, tokens, y=at.outputs, stride=stride, gathers=False
         )
 
     def _queue(
-        self, name: str, experts: Experts, x: Buffer, weight: Matrix, given: Given, at: ExpertRoom,
-        tokens: int, *, y: Buffer | None = None, other: Buffer = ABSENT, stride: int, side: int = 0,
-        gathers: bool = True,
+        self, tile: Tile, experts: Experts, x: Buffer, name: str, weight: Matrix, given: Given,
+        at: ExpertRoom, tokens: int, *, y: Buffer | None = None, other: Buffer = ABSENT, stride: int,
+        side: int = 0, gathers: bool = True,
     ) -> None:  # fmt: skip
-        y, tile = y or at.activated, self.tile(experts, tokens)
+        y = y or at.activated
         outputs, warps = y.shape[1], tile.warps(weight.format)
         block = warps * PANEL_ROWS * (1 if name == "two" else _PANELS)
         gathered = at.sources.address if gathers else 0

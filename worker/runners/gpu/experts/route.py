@@ -2,7 +2,7 @@
 
 from nightmill.worker.model.spec import Experts, ModelSpec, RouterScores
 from nightmill.worker.runners.gpu.device.device import Device
-from nightmill.worker.runners.gpu.device.functions import KernelPairs
+from nightmill.worker.runners.gpu.device.functions import KernelPair, KernelPairs
 from nightmill.worker.runners.gpu.device.operands import ABSENT, FLOAT, Buffer
 from nightmill.worker.runners.gpu.device.sources import Source, source_of
 from nightmill.worker.runners.gpu.experts.room import ExpertRoom
@@ -13,6 +13,8 @@ __all__ = ["Routing"]
 _WARPS, _MOST_EXPERTS, _MOST_USED = 4, 1024, 32
 _SCORES = {RouterScores.SOFTMAX: 0, RouterScores.SIGMOID: 1, RouterScores.SOFTMAX_OF_CHOSEN: 2}
 _NO_PADDING = -1
+_FEW = 8  # tokens that one launch routes
+_MOST_SHARED = 48 << 10
 
 
 class Routing:
@@ -24,6 +26,11 @@ class Routing:
         kernels = KernelPairs(device, source_of("route"))
         self._choose = kernels.function("choose", "PPPPPPiiiifiiiiiiifi", shared=self._shared)
         self._place = kernels.function("place_tokens", "PPPPPiiii")
+        self._few_shared = self._shared // _WARPS * _FEW
+        self._few: KernelPair | None = None
+        if self._few_shared <= _MOST_SHARED:
+            letters = "PPPPPPiiiifiiiiiiifiPPPP"
+            self._few = kernels.function("route_few", letters, shared=self._few_shared)
 
     @staticmethod
     def sources(spec: ModelSpec, *, hopper: bool) -> list[Source]:
@@ -48,7 +55,21 @@ class Routing:
 
         slots, padding  address of the slots of tokens, and the slot of those of padding; 0: there are none
         """
-        self.choose(bias, selection_bias, at, tokens, slots=slots, padding=padding)
+        if self._few is not None and tokens <= min(_FEW, tile_rows):
+            self._few.of(tokens)(
+                (1, 1), (32 * _FEW, 1, 1), *self._router(bias, selection_bias, at, tokens, slots, padding),
+                at.places.address, at.sources.address, at.tiles.address, at.total.address,
+                shared=self._few_shared,
+            )  # fmt: skip
+            return
+        self._choose.of(tokens)(
+            (-(-tokens // _WARPS), 1), (32 * _WARPS, 1, 1),
+            *self._router(bias, selection_bias, at, tokens, slots, padding), shared=self._shared,
+        )  # fmt: skip
+        self.place(at, tokens, tile_rows)
+
+    def place(self, at: ExpertRoom, tokens: int, tile_rows: int) -> None:
+        """Queue the places of choices that are there."""
         experts = self._experts
         self._place.of(tokens)(
             (experts.count, 1), (256, 1, 1), at.chosen.address, at.places.address, at.sources.address,
@@ -56,18 +77,16 @@ class Routing:
             tile_rows,
         )  # fmt: skip
 
-    def choose(
-        self, bias: Buffer, selection_bias: Buffer, at: ExpertRoom, tokens: int, *, slots: int = 0,
-        padding: int = _NO_PADDING,
-    ) -> None:  # fmt: skip
-        """Queue the choice alone."""
+    def _router(
+        self, bias: Buffer, selection_bias: Buffer, at: ExpertRoom, tokens: int, slots: int, padding: int
+    ) -> tuple[int | float, ...]:
+        """Arguments of kernels that choose."""
         experts = self._experts
-        self._choose.of(tokens)(
-            (-(-tokens // _WARPS), 1), (32 * _WARPS, 1, 1), at.logits.address, bias.address,
-            selection_bias.address, slots, at.chosen.address, at.shares.address, tokens, at.logits.shape[1],
-            part_rows(experts.count + experts.shared_gated), PARTS, PART_SCALE, experts.count, experts.used,
-            _SCORES[experts.scores], experts.groups, experts.groups_used, experts.group_best,
-            experts.normalise, experts.scale, padding, shared=self._shared,
+        return (
+            at.logits.address, bias.address, selection_bias.address, slots, at.chosen.address,
+            at.shares.address, tokens, at.logits.shape[1], part_rows(experts.count + experts.shared_gated),
+            PARTS, PART_SCALE, experts.count, experts.used, _SCORES[experts.scores], experts.groups,
+            experts.groups_used, experts.group_best, experts.normalise, experts.scale, padding,
         )  # fmt: skip
 
     def gates(self, at: ExpertRoom) -> Buffer:
