@@ -8,6 +8,7 @@ have to move or FLOPs a second. Takes under a minute.
 
 # ruff: noqa: B023 - a case is measured before the loop that made its closure goes on
 
+import argparse
 import json
 from collections.abc import Iterator
 
@@ -115,6 +116,8 @@ def latent_cases(bench: Bench, name: str, attention: LatentAttention) -> Iterato
 
 def main() -> None:
     """Measure all."""
+    style = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=style).parse_args()
     copy = 0.0
     for name in ("GLM-4.7-Flash", "DeepSeek V2 Lite", WIDE.name):
         with Device(0) as device:
