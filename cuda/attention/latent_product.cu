@@ -61,25 +61,31 @@ static __device__ __forceinline__ void multiply(const Element* weights, int64_t 
     const Element* own = weights + head * head_stride + static_cast<int64_t>(first) * (TURNED ? 1 : inputs);
     const Element* rows = x + (static_cast<int64_t>(first_token) * heads + head) * x_pitch;
     auto tiles = [&](int stage) { return shared_address(memory[0]) + stage * (OUTPUTS + TOKENS) * PITCH; };
-    auto load = [&](int stage, int input) {
-        if (input < inputs) {
-            if constexpr (TURNED)
-                load_tile<DEPTH>(tiles(stage), own + static_cast<int64_t>(input) * outputs, outputs, inputs - input,
-                                 outputs - first);
-            else
-                load_tile<OUTPUTS>(tiles(stage), own + input, inputs, outputs - first, inputs - input);
-            load_tile<TOKENS>(tiles(stage) + OUTPUTS * PITCH, rows + input, static_cast<int64_t>(heads) * x_pitch, here,
-                              inputs - input);
-        }
-        commit_copies();
+    auto load_weights = [&](int stage, int input) {
+        if (input >= inputs) return;
+        if constexpr (TURNED)
+            load_tile<DEPTH>(tiles(stage), own + static_cast<int64_t>(input) * outputs, outputs, inputs - input,
+                             outputs - first);
+        else
+            load_tile<OUTPUTS>(tiles(stage), own + input, inputs, outputs - first, inputs - input);
+    };
+    auto load_rows = [&](int stage, int input) {
+        if (input >= inputs) return;
+        load_tile<TOKENS>(tiles(stage) + OUTPUTS * PITCH, rows + input, static_cast<int64_t>(heads) * x_pitch, here,
+                          inputs - input);
     };
     float sums[TOKENS / 8][4] = {};
-    load(0, 0);
+    load_weights(0, 0);  // while the kernel ahead still runs
+    wait_for_previous(x, rows);
+    load_rows(0, 0);
+    commit_copies();
     if (first == 0 && rotation.rotated != 0)
         rotation(rows + inputs, x_pitch, y + (static_cast<int64_t>(first_token) * heads + head) * y_pitch + outputs, y_pitch, here,
                  first_token, heads);
     for (int input = 0, stage = 0; input < inputs; input += DEPTH, stage ^= 1) {
-        load(stage ^ 1, input + DEPTH);
+        load_weights(stage ^ 1, input + DEPTH);
+        load_rows(stage ^ 1, input + DEPTH);
+        commit_copies();
         wait_for_copies<1>();
         __syncthreads();
 #pragma unroll
@@ -121,7 +127,6 @@ static __device__ __forceinline__ void multiply(const Element* weights, int64_t 
              const int* __restrict__ positions, const float2* __restrict__ table, int table_rows, int rotated,    \
              int neighbours) {                                                                                    \
         launch_next();                                                                                            \
-        wait_for_previous(x);                                                                                     \
         multiply<TOKENS, TURNED>(weights, head_stride, x, x_pitch, y, y_pitch, tokens, heads, outputs, inputs,    \
                                  Rotation{positions, table, table_rows, rotated, neighbours});                    \
     }
