@@ -5,11 +5,14 @@
 //   x        (T, H, x_pitch) elements, of which the first `inputs` of each head are read
 //   y        (T, H, y_pitch) elements, of which the first `outputs` of each head are written
 //
+// Of queries, what lies behind the `inputs` of a head of x, `rotated` elements, is rotated by its token's position (`latent.cuh`), and put
+// behind the `outputs` of y, by the blocks with a head's first outputs. rotated = 0: there is none.
+//
 // A block has a head, 64 outputs and TOKENS tokens; the grid is (H * tiles of outputs, tiles of tokens). Outputs are rows on the left
 // of m16n8k16, tokens columns on the right, so that few tokens waste little; 64 inputs at a time come to shared memory by cp.async,
 // two stages deep. Sums are FP32, through the inputs in order, in any tile: bits do not depend on the number of tokens. Bytes:
 // weights once for each tile of tokens. FLOPs: 2 H inputs outputs a token.
-#include "common/common.cuh"
+#include "attention/latent.cuh"
 
 static constexpr int OUTPUTS = 64, DEPTH = 64, THREADS = 128;
 static constexpr int PITCH = 2 * DEPTH + 16;  // bytes, of a row of either tile
@@ -24,9 +27,32 @@ static __device__ __forceinline__ void load_tile(uint32_t target, const Element*
     }
 }
 
+// How the rest of a head's row is rotated.
+struct Rotation {
+    const int* positions;
+    const float2* table;
+    int table_rows, rotated, neighbours;
+
+    __device__ __forceinline__ void operator()(const Element* x, int x_pitch, Element* y, int y_pitch, int tokens,
+                                               int first_token, int heads) const {
+        const int pairs = rotated / 2;
+        for (int index = threadIdx.x; index < tokens * pairs; index += THREADS) {
+            const int token = index / pairs, pair = index % pairs;
+            const int position = row_of_table(positions[first_token + token], table_rows);
+            const int2 places = places_of(pair, rotated, neighbours);
+            const Element* source = x + static_cast<int64_t>(token) * heads * x_pitch;
+            Element* target = y + static_cast<int64_t>(token) * heads * y_pitch;
+            const float2 result = turned_by(to_float(source[places.x]), to_float(source[places.y]),
+                                            table[static_cast<int64_t>(position) * pairs + pair]);
+            target[places.x] = to_element(result.x), target[places.y] = to_element(result.y);
+        }
+    }
+};
+
 template <int TOKENS, bool TURNED>
 static __device__ __forceinline__ void multiply(const Element* weights, int64_t head_stride, const Element* x, int x_pitch,
-                                                Element* y, int y_pitch, int tokens, int heads, int outputs, int inputs) {
+                                                Element* y, int y_pitch, int tokens, int heads, int outputs, int inputs,
+                                                const Rotation& rotation) {
     __shared__ __align__(128) unsigned char memory[2][(OUTPUTS + TOKENS) * PITCH];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int output_tiles = (outputs + OUTPUTS - 1) / OUTPUTS;
@@ -35,22 +61,31 @@ static __device__ __forceinline__ void multiply(const Element* weights, int64_t 
     const Element* own = weights + head * head_stride + static_cast<int64_t>(first) * (TURNED ? 1 : inputs);
     const Element* rows = x + (static_cast<int64_t>(first_token) * heads + head) * x_pitch;
     auto tiles = [&](int stage) { return shared_address(memory[0]) + stage * (OUTPUTS + TOKENS) * PITCH; };
-    auto load = [&](int stage, int input) {
-        if (input < inputs) {
-            if constexpr (TURNED)
-                load_tile<DEPTH>(tiles(stage), own + static_cast<int64_t>(input) * outputs, outputs, inputs - input,
-                                 outputs - first);
-            else
-                load_tile<OUTPUTS>(tiles(stage), own + input, inputs, outputs - first, inputs - input);
-            load_tile<TOKENS>(tiles(stage) + OUTPUTS * PITCH, rows + input, static_cast<int64_t>(heads) * x_pitch, here,
-                              inputs - input);
-        }
-        commit_copies();
+    auto load_weights = [&](int stage, int input) {
+        if (input >= inputs) return;
+        if constexpr (TURNED)
+            load_tile<DEPTH>(tiles(stage), own + static_cast<int64_t>(input) * outputs, outputs, inputs - input,
+                             outputs - first);
+        else
+            load_tile<OUTPUTS>(tiles(stage), own + input, inputs, outputs - first, inputs - input);
+    };
+    auto load_rows = [&](int stage, int input) {
+        if (input >= inputs) return;
+        load_tile<TOKENS>(tiles(stage) + OUTPUTS * PITCH, rows + input, static_cast<int64_t>(heads) * x_pitch, here,
+                          inputs - input);
     };
     float sums[TOKENS / 8][4] = {};
-    load(0, 0);
+    load_weights(0, 0);  // while the kernel ahead still runs
+    wait_for_previous(x, rows);
+    load_rows(0, 0);
+    commit_copies();
+    if (first == 0 && rotation.rotated != 0)
+        rotation(rows + inputs, x_pitch, y + (static_cast<int64_t>(first_token) * heads + head) * y_pitch + outputs, y_pitch, here,
+                 first_token, heads);
     for (int input = 0, stage = 0; input < inputs; input += DEPTH, stage ^= 1) {
-        load(stage ^ 1, input + DEPTH);
+        load_weights(stage ^ 1, input + DEPTH);
+        load_rows(stage ^ 1, input + DEPTH);
+        commit_copies();
         wait_for_copies<1>();
         __syncthreads();
 #pragma unroll
@@ -88,10 +123,12 @@ static __device__ __forceinline__ void multiply(const Element* weights, int64_t 
 #define PRODUCT(NAME, TOKENS, TURNED)                                                                             \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                         \
         NAME(const Element* __restrict__ weights, long long head_stride, const Element* __restrict__ x, int x_pitch, \
-             Element* __restrict__ y, int y_pitch, int tokens, int heads, int outputs, int inputs) {              \
+             Element* __restrict__ y, int y_pitch, int tokens, int heads, int outputs, int inputs,                \
+             const int* __restrict__ positions, const float2* __restrict__ table, int table_rows, int rotated,    \
+             int neighbours) {                                                                                    \
         launch_next();                                                                                            \
-        wait_for_previous(x);                                                                                     \
-        multiply<TOKENS, TURNED>(weights, head_stride, x, x_pitch, y, y_pitch, tokens, heads, outputs, inputs);   \
+        multiply<TOKENS, TURNED>(weights, head_stride, x, x_pitch, y, y_pitch, tokens, heads, outputs, inputs,    \
+                                 Rotation{positions, table, table_rows, rotated, neighbours});                    \
     }
 
 PRODUCT(latent_product_8, 8, false)

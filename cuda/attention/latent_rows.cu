@@ -5,28 +5,15 @@
 //            `cache` has of the token. cache_rows: the row of each token, negative: none
 // and row 1, where queries are made of a latent of their own,
 //   down     (T, query_latent) elements, normed in place
-// latent_turn: a thread a pair; of queries (T, H, key + rotated) elements the rotated part -> behind the `latent` first elements of
-//   absorbed (T, H, latent + rotated)
 //   table    (table_rows, rotated / 2, 2) float: cosines and sines of positions. Pairs are neighbours if `neighbours`, else i and
 //            i + rotated / 2
 //
 // Arithmetic is FP32; each element is read once, and rounded once.
+#include "attention/latent.cuh"
 #include "common/block_sum.cuh"
 #include "common/kv_cache.cuh"
 
 static constexpr int THREADS = 128;
-
-// Where the two elements of pair i are.
-static __device__ __forceinline__ int2 places_of(int pair, int rotated, int neighbours) {
-    return neighbours ? make_int2(2 * pair, 2 * pair + 1) : make_int2(pair, pair + rotated / 2);
-}
-
-static __device__ __forceinline__ float2 turned_by(float first, float second, float2 angle) {
-    return make_float2(__fmaf_rn(first, angle.x, -__fmul_rn(second, angle.y)),
-                       __fmaf_rn(second, angle.x, __fmul_rn(first, angle.y)));
-}
-
-static __device__ __forceinline__ int row_of_table(int position, int rows) { return min(max(position, 0), rows - 1); }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     latent_keep(const Element* __restrict__ kept, const float* __restrict__ norm, Element* __restrict__ down,
@@ -63,23 +50,4 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             turned_by(to_float(source[latent + places.x]), to_float(source[latent + places.y]), angles[pair]);
         target[latent + places.x] = to_element(result.x), target[latent + places.y] = to_element(result.y);
     }
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-    latent_turn(const Element* __restrict__ queries, const int* __restrict__ positions, const float2* __restrict__ table,
-                int table_rows, Element* __restrict__ absorbed, int tokens, int heads, int key, int latent, int rotated,
-                int neighbours) {
-    launch_next();
-    wait_for_previous(queries);
-    const unsigned pairs = rotated / 2, index = blockIdx.x * THREADS + threadIdx.x;
-    if (index >= static_cast<unsigned>(tokens) * heads * pairs) return;
-    const int pair = index % pairs;
-    const int64_t row = index / pairs;  // of token and head
-    const float2 angle =
-        table[static_cast<int64_t>(row_of_table(positions[row / heads], table_rows)) * pairs + pair];
-    const int2 places = places_of(pair, rotated, neighbours);
-    const Element* source = queries + row * (key + rotated) + key;
-    Element* target = absorbed + row * (latent + rotated) + latent;
-    const float2 result = turned_by(to_float(source[places.x]), to_float(source[places.y]), angle);
-    target[places.x] = to_element(result.x), target[places.y] = to_element(result.y);
 }

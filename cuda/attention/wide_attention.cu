@@ -365,8 +365,8 @@ extern "C" __global__ void __launch_bounds__(V / 4)
     constexpr int AT_ONCE = 8;  // loads under way
     launch_next();
     const int4 words = pieces[blockIdx.y];
+    wait_for_previous(partials, sums_of_parts);  // also where no context is cut: what follows waits for this kernel alone
     if (words.x < 0 || words.z < 0 || (words.y & 0xffff) != 0) return;  // the first piece of a context stands for it
-    wait_for_previous(partials, sums_of_parts);
     const int segments = (words.w + segment_pages * PAGE - 1) / (segment_pages * PAGE);
     const int64_t first = static_cast<int64_t>(words.z) * heads + blockIdx.x;
     float m = NO_SCORE, l = 0.0f, o[4] = {};

@@ -140,7 +140,12 @@ def run_rows(device: Device, attention: LatentAttention, tokens: int, context: i
     inputs = replace(NO_INPUTS, positions=device.upload(positions), cache_rows=device.upload(rows))
     launcher = LatentRows(device, attention, max_context=context)
     launcher.keep(room, weights, inputs, LayerCache(pages, pages), tokens)
-    launcher.turn(room, inputs, tokens)
+    keys = rng.standard_normal((heads, latent, attention.key_dim)) / np.sqrt(attention.key_dim)
+    matrices = HeadMatrices(
+        elements(device, keys).address, latent * attention.key_dim, latent, attention.key_dim
+    )
+    angles_of = launcher.angles(inputs.positions)
+    HeadProducts(device, heads)(room.queries, matrices, room.absorbed, tokens, angles_of)
     rope = attention.rope
     angles = ops.rope_table(positions, rope.frequencies(), rope.magnitude, np.float64)
     neighbours = rope.style is RopeStyle.PAIRS

@@ -77,19 +77,19 @@ FEEDING = LayerSpec(
     feed_forward=SQUARED,
 )  # fmt: skip
 LATENT = LatentAttention(
-    heads=4, key_dim=12, value_dim=20, latent=24, query_latent=36, norm=NORM, scale=1 / math.sqrt(20),
+    heads=4, key_dim=16, value_dim=24, latent=24, query_latent=40, norm=NORM, scale=1 / math.sqrt(24),
     rope=Rope(style=RopeStyle.PAIRS, dim=8, base=10_000.0, scaling=RopeScaling(original_context=512)),
 )  # fmt: skip
 OLDER_SCALING = RopeScaling(kind="yarn", factor=40.0, original_context=64, own_magnitude=1.0)
 OLDER = replace(
     LATENT, query_latent=None, fused=True, rope=replace(LATENT.rope, scaling=OLDER_SCALING),
-    scale=(1 + 0.0625 * math.log(40)) ** 2 / math.sqrt(20),
+    scale=(1 + 0.0625 * math.log(40)) ** 2 / math.sqrt(24),
 )  # fmt: skip
 OLDER_NETWORKS = (LAYER.feed_forward, replace(EXPERTS, normalise=False, shared=SHARED))
 MLA = {
-    "attention.head_count_kv": 1, "attention.kv_lora_rank": 24, "attention.q_lora_rank": 36,
-    "attention.key_length": 32, "attention.value_length": 24, "attention.key_length_mla": 20,
-    "attention.value_length_mla": 20, "rope.dimension_count": 8, "leading_dense_block_count": 1,
+    "attention.head_count_kv": 1, "attention.kv_lora_rank": 24, "attention.q_lora_rank": 40,
+    "attention.key_length": 32, "attention.value_length": 24, "attention.key_length_mla": 24,
+    "attention.value_length_mla": 24, "rope.dimension_count": 8, "leading_dense_block_count": 1,
 }  # fmt: skip
 
 _FILES: dict[str, tuple[dict[str, Any], ModelSpec]] = {
@@ -189,7 +189,7 @@ _FILES: dict[str, tuple[dict[str, Any], ModelSpec]] = {
         MLA
         | {
             "attention.q_lora_rank": None, "attention.key_length_mla": None,
-            "attention.value_length_mla": None, "attention.key_length": 20, "attention.value_length": 20,
+            "attention.value_length_mla": None, "attention.key_length": 24, "attention.value_length": 24,
             "rope.scaling.type": "yarn", "rope.scaling.factor": 40.0,
             "rope.scaling.original_context_length": 64, "rope.scaling.yarn_log_multiplier": 0.0625,
             "attention.head_count_kv": 4,

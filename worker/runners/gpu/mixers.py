@@ -168,8 +168,8 @@ class LatentMixer:
             self.q_down(x, weights.q_down, room.down, rows)
         self.rows.keep(room, weights, inputs, layer.cache, rows)
         self.q_up(x if self.q_down is None else room.down, weights.q_up, room.queries, rows)
-        self.rows.turn(room, inputs, rows)
-        self.heads(room.queries, weights.k_up, room.absorbed, rows)
+        angles = self.rows.angles(inputs.positions)
+        self.heads(room.queries, weights.k_up, room.absorbed, rows, angles)
 
     def enter_few(self, few: FewRows, x: Buffer, layer: MixedLayer, inputs: StepInputs, rows: int) -> None:
         """Nothing: `FewRows` suits no model with latent attention."""

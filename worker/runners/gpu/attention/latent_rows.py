@@ -14,7 +14,7 @@ from nightmill.worker.runners.gpu.kv_cache import LayerCache
 from nightmill.worker.runners.gpu.steps import StepInputs
 from nightmill.worker.runners.gpu.weights.layout import HeadMatrices, LatentWeights
 
-__all__ = ["HeadProducts", "LatentRoom", "LatentRows", "row_sources"]
+__all__ = ["Angles", "HeadProducts", "LatentRoom", "LatentRows", "row_sources"]
 
 _BLOCK = (128, 1, 1)
 _OUTPUTS, _FEW_TOKENS, _MANY_TOKENS = 64, 8, 64  # of a block
@@ -72,7 +72,6 @@ class LatentRows:
         self._neighbours = int(attention.rope.style is RopeStyle.PAIRS)
         kernels = KernelPairs(device, source_of("latent_rows"))
         self._keep = kernels.function("latent_keep", "PPPPfPPPiPiiii")
-        self._turn = kernels.function("latent_turn", "PPPiPiiiiii")
         angles = np.arange(max_context)[:, None] * attention.rope.frequencies().astype(np.float64)
         table = np.stack([np.cos(angles), np.sin(angles)], axis=-1) * attention.rope.magnitude
         self._table = device.upload(table.astype(np.float32), "the rotation table")
@@ -95,15 +94,23 @@ class LatentRows:
             self._table, self._table_rows, cache.keys.address, latent, rotated, width, self._neighbours,
         )  # fmt: skip
 
-    def turn(self, room: LatentRoom, inputs: StepInputs, rows: int) -> None:
-        """Queue the rotation of the rotated parts of queries, to their places in `absorbed`."""
-        heads, (latent, rotated) = self._attention.heads, self._sizes
-        threads = rows * heads * rotated // 2
-        self._turn.of(rows)(
-            (-(-threads // _BLOCK[0]), 1), _BLOCK, room.queries.address, inputs.positions, self._table,
-            self._table_rows, room.absorbed.address, rows, heads, self._attention.key_dim, latent, rotated,
-            self._neighbours,
-        )  # fmt: skip
+    def angles(self, positions: int) -> "Angles":
+        """How the rotated parts of queries at these positions are rotated."""
+        return Angles(positions, self._table, self._table_rows, self._sizes[1], self._neighbours)
+
+
+@dataclass(frozen=True, slots=True)
+class Angles:
+    """Arguments of `latent_product.cu` for the rotated parts of rows."""
+
+    positions: int
+    table: int
+    table_rows: int
+    rotated: int
+    neighbours: int
+
+
+_NOTHING_ROTATED = Angles(0, 0, 0, 0, 0)
 
 
 class HeadProducts:
@@ -114,20 +121,26 @@ class HeadProducts:
         kernels = KernelPairs(device, source_of("latent_product"))
         self._kernels = {
             (turned, tokens): kernels.function(
-                f"latent_product_{'turned_' if turned else ''}{tokens}", "PqPiPiiiii"
+                f"latent_product_{'turned_' if turned else ''}{tokens}", "PqPiPiiiiiPPiii"
             )
             for turned in (False, True)
             for tokens in (_FEW_TOKENS, _MANY_TOKENS)
         }
 
-    def __call__(self, x: Buffer, weights: HeadMatrices, y: Buffer, rows: int) -> None:
-        """Queue it for the first elements of each head of x (rows, H n), to those of y (rows, H m)."""
+    def __call__(
+        self, x: Buffer, weights: HeadMatrices, y: Buffer, rows: int, angles: Angles = _NOTHING_ROTATED
+    ) -> None:
+        """Queue it for the first elements of each head of x (rows, H n), to those of y (rows, H m).
+
+        angles  by which what lies behind them is rotated, and put behind those of y
+        """
         heads = self._heads
         tokens = _FEW_TOKENS if rows <= _FEW_TOKENS else _MANY_TOKENS
         self._kernels[weights.turned, tokens].of(rows)(
             (heads * -(-weights.outputs // _OUTPUTS), -(-rows // tokens)), _BLOCK, weights.address,
             weights.stride, x.address, x.shape[1] // heads, y.address, y.shape[1] // heads, rows, heads,
-            weights.outputs, weights.inputs,
+            weights.outputs, weights.inputs, angles.positions, angles.table, angles.table_rows,
+            angles.rotated, angles.neighbours,
         )  # fmt: skip
 
 
