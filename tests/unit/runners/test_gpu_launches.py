@@ -182,7 +182,7 @@ def test_fp8_weights_are_refused_where_nothing_multiplies_them(
 ) -> None:
     record(AMPERE, monkeypatch, cubins)
     file = GgufFile.open(MODEL)
-    with pytest.raises(RunnerError, match=r"FP8 weights need .* 9\.0 .* another --weights"):
+    with pytest.raises(RunnerError, match=r"FP8 weights need .* 8\.9 .* another --weights"):
         cuda_runner(file, read_spec(file), slots=1, precision=FP8_WEIGHTS)
     with pytest.raises(RunnerError, match=r"FP8 weights do not take an FFN width of 200 .*another --weights"):
         check_spec(dense_spec(ffn_width=200), FP8_WEIGHTS)
