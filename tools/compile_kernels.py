@@ -63,7 +63,7 @@ ARCHITECTURES = ("sm_80", HOPPER, "sm_100")
 ALSO = {"sm_80": ("sm_86", "sm_120")}
 """GPUs whose instructions are made from the same code; those of 8.9 are of 8.6 and products of FP8."""
 MOST_STACK = {
-    "mma_gemm": 0, "packed_mma": 0, "packed_rows": 0, "packed_few": 0, "decode_attention": 16,
+    "mma_gemm": 0, "mma_fp8": 0, "packed_mma": 0, "packed_rows": 0, "packed_few": 0, "decode_attention": 16,
     "prefill_attention": 16, "split_attention": 128,
 }  # fmt: skip
 """Bytes of stack that kernels of these files may need, which run in each step: none, or a known few."""
@@ -101,7 +101,7 @@ def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
     Heads of 64 and of 128, which most models have, are compiled for Hopper with either element. Other head
     sizes, kinds of attention and architectures are met with one of the rest, not with all: they are compiled
     from the same templates, and what a combination computes is held by `tests/gpu`, and without a GPU by the
-    tests that compile kernels for the host. FP8 weights are for Hopper alone, with any element.
+    tests that compile kernels for the host. FP8 weights are for Hopper and Ada, with any element.
     """
     bundled = read_spec(GgufFile.open(ROOT / "models" / "nightmill-demo.gguf"))
     other = with_other_parts(bundled)
@@ -135,6 +135,9 @@ def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
     yield from latent_sources()
     for path, options in sources_for(large, replace(bf16, kv=KvFormat.FP8), hopper=False):
         if any(included.name == "e4m3.cuh" for included in included_files(path)):
+            yield path, options, "sm_89"
+    for path, options in sources_for(other, replace(f16, weights=WeightsFormat.FP8), hopper=False):
+        if path.stem == "mma_fp8":
             yield path, options, "sm_89"
     yield from state_sources()
     yield from expert_sources()

@@ -7,12 +7,16 @@ import pytest
 
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.known_cards import KNOWN_CARDS
-from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT
+from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, Format
 from nightmill.worker.runners.gpu.products.elements import mma_gemm
 from nightmill.worker.runners.gpu.products.elements.hopper_gemm import TILES, HopperTiles
-from nightmill.worker.runners.gpu.products.elements.mma_gemm import MMA_TILES, MmaTile, MmaTiles
+from nightmill.worker.runners.gpu.products.elements.mma_gemm import MmaTiles
+from nightmill.worker.runners.gpu.products.fp8.mma_fp8 import MmaFp8
+from nightmill.worker.runners.gpu.products.mma_tiles import MMA_TILES, MmaTile
 from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.shapes import GATED, SUMMED, Candidate, Kernel, Kind, Shape, padded_rows
+from nightmill.worker.runners.reference import ops
+from tests.gpu.test_fp8 import Rows
 from tests.gpu.test_gemm import (
     ADDED,
     assert_they_give_the_same_bits,
@@ -21,8 +25,19 @@ from tests.gpu.test_gemm import (
     product_of,
 )
 from tests.support.comparing import nmse
-from tests.support.elements import BOTH_ELEMENTS, ROUNDED_ONCE
-from tests.support.operands import ByLibrary, all_products, elements, fetched, matrix, poisoned, room
+from tests.support.elements import BOTH_ELEMENTS, ROUNDED_ONCE, rounded
+from tests.support.needs import Need, missing
+from tests.support.operands import (
+    ByLibrary,
+    all_products,
+    buffer,
+    elements,
+    fetched,
+    fp8_room,
+    matrix,
+    poisoned,
+    room,
+)
 
 ROWS = (1, 15, 17, 63, 65, 257, 1000)
 SIZES = ((1152, 896), (896, 4864), (4864, 896), (520, 72), (32_000, 64))
@@ -99,6 +114,45 @@ def test_an_activation_in_a_tile_gives_the_bits_of_two_kernels(
             result, expected = fetched(device, fused), fetched(device, plain)
             np.testing.assert_array_equal(result[:rows], expected[:rows], err_msg=f"{rows} {ffn}")
             assert np.isnan(result[rows]).all(), "wrote past its rows"
+
+
+@BOTH_ELEMENTS
+@pytest.mark.parametrize("kind", [Kind.PLAIN, Kind.SWIGLU, Kind.GEGLU, *SUMMED], ids=str)
+def test_tiles_of_fp8_are_exact_and_give_the_same_bits(device: Device, kind: Kind) -> None:
+    if not device.fp8:
+        missing(Need.FP8)
+    products = MmaFp8(device, [kind], fp8_room(device, 0, 0))
+    rng, gated = np.random.default_rng(1), kind.activation is not None
+    for outputs, inputs in ((1152, 896), (520, 80), (264, 18_944)):
+        weight = Rows(device, 2 * outputs if gated else outputs, inputs, rng)
+        for rows in (1, 7, 63, 65, 257):
+            x = Rows(device, rows, inputs, rng)
+            exact = x.exact @ weight.exact.T
+            before = rng.standard_normal((rows, outputs)).astype(np.float32)
+            if kind is Kind.RESIDUAL:
+                exact += before
+            if gated:
+                activation = ops.geglu if kind is Kind.GEGLU else ops.swiglu
+                exact = activation(rounded(exact, device.element).astype(np.float64))
+            first = None
+            for tile in MMA_TILES:
+                if not tile.takes(kind):
+                    continue
+                held = np.full((rows + 1, outputs), np.nan, dtype=np.float32)
+                if kind is Kind.RESIDUAL:
+                    held[:rows] = before
+                floats = kind in SUMMED
+                y = buffer(device, held) if floats else poisoned(device, held.shape, ELEMENT)
+                products.kernel(tile, Shape(rows, outputs, inputs, kind, Format.FP8))(
+                    x.buffer, weight.matrix, y
+                )
+                result, case = fetched(device, y), f"{tile}, {rows} rows of {inputs}, {outputs} outputs"
+                assert np.isnan(result[rows]).all(), f"{case}: wrote past its rows"
+                error = nmse(result[:rows], exact)
+                assert error <= (1e-6 if floats else 4 * ROUNDED_ONCE[device.element]), f"{case}: {error}"
+                first = result if first is None else first
+                np.testing.assert_array_equal(result, first, err_msg=case)
+                device.free(y.address)
 
 
 @BOTH_ELEMENTS

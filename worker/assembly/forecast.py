@@ -31,6 +31,7 @@ class Card:
     """A GPU's room for a model: free bytes, multiprocessors, on which some workspace depends, and speed.
 
     hopper  kernels for Hopper run on it
+    fp8     its tensor cores multiply FP8, if it is none
     """
 
     name: str
@@ -38,6 +39,7 @@ class Card:
     multiprocessors: int
     peaks: Peaks
     hopper: bool
+    fp8: bool = False
 
     def __str__(self) -> str:
         return f"{self.name}, {self.free / GIB:.1f} GiB free"
@@ -46,8 +48,9 @@ class Card:
 def card_of(known: KnownCard, name: str | None = None) -> Card:
     """A card that nothing else uses, by another name if one is given."""
     return Card(
-        name or known.name, known.free, known.multiprocessors, known.peaks, hopper=known.features.hopper
-    )
+        name or known.name, known.free, known.multiprocessors, known.peaks,
+        hopper=known.features.hopper, fp8=known.features.fp8,
+    )  # fmt: skip
 
 
 CARDS = (
@@ -66,7 +69,7 @@ def card_here(index: int | None, pretended: KnownCard | None = None) -> Card | N
     try:
         with Device(0 if index is None else index, pretended=pretended) as device:
             free, peaks = device.free_memory(), device.peaks()
-            return Card(device.name, free, device.multiprocessors, peaks, device.hopper)
+            return Card(device.name, free, device.multiprocessors, peaks, device.hopper, device.fp8)
     except NoDeviceError:
         return None
 

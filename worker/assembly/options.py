@@ -26,7 +26,7 @@ WEIGHTS = click.Choice(get_args(Settings.model_fields["weights"].annotation))
 WEIGHTS_HELP = (
     "How weights are kept; auto, the default: 16bit, in the type of --dtype, or file, as they are there, if "
     "that would take more than half of the memory; fp8: rounded to 8 bits, as is what they are multiplied "
-    "with, for an H100 or H200 [NIGHTMILL_WEIGHTS]."
+    "with, from compute capability 8.9 on [NIGHTMILL_WEIGHTS]."
 )
 KV = click.Choice(get_args(Settings.model_fields["kv"].annotation))
 KV_HELP = (

@@ -38,7 +38,7 @@ from nightmill.worker.runners.gpu.device.sources import Source, for_element
 from nightmill.worker.runners.gpu.experts import combine, grouped, route
 from nightmill.worker.runners.gpu.products import agreeing
 from nightmill.worker.runners.gpu.products.elements import mma_gemm
-from nightmill.worker.runners.gpu.products.fp8 import quantise
+from nightmill.worker.runners.gpu.products.fp8 import mma_fp8, quantise
 from nightmill.worker.runners.gpu.products.packed import packed_mma, packed_rows
 from nightmill.worker.runners.gpu.rows import activate, embedding, logits, norms, rotation
 from nightmill.worker.runners.gpu.states import chunks, convolution, delta_net, mamba2, recurrent
@@ -281,8 +281,8 @@ def run_packed_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
 
 def run_mma_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     """The same of products by tiles of `mma_gemm.cu`."""
-    launched = _launch_on_host(patch, folder, "warps", ())
-    for module in (mma_gemm, agreeing):
+    launched = _launch_on_host(patch, folder, "warps", (quantise,))
+    for module in (mma_gemm, mma_fp8, agreeing):
         patch.setattr(module, "Module", HostModule)
     patch.setattr(HostModule, "together", False)
     return launched

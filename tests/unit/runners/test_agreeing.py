@@ -15,7 +15,8 @@ from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.products.agreeing import Agreement
-from nightmill.worker.runners.gpu.products.elements.mma_gemm import MMA_TILES, MmaTiles
+from nightmill.worker.runners.gpu.products.elements.mma_gemm import MmaTiles
+from nightmill.worker.runners.gpu.products.mma_tiles import MMA_TILES
 from nightmill.worker.runners.gpu.shapes import Candidate, Kernel, Kind, Shape
 from tests.support.cuda_runners import cuda_runner
 from tests.support.elements import as_words

@@ -10,13 +10,16 @@ import pytest
 
 from nightmill.worker.model.spec import Activation
 from nightmill.worker.runners.gpu.device.element import Element
-from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, Matrix
+from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, Format, Matrix
 from nightmill.worker.runners.gpu.products.elements import mma_gemm
-from nightmill.worker.runners.gpu.products.elements.mma_gemm import MMA_TILES, MmaTile, MmaTiles
+from nightmill.worker.runners.gpu.products.elements.mma_gemm import MmaTiles
+from nightmill.worker.runners.gpu.products.fp8.mma_fp8 import MmaFp8
+from nightmill.worker.runners.gpu.products.mma_tiles import MMA_TILES, MmaTile, mma_tiles
 from nightmill.worker.runners.gpu.shapes import SUMMED, Kind, Shape
 from nightmill.worker.runners.reference import ops
+from tests.gpu.test_fp8 import Rows
 from tests.support.elements import as_words, rounded
-from tests.support.operands import fetched, poisoned
+from tests.support.operands import fetched, fp8_room, poisoned
 from tests.unit.runners.host_kernels import HostDevice, run_mma_on_host
 
 pytestmark = pytest.mark.heavy
@@ -68,6 +71,35 @@ def test_two_sums_are_added_one_after_the_other(
     assert (one != two).any() and np.abs(one - two).max() < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("kind", "tile"),
+    [(Kind.PLAIN, MMA_TILES[5]), (Kind.SWIGLU, MMA_TILES[4]), (Kind.RESIDUAL, MMA_TILES[2])],
+    ids=lambda value: value.name if isinstance(value, MmaTile) else value.value,
+)
+def test_products_of_fp8(kind: Kind, tile: MmaTile, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Scales of rows and outputs, and inputs that fill no stage."""
+    run_mma_on_host(monkeypatch, tmp_path)
+    device: Any = HostDevice()
+    rows, outputs, inputs, rng = 19, 40, 176, np.random.default_rng(3)
+    x = Rows(device, rows, inputs, rng)
+    weight = Rows(device, outputs * (1 + (kind is Kind.SWIGLU)), inputs, rng)
+    before = rng.standard_normal((rows, outputs)).astype(np.float32)
+    y = poisoned(device, (rows + 1, outputs), FLOAT if kind is Kind.RESIDUAL else ELEMENT)
+    if kind is Kind.RESIDUAL:
+        ctypes.memmove(y.address, before.ctypes.data, before.nbytes)
+    shape = Shape(rows, outputs, inputs, kind, Format.FP8)
+    products = MmaFp8(device, [kind], fp8_room(device, 0, 0))
+    products.kernel(tile, shape)(x.buffer, weight.matrix, y)
+    found, exact = fetched(device, y), x.exact @ weight.exact.T
+    if kind is Kind.RESIDUAL:
+        np.testing.assert_allclose(found[:rows], before + exact, atol=1e-5)
+    elif kind is Kind.SWIGLU:
+        np.testing.assert_allclose(found[:rows], ops.swiglu(exact), rtol=0.01, atol=0.01)
+    else:
+        np.testing.assert_allclose(found[:rows], exact, rtol=1e-3, atol=1e-3)
+    assert np.isnan(found[rows]).all(), "wrote past its rows"
+
+
 def computed(
     device: Any, kind: Kind, tile: MmaTile, shape: Shape
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.float64]]:
@@ -96,6 +128,6 @@ def computed(
 def test_tiles_fit_every_gpu_and_take_any_number_of_rows() -> None:
     for kind in Kind:
         for rows in (1, 8, 16, 17, 32, 33, 64, 65, 512, 1024, 16_384):
-            tiles = mma_gemm.mma_tiles(kind, rows)
+            tiles = mma_tiles(kind, rows)
             assert tiles and all(tile.takes(kind) for tile in tiles)
     assert max(tile.shared for tile in MMA_TILES) <= 99 << 10

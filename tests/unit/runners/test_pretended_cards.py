@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nightmill.jobs.errors import SettingsError
+from nightmill.jobs.errors import RunnerError, SettingsError
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.runners.gpu.device import compiler
@@ -20,6 +20,7 @@ from nightmill.worker.runners.gpu.device.features import features_of
 from nightmill.worker.runners.gpu.device.functions import Module
 from nightmill.worker.runners.gpu.device.known_cards import KNOWN_CARDS, known_card
 from nightmill.worker.runners.gpu.device.sources import source_of
+from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from tests.support.cuda_runners import cuda_runner
 from tests.support.driving import Chunk, Pages
 from tests.unit.runners.recorded_cuda import (
@@ -89,6 +90,22 @@ def test_a_runner_takes_no_more_than_the_card_has(real: RecordedDriver, key: str
             device.allocate((card.memory << 30) + 1, "too much")
     assert {"prefill_attention", "qkv_rope_write"} <= real.launches.keys()
     assert not [name for name in real.launches if "hopper" in name or name.startswith("few_")]
+
+
+def test_fp8_weights_are_multiplied_where_tensor_cores_do_that(real: RecordedDriver) -> None:
+    file = GgufFile.open(MODEL)
+    spec, precision = read_spec(file), Precision(weights=WeightsFormat.FP8)
+    options = {"slots": 8, "context": 128, "max_tokens": 2048, "precision": precision}
+    with closing(cuda_runner(file, spec, gpu=ChosenGpu(0, KNOWN_CARDS["rtx4090"]), **options)) as runner:
+        pages = Pages(8, 8)
+        runner.launch(pages.batch([Chunk(0, [1] * 128, 0, 100)], admit=True))
+        runner.launch(pages.batch([Chunk(0, [1] * 128, 100, 1, 1, True)], admit=False))
+        assert [len(runner.collect().tokens) for _ in range(2)] == [1, 1]  # type: ignore[union-attr]
+    tiles = {name.rpartition("fp8_")[2].split("_")[0] for name in real.launches if name.startswith("mma_fp8")}
+    assert tiles == {"product", "swiglu", "residual"}
+    assert real.launches.keys() >= {"rms_norm_fp8_1", "quantise_1"}
+    with pytest.raises(RunnerError, match=r"FP8 weights need .* 8\.9 .* RTX 3090 .* is not"):
+        cuda_runner(file, spec, gpu=ChosenGpu(0, KNOWN_CARDS["rtx3090"]), **options)
 
 
 def test_kernels_ask_for_no_more_shared_memory_than_a_block_of_the_card_has(real: RecordedDriver) -> None:

@@ -38,7 +38,7 @@ def kernel_outlook(spec: ModelSpec, precision: Precision, *, hopper: bool) -> di
 
 def _products(spec: ModelSpec, precision: Precision, *, hopper: bool) -> Iterator[tuple[str, str]]:
     if precision.weights is WeightsFormat.FP8:
-        yield "products", "tiles by FP8 wgmma"
+        yield "products", f"tiles of FP8 by {'wgmma' if hopper else 'mma.sync'}"
         return
     in_file = {format_ for _, format_ in packed_products(spec, precision)}
     if in_file:

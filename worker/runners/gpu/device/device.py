@@ -156,6 +156,11 @@ class Device:
         return self.features.hopper
 
     @property
+    def fp8(self) -> bool:
+        """True if its tensor cores multiply FP8."""
+        return self.features.fp8
+
+    @property
     def stream_handle(self) -> int:
         """The stream as the integer that other CUDA libraries take."""
         return int(self.stream.handle)
@@ -365,12 +370,14 @@ def aligned(size: int) -> int:
 
 
 class NamedGpu(Protocol):
-    """A GPU by its name, and whether kernels for Hopper run on it."""
+    """A GPU by its name, whether kernels for Hopper run on it, and whether it multiplies FP8."""
 
     @property
     def name(self) -> str: ...
     @property
     def hopper(self) -> bool: ...
+    @property
+    def fp8(self) -> bool: ...
 
 
 def device_count() -> int:

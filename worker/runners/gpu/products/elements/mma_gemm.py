@@ -1,7 +1,6 @@
 """Products by `mma_gemm.cu` on every GPU, whose tiles all have the same sums, and so the same bits."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from nightmill.worker.model.spec import ModelSpec
@@ -10,67 +9,10 @@ from nightmill.worker.runners.gpu.device.functions import Function, Module
 from nightmill.worker.runners.gpu.device.operands import Buffer, Matrix
 from nightmill.worker.runners.gpu.device.sources import Source, instances, source_of
 from nightmill.worker.runners.gpu.kinds import kinds_of
+from nightmill.worker.runners.gpu.products.mma_tiles import MMA_TILES, REFERENCE, MmaTile, mma_tiles
 from nightmill.worker.runners.gpu.shapes import SUMMED, Candidate, Kernel, Kind, Shape, first_sum
 
-__all__ = ["MMA_TILES", "MmaTile", "MmaTiles", "mma_tiles"]
-
-_LINE = 128  # bytes of a row in a stage
-_MANY_ROWS = 512  # from here on only tiles of 128 rows
-
-
-@dataclass(frozen=True, slots=True)
-class MmaTile:
-    """A tile of `rows` by `columns` rows of the weight, of `down` x `across` warps; `stages` of copies."""
-
-    rows: int
-    columns: int
-    down: int
-    across: int
-    stages: int
-
-    @property
-    def arguments(self) -> tuple[int, ...]:
-        """Arguments of the kernel template, which are also in the names of kernels."""
-        return self.rows, self.columns, self.down, self.across, self.stages
-
-    @property
-    def name(self) -> str:
-        """The end of the kernel's name."""
-        return "_".join(map(str, self.arguments))
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.down * self.across
-
-    @property
-    def shared(self) -> int:
-        """Bytes of dynamic shared memory."""
-        return self.stages * (self.rows + self.columns) * _LINE
-
-    def takes(self, kind: Kind) -> bool:
-        """Return whether it computes that kind: with a gate, a warp has two tiles of 8 outputs at least."""
-        return kind.activation is None or self.columns // self.across >= 16
-
-
-MMA_TILES = (
-    MmaTile(128, 128, 2, 4, 3),
-    MmaTile(64, 128, 2, 4, 3),
-    MmaTile(64, 64, 2, 2, 3),
-    MmaTile(32, 64, 1, 4, 5),
-    MmaTile(16, 64, 1, 4, 6),
-    MmaTile(16, 32, 1, 4, 8),
-)
-"""Those with more rows first; none takes more shared memory than a block has on any GPU."""
-_REFERENCE = MMA_TILES[2]
-
-
-def mma_tiles(kind: Kind, rows: int) -> list[MmaTile]:
-    """Return the tiles that are worth timing for so many rows, the best guess first."""
-    least = min((tile.rows for tile in MMA_TILES if tile.rows >= rows), default=64)
-    heights = {least} if rows <= 64 else {64, 128}
-    if rows > _MANY_ROWS:
-        heights.discard(64)
-    return [tile for tile in MMA_TILES if tile.rows in heights and tile.takes(kind)]
+__all__ = ["MmaTiles"]
 
 
 class MmaTiles:
@@ -83,13 +25,13 @@ class MmaTiles:
         self._device = device
         self._format = device.element.format
         self._two_sums = device.hopper
-        self._tiles = MMA_TILES if alone else (_REFERENCE,)
+        self._tiles = MMA_TILES if alone else (REFERENCE,)
         self._kernels: dict[Kind, dict[MmaTile, Function]] = {}
 
     @staticmethod
     def sources(spec: ModelSpec, *, hopper: bool) -> list[Source]:
         """List the kernel files: one for each kind of product, so that they are compiled at once."""
-        return list(_sources(kinds_of(spec), (_REFERENCE,) if hopper else MMA_TILES).values())
+        return list(_sources(kinds_of(spec), (REFERENCE,) if hopper else MMA_TILES).values())
 
     def candidates(self, shape: Shape) -> list[Candidate]:
         """The tiles that are worth timing for a shape."""
@@ -99,7 +41,7 @@ class MmaTiles:
 
     def reference(self, shape: Shape) -> Candidate | None:
         """The tile whose bits are those that a product of this shape has; None if there are none."""
-        return self._candidate(_REFERENCE) if self._takes(shape) else None
+        return self._candidate(REFERENCE) if self._takes(shape) else None
 
     def kernel(self, tile: MmaTile, shape: Shape) -> Kernel:
         """Bind a tile to a shape."""
