@@ -3,17 +3,20 @@
 What it needs is imported when it runs, so that the other commands stay quick.
 """
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
+from nightmill.jobs.base.logs import fit
 from nightmill.jobs.base.settings import PREFIX, Settings
 from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.options import LOG_FORMAT, CommandGroup
 from nightmill.jobs.commands.terminal import echo
+from nightmill.jobs.errors import SettingsError
 from nightmill.worker.assembly.fetching import with_model_file, with_models
 from nightmill.worker.assembly.options import (
     TURN,
@@ -26,6 +29,9 @@ from nightmill.worker.assembly.options import (
     worker_options,
 )
 from nightmill.worker.service.parent import END_WITH_STDIN, end_with_stdin
+
+ALL_GPUS = "all"
+"""The value of --gpu for a worker on each."""
 
 
 def _worker(
@@ -47,6 +53,7 @@ def _worker(
       nightmill worker --model big.gguf --name big --max-sequences 64
       nightmill worker --model big.gguf --hours 22:00-06:00 --idle-seconds 600
       nightmill worker --models small.gguf,big.gguf --stay 10m
+      nightmill worker --model big.gguf --gpu all
       nightmill worker pause all
 
     With --models it loads one after another, each when rows wait for it. Outside its --hours, and after
@@ -56,6 +63,8 @@ def _worker(
     It is the same worker as `celery -A nightmill.worker.app worker --pool=threads --model FILE`.
     """
     require_worker_extra("worker")
+    if options["gpu"] == ALL_GPUS:
+        _supervise(log_format, worker_id, options)
     if log_format is not None:  # Celery's logs are set up by what the environment says
         os.environ[f"{PREFIX}LOG_FORMAT"] = log_format
     settings = merge_options(Settings.from_env(), options)  # refuses bad settings before anything is loaded
@@ -86,18 +95,60 @@ def _worker(
     raise SystemExit(code)
 
 
+def _supervise(log_format: str | None, worker_id: str | None, options: dict[str, Any]) -> NoReturn:
+    """Run a worker on each GPU. Raises SettingsError."""
+    from nightmill.worker.commands.process import end_seconds
+    from nightmill.worker.commands.supervising import commands_of, supervise
+    from nightmill.worker.runners.gpu.device.device import device_count
+
+    settings = merge_options(Settings.from_env(), {**options, "gpu": None})
+    if worker_id is not None:
+        raise SettingsError("--id: names one worker, and --gpu all starts one for each GPU")
+    if settings.reference:
+        raise SettingsError("--gpu all and --reference: give one of them; the reference runner uses no GPU")
+    if not (count := device_count()):
+        raise SettingsError("--gpu all: no GPU can be used here; `nightmill check` says why")
+    port = settings.metrics_port
+    commands = commands_of([sys.executable, *sys.orig_argv[1:]], range(count), port)
+    logging.basicConfig(level=logging.INFO, format="[%(asctime)s: %(levelname)s] %(message)s")
+    as_json = (log_format or settings.log_format) == "json"
+    fit(logging.getLogger().handlers, "json" if as_json else "text", settings.scrubbed)
+    address = None if port is None else (settings.metrics_host, port)
+    raise SystemExit(supervise(commands, end_seconds(settings), as_json=as_json, address=address))
+
+
 @click.pass_context
 def _worker_or_more(context: click.Context, /, **options: Any) -> None:
     if context.invoked_subcommand is None:
         _worker(**options)
 
 
+class _Gpu(click.ParamType[int | str]):
+    """The index of a GPU, or `all`."""
+
+    name = "INDEX|all"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        """Parse the option's value."""
+        if value == ALL_GPUS:
+            return ALL_GPUS
+        return int(click.IntRange(0).convert(value, param, ctx))
+
+
+_GPU_OPTION = click.Option(
+    ["--gpu"],
+    type=_Gpu(),
+    metavar="INDEX|all",
+    help="Index of the GPU to own [NIGHTMILL_GPU]; all: start a worker on each GPU of this machine, and "
+    "again if it fails.",
+)
+
 worker = CommandGroup(
     "worker",
     callback=_worker_or_more,
     invoke_without_command=True,
     params=[
-        *worker_options(),
+        *(_GPU_OPTION if option.name == "gpu" else option for option in worker_options()),
         *turn_options(),
         click.Option(
             ["--log-level"],

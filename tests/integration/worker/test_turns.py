@@ -85,6 +85,8 @@ def test_interleaved_rows_load_each_model_once_and_a_broken_one_fails_only_its_o
     assert {job.state for job in done.values()} == {JobState.SUCCEEDED}
     assert {job.worker for job in done.values()} == {worker.id}
     assert {job.attempt for job in done.values()} == {1}
+    # What each cost: its time, and no joules, of which NumPy knows nothing.
+    assert all(job.gpu_seconds and job.energy_joules is None for job in done.values())
     failed = [job for key, job in found.items() if key[0] == "broken"]
     assert {(job.state, job.stop_reason) for job in failed} == {(JobState.FAILED, StopReason.ERROR)}
     (said,) = {job.error for job in failed}
