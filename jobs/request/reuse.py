@@ -34,8 +34,8 @@ def content_key(reuse: str | None, content: Mapping[str, Any], seed: int | None,
     if reuse is None:
         return None
     params = GenerationParams.parse(content["params"])
-    if params.score or params.only_echo:
-        return None  # nothing is drawn
+    if params.draws_nothing:
+        return None
     values = {name: content[name] for name in _CONTENT} | {"params": params.stored()}
     if reuse == Reuse.EXACT and params.temperature > 0:
         if seed is None:

@@ -4,8 +4,10 @@ Schemas of bodies are generated from the parser's tables, with the bounds of Gen
 """
 
 from nightmill.jobs.base.contract import JobState, JsonObject, StopReason
+from nightmill.jobs.formats.embedding_requests import EMBEDDING_KEYS, ENCODINGS, MAX_INPUTS
 from nightmill.jobs.formats.openai import CHAT, COMPLETIONS, MAX_PROMPTS, URLS, body_keys
 from nightmill.jobs.formats.refusals import REFUSED
+from nightmill.jobs.formats.rerank import MAX_DOCUMENTS
 from nightmill.jobs.formats.results import READ
 from nightmill.jobs.reply.batch_status import BatchState
 from nightmill.jobs.request.fields import FIELDS, OF_A_BATCH
@@ -41,14 +43,14 @@ def _page_of(name: str) -> JsonObject:
 _MESSAGES: JsonObject = {"type": "array", "minItems": 1, "items": {"type": "object"}}
 _PROMPTS: JsonObject = {"prompt": {"type": ["string", "array"]}, "messages": _MESSAGES}
 _TOKENS: JsonObject = {"type": "array", "items": _NUMBER, "minItems": 1}
-_SEVERAL: JsonObject = {
-    "anyOf": [
-        {"type": "string"},
-        _TOKENS,
-        {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": {"anyOf": [TEXT, _TOKENS]}},
-    ]
-}
-"""The prompt of a completion: one, or a list of them."""
+
+
+def _several(most: int) -> JsonObject:
+    """Build the schema of a prompt, or of a list of up to so many."""
+    some: JsonObject = {"type": "array", "minItems": 1, "maxItems": most, "items": {"anyOf": [TEXT, _TOKENS]}}
+    return {"anyOf": [{"type": "string"}, _TOKENS, some]}
+
+
 _STREAM_OPTIONS = _object(
     dict.fromkeys(STREAM_OPTIONS, _FLAG),
     optional=STREAM_OPTIONS,
@@ -61,7 +63,7 @@ def _openai_body(url: str) -> JsonObject:
     known = _PROMPTS | {"max_completion_tokens": _field("max_tokens"), "stream": _FLAG}
     known |= {"stream_options": _STREAM_OPTIONS, "best_of": _field("n"), FIELD: TIER}
     known |= {name: {"enum": [None, *refusal.neutral]} for name, refusal in REFUSED.items()}
-    known |= {"prompt": _SEVERAL}
+    known |= {"prompt": _several(MAX_PROMPTS)}
     ours = FIELDS.keys() - {"metadata"}  # OpenAI's own has no effect
     if url == CHAT:
         ours -= {"logprobs"}
@@ -87,6 +89,19 @@ def _nothing_or_echo(properties: JsonObject) -> JsonObject:
     return {"if": {"anyOf": none}, "then": {"properties": {"echo": {"const": True}}, "required": ["echo"]}}
 
 
+def _embedding_body() -> JsonObject:
+    known: JsonObject = {
+        "input": _several(MAX_INPUTS),
+        "encoding_format": {"enum": [None, *ENCODINGS]},
+        FIELD: TIER,
+    }
+    properties = {
+        name: known[name] if name in known else _field(name) if name in FIELDS else {}
+        for name in sorted(EMBEDDING_KEYS)
+    }
+    return _object(properties, optional=tuple(EMBEDDING_KEYS - {"input"}))
+
+
 def _tokenize_body() -> JsonObject:
     """Build the schema of a body of /tokenize: a text or a chat."""
     flags = dict.fromkeys(("add_special_tokens", "return_token_strs"), _MAYBE_FLAG)
@@ -103,6 +118,7 @@ def _tokenize_body() -> JsonObject:
 def _job_body() -> JsonObject:
     properties = {name: _field(name) for name in sorted(JOB_FIELDS & FIELDS.keys())} | _PROMPTS
     properties |= {"job_id": {"type": "string", "minLength": 1, "maxLength": 128}}
+    properties["embed"] = properties["embed"] | {"type": ["boolean", "string", "array", "null"]}
     properties |= dict.fromkeys(sorted(DELIVERY - {"job_id", FIELD}), _FLAG) | {FIELD: TIER}
     made: JsonObject = {"type": "object", "properties": properties, "additionalProperties": False}
     return made | _nothing_or_echo(properties)
@@ -127,6 +143,22 @@ _BATCH_BODY = _object(
         "webhook": _WEBHOOK,
     },
     optional=("metadata", "webhook"),
+)
+
+_DOCUMENT: JsonObject = {"anyOf": [TEXT, _object({"text": TEXT})]}
+_RERANK_BODY = _object(
+    {
+        "model": _MAYBE_TEXT,
+        "query": TEXT,
+        "documents": {"type": "array", "minItems": 1, "maxItems": MAX_DOCUMENTS, "items": _DOCUMENT},
+        "top_n": {"type": ["integer", "null"], "minimum": 1},
+        "return_documents": _MAYBE_FLAG,
+        "instruction": _MAYBE_TEXT,
+        "user": {},
+        "truncation": {},
+        FIELD: TIER,
+    },
+    optional=("model", "top_n", "return_documents", "instruction", "user", "truncation", FIELD),
 )
 
 # -- what is answered ----------------------------------------------------------------------------
@@ -201,9 +233,15 @@ _JOB = _object(
         "reused_from": _MAYBE_TEXT,
         "text": _MAYBE_TEXT,
         "answers": {"type": "array", "items": _ANSWER},
+        "embedding": {"type": "array", "items": {"type": "number"}},
     }
     | _OUTCOME,
-    optional=READ,
+    optional=(*READ, "embedding"),
+)
+
+_RANKED = _object(
+    {"index": _NUMBER, "relevance_score": {"type": "number"}, "document": _object({"text": TEXT})},
+    optional=("document",),
 )
 
 _FILE = _object(
@@ -324,6 +362,29 @@ SCHEMAS: dict[str, JsonObject] = {
         {"message": _MESSAGE},
     ),
     "Completion": _completion("text_completion", {"text": TEXT}),
+    "EmbeddingRequest": _embedding_body(),
+    "Embeddings": _list_of(
+        _object(
+            {
+                "object": {"const": "embedding"},
+                "index": _NUMBER,
+                "embedding": {"type": ["array", "string"], "items": {"type": "number"}},
+            }
+        ),
+        model=TEXT,
+        system_fingerprint=_MAYBE_TEXT,
+        usage=_object(dict.fromkeys(("prompt_tokens", "total_tokens"), _NUMBER)),
+    ),
+    "RerankRequest": _RERANK_BODY,
+    "Ranking": _object(
+        {
+            "id": TEXT,
+            "object": {"const": "list"},
+            "model": TEXT,
+            "usage": _object(dict.fromkeys(("prompt_tokens", "total_tokens"), _NUMBER)),
+            "results": {"type": "array", "items": _RANKED},
+        }
+    ),
     **RESPONSES_SCHEMAS,
     **ANTHROPIC_SCHEMAS,
     "TokenizeRequest": _tokenize_body(),

@@ -12,13 +12,29 @@ from nightmill.worker.engine.request import Sequence
 from nightmill.worker.runners.base import (
     FROM_SLOT,
     NO_LOGPROBS,
+    NO_POOLS,
     NO_SNAPSHOT,
+    POOL,
     Admission,
     DrawArray,
     IntArray,
+    PoolArray,
     StepBatch,
     make_draws,
 )
+
+
+class Wanted(NamedTuple):
+    """Whom what a launch returns is for, in its order.
+
+    drawing    the sequences that draw a token
+    asking     one for each token that is given
+    embedding  those whose embedding is complete
+    """
+
+    drawing: list[Sequence]
+    asking: list[Sequence]
+    embedding: list[Sequence]
 
 
 class BatchBuilder:
@@ -34,10 +50,8 @@ class BatchBuilder:
         self._masked_until = np.zeros(slots, dtype=np.int32)
         self._likely = np.full(slots, NO_LOGPROBS, dtype=np.int32)
 
-    def build(self, plan: StepPlan) -> tuple[StepBatch, list[Sequence], list[Sequence]]:
-        """Return the arrays of `plan`, and whom its draws are for, in their order.
-
-        First the sequences that draw a token, then one for each token that is given.
+    def build(self, plan: StepPlan) -> tuple[StepBatch, "Wanted"]:
+        """Return the arrays of `plan`, and whom what it returns is for.
 
         Sequences that decode come first; their tokens are left to the runner, which drew them. Then come
         drafts, each of whose tokens is followed by a draw, then the drawn tokens that are computed again,
@@ -70,7 +84,7 @@ class BatchBuilder:
         tokens[drawn:] = _prompt_tokens(prompts)
         draws = np.ones(len(slots), dtype=np.bool_)
         draws[len(decodes) : drawn] = [one.draws for one in again]
-        draws[drawn:] = [chunk.start + chunk.of_prompt == len(chunk.sequence.tokens) for chunk in prompts]
+        draws[drawn:] = [chunk.draws and chunk.of_prompt == chunk.length for chunk in prompts]
         others = [one.sequence for one in again] + [chunk.sequence for chunk in prompts]
         drawing = decodes + list(compress(others, draws[len(decodes) :]))
         token_slots = np.repeat(slots, lengths)
@@ -80,6 +94,7 @@ class BatchBuilder:
         widest = -(-int(contexts.max()) // self._page_size)
         drawn_rows = self._draws(ends[draws] - 1, slots[draws], contexts[draws])
         given_rows, asking = _given(prompts, sequence_starts[drawn:])
+        pools, embedding = _pools(prompts, sequence_starts[drawn:])
         return (
             StepBatch(
                 tokens=tokens,
@@ -93,9 +108,9 @@ class BatchBuilder:
                 drawn=drawn,
                 admissions=tuple(_admission(sequence) for sequence in plan.admitted),
                 snapshots=_snapshots(prompts),
+                pools=pools,
             ),
-            drawing,
-            asking,
+            Wanted(drawing, asking, embedding),
         )
 
     def mask(self, sequence: Sequence) -> None:
@@ -180,6 +195,25 @@ def _given(prompts: list[Chunk], starts: IntArray) -> tuple[DrawArray, list[Sequ
     draws["given"] = [one.tokens[place] for one, place in zip(asking, places, strict=True)]
     draws["likely"] = [one.likely for one in asking]
     return draws, asking
+
+
+def _pools(prompts: list[Chunk], starts: IntArray) -> tuple[PoolArray, list[Sequence]]:
+    """The rows of the prompts that go into embeddings, and whose are complete with them."""
+    pooling = [(chunk, first, chunk.pooled) for chunk, first in zip(prompts, starts.tolist(), strict=False)]
+    pooling = [(chunk, first, pooled) for chunk, first, pooled in pooling if pooled]
+    if not pooling:
+        return NO_POOLS, []
+    pools = np.empty(len(pooling), dtype=POOL)
+    complete = []
+    for place, (chunk, first, pooled) in enumerate(pooling):
+        embeds = chunk.sequence.request.embeds
+        assert embeds is not None
+        begins, ends = pooled.start == embeds.start, pooled.stop == embeds.stop
+        row = first + pooled.start - chunk.start
+        pools[place] = (row, len(pooled), chunk.sequence.slot, begins, ends)
+        if ends:
+            complete.append(chunk.sequence)
+    return pools, complete
 
 
 def _prompt_tokens(chunks: list[Chunk]) -> list[int]:

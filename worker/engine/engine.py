@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from nightmill.jobs.base.arithmetic import Arithmetic
 from nightmill.jobs.base.contract import StopReason
 from nightmill.jobs.errors import RunnerError
@@ -18,6 +20,7 @@ from nightmill.worker.engine.completing import completion, not_computed, snapsho
 from nightmill.worker.engine.constraints import GrammarBackend, NoGrammars, nothing_left
 from nightmill.worker.engine.deltas import FollowedTexts
 from nightmill.worker.engine.drafting import Drafter
+from nightmill.worker.engine.embeddings import normalised
 from nightmill.worker.engine.kv_cache import CacheIntegrityError, PagePool
 from nightmill.worker.engine.limits import RequestLimits
 from nightmill.worker.engine.logprobs import Records
@@ -38,12 +41,23 @@ from nightmill.worker.engine.scheduler import Scheduler
 from nightmill.worker.engine.sharing import PrefixGroups
 from nightmill.worker.engine.stats import EngineStats
 from nightmill.worker.engine.stops import TextWatch, reason_to_stop, streamed
-from nightmill.worker.runners.base import NO_LOGPROBS, NOT_A_NUMBER, Drawn, Runner, masked_draws
+from nightmill.worker.runners.base import (
+    NO_LOGPROBS,
+    NOT_A_NUMBER,
+    Drawn,
+    Runner,
+    SumArray,
+    masked_draws,
+)
 
 _NO_NUMBERS = (
     "the model's output for this prompt is not a number: what it computes is too large for F16, or its file "
     "is damaged. A worker that is started with --dtype bf16 has room for larger numbers; or try a shorter or "
     "different prompt. If every prompt fails like this, the file is damaged: download it again"
+)
+_NO_EMBEDDINGS = (
+    "embed: this worker computes no embeddings on its GPU: start another with --reference, which computes "
+    "with NumPy"
 )
 _NOT_COMPILED = "what the answer must be was not compiled: a fault of the worker, retry the job"
 
@@ -56,6 +70,7 @@ class _Launch:
     plan: StepPlan
     drawing: list[Sequence | None]  # in the order of the tokens it will return; None: nobody wants that one
     asking: list[Sequence | None]  # the same of tokens of prompts, which are told after those
+    embedding: list[Sequence | None]  # whose embeddings it completes
     masked: list[int]  # places in `drawing` of those that draw under a mask
 
     def wanting(self, place: int) -> Sequence | None:
@@ -161,8 +176,10 @@ class Engine:
                 return
             self._finish(known, StopReason.CANCELLED, error="a newer attempt of this job was started")
         params = request.params
-        draws = not request.scores
+        draws, embeds = request.draws, request.embeds is not None
         fault = self._limits.fault(request.prompt_ids, params, request.generated_ids, draws=draws)
+        if fault is None and embeds and not self._runner.embeds:
+            fault = _NO_EMBEDDINGS
         if fault is None and request.constrained is not None and request.constraint is None:
             fault = _NOT_COMPILED
         if fault is not None:
@@ -171,7 +188,8 @@ class Engine:
         self._submitted += 1
         prompt = list(request.prompt_ids)
         # What is drawn behind a text to score is told to nobody, and takes no place in the cache.
-        limit = min(len(prompt) + params.max_tokens, self._limits.cache_context + (not draws))
+        most = 1 if embeds else params.max_tokens
+        limit = min(len(prompt) + most, self._limits.cache_context + (not draws))
         group = None if self._groups is None else self._groups.place(request.prompt_ids, self._submitted)
         ends = frozenset(params.stop_token_ids).union(() if params.ignore_eos else self._eos_ids)
         sequence = Sequence(request, self._submitted, prompt, limit, group, ends=ends)
@@ -343,7 +361,7 @@ class Engine:
 
         One that asks for log-probabilities begins afresh: those of an earlier attempt are known to nobody.
         """
-        if sequence.likely != NO_LOGPROBS:
+        if sequence.likely != NO_LOGPROBS or sequence.request.embeds is not None:
             return
         for token in sequence.request.generated_ids:
             self._resumed += 1
@@ -371,7 +389,7 @@ class Engine:
                 self._finish(sequence, StopReason.DEADLINE)
 
     def _launch(self, plan: StepPlan) -> None:
-        batch, drawing, asking = self._builder.build(plan)
+        batch, wanted = self._builder.build(plan)
         self._metering.begin()
         self._failed = True  # unless the runner returns
         self._runner.launch(batch)
@@ -382,7 +400,9 @@ class Engine:
             end = min(chunk.start + chunk.length, chunk.sequence.prompt_length)
             self._prompt_tokens += max(0, end - chunk.start)
         masked = masked_draws(batch.draws).tolist()
-        self._outstanding.append(_Launch(self._steps, plan, [*drawing], [*asking], masked))
+        drawing, asking, embedding = wanted
+        launch = _Launch(self._steps, plan, [*drawing], [*asking], [*embedding], masked)
+        self._outstanding.append(launch)
         self._failed = False
 
     def _draw(self, launch: _Launch) -> None:
@@ -412,6 +432,8 @@ class Engine:
         launch = self._outstanding[0]
         if drawn is None or len(drawn.tokens) != len(launch.drawing) + len(launch.asking):
             raise RunnerError("the runner returned other tokens than the oldest launch was to draw")
+        if len(launch.embedding) != (0 if drawn.sums is None else len(drawn.sums)):
+            raise RunnerError("the runner returned other embeddings than the oldest launch was to complete")
         self._failed = False
         return drawn
 
@@ -426,6 +448,8 @@ class Engine:
         if launch.asking:
             self._tell(launch, ids, records)
         guesses = launch.guesses()
+        if drawn.sums is not None:
+            self._embed(launch, drawn.sums)
         for place, (sequence, token) in enumerate(zip(launch.drawing, ids, strict=False)):
             if sequence is None or sequence.state is finished:
                 continue
@@ -473,6 +497,17 @@ class Engine:
             for others in (launch.drawing, launch.asking):
                 others[:] = [None if other is sequence else other for other in others]
 
+    def _embed(self, launch: _Launch, sums: SumArray) -> None:
+        """End the sequences whose embeddings are complete."""
+        for sequence, total in zip(launch.embedding, sums, strict=True):
+            if sequence is None or sequence.state is SequenceState.FINISHED:
+                continue
+            if np.isfinite(total).all():
+                embedding = normalised(total, sequence.request.params.dimensions)
+                self._finish(sequence, StopReason.EOS, embedding=embedding)
+            else:
+                self._handle_nan(sequence)
+
     def _handle_nan(self, sequence: Sequence) -> None:
         """A sequence's logits are not numbers: it fails, or is computed again without pages of others."""
         if not self._scheduler.retry_unshared_after_nan(sequence):
@@ -485,6 +520,7 @@ class Engine:
         for launch in self._outstanding:
             launch.drawing = [None if drawing is sequence else drawing for drawing in launch.drawing]
             launch.asking = [None if asking is sequence else asking for asking in launch.asking]
+            launch.embedding = [None if one is sequence else one for one in launch.embedding]
 
     def _finish_if_over(self, sequence: Sequence) -> None:
         """Look at the token that was added last."""
@@ -506,9 +542,16 @@ class Engine:
         if live and sequence.budget is not None and sequence.follow_budget():
             self._builder.mask(sequence)
 
-    def _finish(self, sequence: Sequence, reason: StopReason, error: str | None = None) -> None:
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: StopReason,
+        error: str | None = None,
+        embedding: bytes | None = None,
+    ) -> None:
         """Make the completion; pages and slot follow when no launch uses them any more."""
         del self._sequences[sequence.request.job_id]
         self._scheduler.finish(sequence)
         metered = self._metering.joules is not None
-        self._done.append(completion(sequence, self._decode, reason, error, metered=metered))
+        done = completion(sequence, self._decode, reason, error, embedding, metered=metered)
+        self._done.append(done)

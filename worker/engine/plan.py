@@ -30,9 +30,20 @@ class Chunk:
         return self.sequence.given(self.start, self.of_prompt)
 
     @property
+    def pooled(self) -> range:
+        """The places whose hidden states go into the embedding of its sequence."""
+        return self.sequence.pooled(self.start, self.length)
+
+    @property
+    def rows_asked(self) -> int:
+        """Rows that it is asked about or that are pooled, beside the one in which its sequence would draw."""
+        return len(self.given) + max(0, len(self.pooled) - 1)
+
+    @property
     def draws(self) -> bool:
         """True if the chunk ends with the last known token of its sequence, so that the next is drawn."""
-        return self.start + self.length == len(self.sequence.tokens)
+        ends = self.start + self.length == len(self.sequence.tokens)
+        return ends and self.sequence.request.embeds is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +81,8 @@ def next_chunk(sequence: Sequence, budget: int, spare: int, given: int, grid: in
 
     A step has room for a token or a piece of a prompt of each sequence that can run at once. A drawn token
     that is computed again takes as much: one where all run, more where `spare` are idle. A piece of the
-    prompt is asked about no more than `given` tokens, and ends with the prompt or at a multiple of `grid`. It
-    does not go beyond the next of the sequence's marks.
+    prompt is asked about no more than `given` tokens, or has as many rows that are pooled, and ends with the
+    prompt or at a multiple of `grid`. It does not go beyond the next of the sequence's marks.
     """
     start = sequence.computed
     length = _on_grid(sequence, min(max(0, sequence.prompt_length - start), budget), grid)
@@ -84,6 +95,8 @@ def next_chunk(sequence: Sequence, budget: int, spare: int, given: int, grid: in
     chunk = Chunk(sequence, start, length)
     if (surplus := len(chunk.given) - given) > 0:
         return Chunk(sequence, start, _on_grid(sequence, chunk.given.stop - 1 - surplus - start, grid))
+    if (surplus := chunk.rows_asked - given) > 0:
+        return Chunk(sequence, start, _on_grid(sequence, chunk.pooled.stop - surplus - start, grid))
     return chunk
 
 

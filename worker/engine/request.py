@@ -30,7 +30,8 @@ class Request:
     `echo`: what its text begins with, before what is drawn. `scores`: its prompt ends with a text to score,
     so only what is told of that matters; what is drawn after it is no text. `markup`: the marks of thoughts,
     which are not part of the answer. `closing`: what is drawn once thoughts have had all tokens that
-    `max_reasoning_tokens` allows.
+    `max_reasoning_tokens` allows. `embeds`: nothing is drawn; the hidden states at these places of its
+    prompt, which follow each other, become its embedding.
     """
 
     job_id: str
@@ -51,6 +52,12 @@ class Request:
     scores: bool = False
     markup: Markup | None = None
     closing: "ClosingTokens | None" = None
+    embeds: range | None = None
+
+    @property
+    def draws(self) -> bool:
+        """True if its prompt is followed by an answer."""
+        return not self.scores and self.embeds is None
 
     @property
     def drawn_freely(self) -> bool:
@@ -95,6 +102,7 @@ class Completion:
     error: str | None = None
     echoed: int = 0  # characters of the text that are its `Request.echo`
     logprobs: Logprobs | None = None  # log-probabilities, if it asked for them
+    embedding: bytes | None = None  # float32, if it asked for one
     cached_tokens: int = field(default=0, compare=False)
     """Tokens of the prompt that were not computed, since their pages were there; the text is the same."""
     gpu_seconds: float = field(default=0.0, compare=False)
@@ -289,6 +297,22 @@ class Sequence:
         if first is not None:
             known = len(self.records) // record_bytes(self.likely)
             self.prompt_logprobs_until = min(first + known, self.prompt_length)
+
+    def pooled(self, start: int, length: int) -> range:
+        """The places whose hidden states go into its embedding, where these of its prompt are computed."""
+        embeds = self.request.embeds
+        if embeds is None:
+            return range(start, start)
+        first = max(start, embeds.start)
+        return range(first, max(first, min(start + length, embeds.stop)))
+
+    @property
+    def sharable(self) -> int:
+        """Tokens of its prompt that others may have computed: of what follows, it is told something."""
+        known = self.prompt_length
+        if self.prompt_logprobs_until < self.prompt_length:
+            known = self.prompt_logprobs_until - 1
+        return known if self.request.embeds is None else min(known, self.request.embeds.start)
 
     def given(self, start: int, length: int) -> range:
         """The places of tokens that are asked about where these places of its prompt are computed."""

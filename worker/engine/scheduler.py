@@ -190,7 +190,7 @@ class Scheduler:
                 continue
             if self._sharing is not None:
                 chunk = self._sharing.with_snapshot(chunk)
-            given -= len(chunk.given)
+            given -= chunk.rows_asked
             chunks.append(chunk)
             budget -= chunk.length
             spare -= bool(chunk.of_prompt) + chunk.length - chunk.of_prompt - 1

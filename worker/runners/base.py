@@ -36,11 +36,15 @@ again.
 Snapshots: after a piece of a prompt, a slot's states may be copied to one of the runner's snapshots, and
 sequences with the same tokens may begin with it.
 
+Embeddings: a step may be asked for the hidden states behind the last norm of some rows of prompts (POOL).
+They are added one by one in the order of positions, in float64, to the sum of the sequence's slot: so a sum
+has the same bits however its prompt was cut into chunks. The sum of one row is that row.
+
 Sharing: page tables of several sequences may name the same page, which is then full, written by an earlier
 launch and only read.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -84,6 +88,19 @@ Of equals that with the lower id is first. Only the first `DRAW.likely` count. W
 -1 stands behind them.
 """
 FoundArray = npt.NDArray[np.void]
+
+POOL = np.dtype([(name, np.int32) for name in ("row", "rows", "slot", "begins", "ends")], align=True)
+"""Rows of a prompt whose hidden states are added to the sum of their slot; at most one of a slot in a step.
+
+row     index into the step's tokens of the first
+rows    how many
+slot    of their sequence
+begins  1: the sum is zero before
+ends    1: the sum is told once they are added
+"""
+PoolArray = npt.NDArray[np.void]
+SumArray = npt.NDArray[np.float64]
+NO_POOLS: PoolArray = np.zeros(0, dtype=POOL)
 
 STATE_CHUNK = 64
 """Positions that layers with states compute at once of a prompt, from each multiple of so many on."""
@@ -132,6 +149,7 @@ class StepBatch:
     admissions      applied before the step
     snapshots       slots whose states are copied after it, each with the number of the snapshot that they
     become
+    pools           (P,)    rows of prompts that are added to embeddings (POOL); only where `Runner.embeds`
     """
 
     tokens: IntArray
@@ -145,6 +163,7 @@ class StepBatch:
     drawn: int
     admissions: tuple[Admission, ...] = ()
     snapshots: tuple[tuple[int, int], ...] = ()
+    pools: PoolArray = field(default_factory=lambda: NO_POOLS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +172,12 @@ class Drawn:
 
     tokens  (R,) ids, also those that were given; NOT_A_NUMBER where the logits were no numbers
     found   (R,) FOUND; rows that asked for nothing hold anything. None if no row asked
+    sums    (E, width) float64, of those of `StepBatch.pools` that end, in their order; None if none does
     """
 
     tokens: IntArray
     found: FoundArray | None = None
+    sums: SumArray | None = None
 
 
 def make_draws(rows: IntArray, slots: IntArray, positions: IntArray) -> DrawArray:
@@ -177,6 +198,12 @@ def masked_draws(draws: DrawArray) -> npt.NDArray[np.intp]:
     return np.flatnonzero(draws["mask"] != UNMASKED)
 
 
+def pooled_rows(pools: PoolArray) -> IntArray:
+    """The rows of a step's tokens that its pools have, in their order."""
+    rows = [np.arange(row, row + count, dtype=np.int32) for row, count in pools[["row", "rows"]].tolist()]
+    return np.concatenate(rows) if rows else np.zeros(0, dtype=np.int32)
+
+
 def mask_words(vocab: int) -> int:
     """Words of 32 tokens that a mask has."""
     return -(-vocab // 32)
@@ -194,7 +221,10 @@ class Runner(Protocol):
     slots: int
     """Sequences that can be admitted at once."""
     max_draws: int
-    """Tokens that a step may draw, or whose log-probability it may tell; at least one for each slot."""
+    """Tokens that a step may draw, or whose log-probability it may tell, and rows of its pools; at least one
+    for each slot."""
+    embeds: bool
+    """False: it is handed no pools, as it cannot compute them."""
     prompt_grid: int
     """Pieces of a prompt end at multiples of so many positions, or with it; 1: anywhere, and no states."""
     snapshots: int

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from nightmill.jobs.base.contract import StopReason
 from nightmill.worker.engine.request import Completion, Request
+from nightmill.worker.model.spec import Pooling
 from tests.unit.engine.scripted import (
     EOS,
     LOOPS,
@@ -23,6 +24,7 @@ from tests.unit.engine.scripted import (
     Rule,
     ScriptedRunner,
     expected,
+    expected_embedding,
     expected_records,
     make_engine,
     make_request,
@@ -111,6 +113,7 @@ class EngineMachine(RuleBasedStateMachine):
         obeys=st.sampled_from([None, None, 1, 2, 3]),
         logprobs=st.sampled_from([None, None, 0, 2]),
         told=st.sampled_from([None, None, 0.0, 0.3, 0.9, 1.0]),
+        pooling=st.sampled_from([None, None, None, *Pooling]),
     )
     def submit(
         self,
@@ -123,12 +126,16 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens: int,
         min_tokens: int,
         told: float | None,
+        pooling: Pooling | None,
         **params: Any,
     ) -> None:
         job_id = f"j{job}"
         attempt = self.attempts[job_id] = self.attempts.get(job_id, 0) + 1
         deadline = None if patience is None else self.clock.now + patience
         prompt = (*beginning, *rest)
+        if pooling is not None and prompt:
+            self.submit_embedding(job_id, attempt, prompt, pooling, params["priority"])
+            return
         request = make_request(
             job_id,
             prompt,
@@ -142,6 +149,17 @@ class EngineMachine(RuleBasedStateMachine):
             prompt_logprobs_from=None if told is None else int(told * len(prompt)),
             **params,
         )
+        self.cancelled.discard(job_id)
+        self.requests[job_id, attempt] = request
+        self.engine.submit(request)
+
+    def submit_embedding(
+        self, job_id: str, attempt: int, prompt: tuple[int, ...], pooling: Pooling, priority: int
+    ) -> None:
+        request = make_request(
+            job_id, prompt, attempt=attempt, priority=priority, interactive=priority == 2,
+            embeds=pooling.places(len(prompt)), embed=True, dimensions=1 + len(prompt) % 3,
+        )  # fmt: skip
         self.cancelled.discard(job_id)
         self.requests[job_id, attempt] = request
         self.engine.submit(request)
@@ -202,7 +220,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert key not in self.done
             tokens, _, reason = self.expected(request)
             assert tokens[: len(partial.token_ids)] == partial.token_ids
-            assert len(partial.token_ids) < len(tokens) or reason is StopReason.ERROR
+            assert len(partial.token_ids) < len(tokens) or reason is StopReason.ERROR or not request.draws
             if keep is not None:
                 attempt = self.attempts[partial.job_id] = self.attempts[partial.job_id] + 1
                 rule = None if request.constraint is None else Rule(request.constraint.key)
@@ -233,7 +251,7 @@ class EngineMachine(RuleBasedStateMachine):
     def check(self, request: Request, completion: Completion) -> None:
         assert completion.completion_tokens == len(completion.token_ids)
         assert completion.prompt_tokens == len(request.prompt_ids)
-        if not request.prompt_ids or len(request.prompt_ids) >= self.context:
+        if not request.prompt_ids or len(request.prompt_ids) + request.draws > self.context:
             assert completion.stop_reason is StopReason.ERROR
             return
         tokens, text, reason = self.expected(request)
@@ -264,6 +282,8 @@ class EngineMachine(RuleBasedStateMachine):
             assert tokens[: completion.completion_tokens] == completion.token_ids
             return
         assert (completion.token_ids, completion.text, completion.stop_reason) == (tokens, text, reason)
+        embeds = request.embeds is not None and reason is not StopReason.ERROR
+        assert completion.embedding == (expected_embedding(request) if embeds else None)
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):

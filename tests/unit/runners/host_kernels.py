@@ -40,7 +40,7 @@ from nightmill.worker.runners.gpu.products import agreeing
 from nightmill.worker.runners.gpu.products.elements import mma_gemm
 from nightmill.worker.runners.gpu.products.fp8 import mma_fp8, quantise
 from nightmill.worker.runners.gpu.products.packed import packed_mma, packed_rows
-from nightmill.worker.runners.gpu.rows import activate, embedding, logits, norms, rotation
+from nightmill.worker.runners.gpu.rows import activate, embedding, logits, norms, pooling, rotation
 from nightmill.worker.runners.gpu.states import chunks, convolution, delta_net, mamba2, recurrent
 from nightmill.worker.runners.gpu.weights import repacker
 from nightmill.worker.runners.kv_format import KvFormat
@@ -122,6 +122,9 @@ class HostDevice:
     def copy_rows_in(self, address: int, pitch: int, array: npt.NDArray[Any], width: int) -> None:
         for place, row in enumerate(array):
             ctypes.memmove(address + place * pitch, row.ctypes.data, width)
+
+    def copy_out(self, array: npt.NDArray[Any], address: int) -> None:
+        ctypes.memmove(array.ctypes.data, address, array.nbytes)
 
     def free(self, address: int) -> None:
         del self._held[address]
@@ -268,7 +271,8 @@ def run_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
 
 def run_rows_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     """The same of launchers of rows."""
-    return _launch_on_host(patch, folder, "rows", (activate, embedding, logits, norms, quantise, rotation))
+    modules = (activate, embedding, logits, norms, pooling, quantise, rotation)
+    return _launch_on_host(patch, folder, "rows", modules)
 
 
 def run_packed_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:

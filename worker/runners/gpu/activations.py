@@ -26,13 +26,16 @@ LOGIT_ROWS = 512  # rows of logits computed and sampled at once
 
 _GIVEN_ROWS = 32  # beside the draws of all slots: 20 MB of logits for a vocabulary of 152,000
 
+_POOLED_ROWS = 1024  # the same where whole prompts are pooled, which takes no logits
 
-def most_draws(slots: int, prompt_grid: int = 1) -> int:
+
+def most_draws(slots: int, prompt_grid: int = 1, *, pools: bool = False) -> int:
     """Tokens that a step may draw, or tell the log-probability of, if so many sequences run at once.
 
     prompt_grid  pieces of prompts, each token of which may be asked about, are at least so long
+    pools        embeddings of the model are made of all tokens of their texts
     """
-    return slots + max(_GIVEN_ROWS, prompt_grid)
+    return slots + max(_POOLED_ROWS if pools else _GIVEN_ROWS, prompt_grid)
 
 
 class _Array(NamedTuple):

@@ -25,6 +25,7 @@ from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.rows.embedding import Embedding
 from nightmill.worker.runners.gpu.rows.logits import LogitScale
 from nightmill.worker.runners.gpu.rows.norms import Norms
+from nightmill.worker.runners.gpu.rows.pooling import PooledSums
 from nightmill.worker.runners.gpu.rows.rotation import Rotation
 from nightmill.worker.runners.gpu.sampling.sampler import Sampler
 from nightmill.worker.runners.gpu.states.choice import StateMixers
@@ -52,9 +53,9 @@ class Launcher(Protocol):
 
 
 _LAUNCHERS: tuple[type[Launcher], ...] = (
-    Embedding, Norms, Activate, Rotation, LogitScale, DecodeAttention, HopperPrefill, PortablePrefill,
-    HopperWide, WideDecode, GeneralDecode, LatentKernels, StateMixers, States, Routing, Combine, Sampler,
-    Dequantizer,
+    Embedding, Norms, Activate, Rotation, LogitScale, PooledSums, DecodeAttention, HopperPrefill,
+    PortablePrefill, HopperWide, WideDecode, GeneralDecode, LatentKernels, StateMixers, States, Routing,
+    Combine, Sampler, Dequantizer,
 )  # fmt: skip
 _LAST = (Norms, Activate, Rotation, PortablePrefill, LatentKernels, StateMixers, Routing, GroupedProducts)
 

@@ -39,6 +39,7 @@ def _computed(spec: ModelSpec) -> ModelSpec:
         output_norm_name=spec.output_norm_name,
         tied_head=spec.tied_head,
         overflows_half=spec.overflows_half,
+        pooling=spec.pooling,
         embedding_scale=spec.embedding_scale,
         logit_scale=spec.logit_scale,
         logit_softcap=spec.logit_softcap,

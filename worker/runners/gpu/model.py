@@ -77,6 +77,11 @@ class Model:
         return self._at
 
     @property
+    def normed(self) -> Buffer:
+        """Buffer of the normed states of a step's rows that draw or are pooled, elements (R, width)."""
+        return self._at.normed
+
+    @property
     def drawn(self) -> Buffer:
         """Buffer of the tokens that a step drew, int32 (R,)."""
         return self._at.drawn
@@ -155,8 +160,8 @@ class Model:
         logprobs  some draws want log-probabilities
         """
         at, sampler = self._at, self.shared.sampler
-        for first in range(0, shape.draws, LOGIT_ROWS):
-            rows = min(LOGIT_ROWS, shape.draws - first)
+        for first in range(0, shape.heads, LOGIT_ROWS):
+            rows = min(LOGIT_ROWS, shape.heads - first)
             draws = inputs.draws + DRAW.itemsize * first
             self.head(at.normed.from_row(first), self._weights.head, at.logits, rows)
             self.shared.logit_scale(at.logits, rows)

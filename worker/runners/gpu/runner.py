@@ -50,6 +50,7 @@ from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.rows.embedding import Embedding
 from nightmill.worker.runners.gpu.rows.logits import LogitScale
 from nightmill.worker.runners.gpu.rows.norms import Norms
+from nightmill.worker.runners.gpu.rows.pooling import PooledSums
 from nightmill.worker.runners.gpu.sampling.masks import MaskBuffers
 from nightmill.worker.runners.gpu.sampling.sampler import Sampler
 from nightmill.worker.runners.gpu.sampling.slots import SlotTable
@@ -78,6 +79,7 @@ class _PendingLaunch:
     shape: StepShape
     adjusted: bool  # the logits of some draws are
     logprobs: bool  # some draws want log-probabilities
+    sums: int = 0  # embeddings that are complete
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,7 @@ class CudaRunner:
         self.page_size = PAGE
         self.slots = slots
         self.depth = sizes.depth
+        self.embeds = True
         self.prompt_grid, self.snapshots = prompt_grid(spec), 0
         self.vocab = spec.vocab
         self._row_of_logits = padded_vocab(spec)
@@ -202,6 +205,7 @@ class CudaRunner:
         self._steps = StepBuffers(device, bounds, padding_page=self.kv_pages, depth=self.depth)
         embedding = Embedding(device, spec.vocab, spec.embedding_scale)
         shared = Shared(embedding, norms, LogitScale(device, spec), sampler)
+        self._pooled = PooledSums(device, spec, slots=slots, depth=self.depth)
         self._model = Model(spec, weights, shared, layers, products, self._slots.address, cache.tokens, at)
         self._drawn = [device.pinned(self.max_draws, np.int32) for _ in range(self.depth)]
         self._found = [device.pinned(self.max_draws, FOUND) for _ in range(self.depth)]
@@ -220,9 +224,10 @@ class CudaRunner:
                 f"a step of {len(batch.tokens)} tokens is more than the {self.max_tokens} that the GPU's "
                 "workspace was planned for"
             )
-        if len(batch.slots) > self.slots or len(batch.draws) > self.max_draws:
+        draws = len(batch.draws) + int(batch.pools["rows"].sum())
+        if len(batch.slots) > self.slots or draws > self.max_draws:
             raise RunnerError(
-                f"{len(batch.slots)} sequences and {len(batch.draws)} draws are more than the runner's "
+                f"{len(batch.slots)} sequences and {draws} draws are more than the runner's "
                 f"{self.slots} slots and {self.max_draws} draws"
             )
         turn, self._turn = self._turn, (self._turn + 1) % self.depth
@@ -266,7 +271,8 @@ class CudaRunner:
         count = len(launch.draws)
         self.device.wait(self._done[launch.turn], f"a step that draws {count} tokens")
         found = self._found[launch.turn][:count].copy() if launch.logprobs else None
-        return Drawn(self._drawn[launch.turn][:count].copy(), found)
+        sums = self._pooled.told(launch.turn, launch.sums)
+        return Drawn(self._drawn[launch.turn][:count].copy(), found, sums)
 
     def _return_tokens(self, launch: _PendingLaunch) -> None:
         """Queue the copy of what is drawn."""
@@ -274,6 +280,7 @@ class CudaRunner:
             self.device.copy_out(self._drawn[launch.turn][:count], self._model.drawn.address)
         if launch.logprobs:
             self.device.copy_out(self._found[launch.turn][:count], self._model.found.address)
+        self._pooled.tell(launch.turn, launch.sums)
         self._done[launch.turn].record(self.device.stream)
 
     def logits(self, rows: int) -> np.ndarray:
@@ -351,14 +358,11 @@ class CudaRunner:
         self._queue(inputs, shape, draws=draws)
         return Graph(self.device, lambda: self._queue(inputs, shape, draws=draws))
 
-    def _queue(
-        self, inputs: StepInputs, shape: StepShape, *, draws: bool, adjusted: bool = False,
-        logprobs: bool = False,
-    ) -> None:  # fmt: skip
+    def _queue(self, inputs: StepInputs, shape: StepShape, *, draws: bool) -> None:
         """Queue a step, kernel by kernel, with its draws or without."""
         self._model.forward(inputs, shape)
         if draws:
-            self._model.draw(inputs, shape, adjusted=adjusted, logprobs=logprobs)
+            self._model.draw(inputs, shape)
 
     def _replay(self, turn: int, batch: StepBatch) -> _PendingLaunch:
         """Queue a step in which every token was drawn or guessed, and is followed by a draw."""
@@ -392,21 +396,27 @@ class CudaRunner:
             turn, batch.page_tables, batch.sequence_starts, batch.context_lengths, drawn
         )
         pieces = self._decode.pieces(batch.context_lengths[:drawn], np.arange(drawn, dtype=np.int32))
+        pooled = int(batch.pools["rows"].sum())
         shape = StepShape(
             tokens=len(batch.tokens),
             sequences=len(batch.slots),
             drawn=drawn,
-            draws=len(batch.draws),
+            draws=len(batch.draws) + pooled,
             tiles=len(tiles),
             pieces=len(pieces),
             again=drawn > 0 and len(np.unique(batch.slots)) < len(batch.slots),
-            given=bool((batch.draws["slot"] < 0).any()),
+            given=pooled > 0 or bool((batch.draws["slot"] < 0).any()),
+            pooled=pooled,
             groups=groups,
         )
         inputs = self._steps.write(turn, batch, shape, tiles, pieces)
         adjusted, logprobs = self._slots.adjusts(batch.draws), wants_logprobs(batch.draws)
-        self._queue(inputs, shape, draws=not self._waits_for_masks, adjusted=adjusted, logprobs=logprobs)
-        return _PendingLaunch(turn, batch.draws, inputs, shape, adjusted, logprobs)
+        self._model.forward(inputs, shape)
+        self._pooled.add(turn, batch.pools, self._model.normed, len(batch.draws))
+        if not self._waits_for_masks:
+            self._model.draw(inputs, shape, adjusted=adjusted, logprobs=logprobs)
+        sums = int(batch.pools["ends"].sum())
+        return _PendingLaunch(turn, batch.draws, inputs, shape, adjusted, logprobs, sums)
 
 
 def _decode_shape(size: int, room: int, *, again: bool) -> StepShape:
