@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from nightmill.jobs.errors import RunnerError
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.rope import Rope, RopeScaling, RopeStyle
 from nightmill.worker.model.spec import (
@@ -17,6 +18,7 @@ from nightmill.worker.model.spec import (
     RouterScores,
     ShortConv,
 )
+from nightmill.worker.runners.gpu.catalogue import check_spec
 from tests.support.ggufs import spec_tensors, write_file
 from tests.support.hybrid_cases import (
     ALONE,
@@ -198,13 +200,19 @@ _FILES: dict[str, tuple[dict[str, Any], ModelSpec]] = {
     ),
 }  # fmt: skip
 EXPERT_FILES = {name: (COUNTS | keys, spec) for name, (keys, spec) in _FILES.items()}
+
+
+def _taken(spec: ModelSpec) -> bool:
+    try:
+        check_spec(spec)
+    except RunnerError:
+        return False
+    return bool(spec.experts)
+
+
 _STATES = ("qwen35moe", "granitehybrid, with experts", "nemotron_h_moe")
-_REFUSED = ("gpt-oss", "deepseek2", "deepseek2, older", "qwen3next", "llama, dense")
-GPU_EXPERT_FILES = {
-    name: with_heads_of_32(file) if name in _STATES else file
-    for name, file in EXPERT_FILES.items()
-    if name not in _REFUSED
-}
+_SIZED = {name: with_heads_of_32(file) if name in _STATES else file for name, file in EXPERT_FILES.items()}
+GPU_EXPERT_FILES = {name: file for name, file in _SIZED.items() if _taken(file[1])}
 """Those that the CUDA runner computes, in sizes that there are kernels for."""
 
 

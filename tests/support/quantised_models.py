@@ -10,7 +10,8 @@ Blocks are random bytes; only their scales are set, so that values have the devi
 
 Q4_K_M and Q5_K_M are the mixtures of llama.cpp's `llama-quantize`. As there, a matrix whose rows are no
 multiple of 256 has another type: Q4_K becomes Q5_0, Q5_K Q5_1, Q6_K Q8_0, Q2_K and Q3_K IQ4_NL. In MXFP4
-are experts alone, as in the files of gpt-oss; other matrices are Q8_0. Routers are F32 in any.
+are experts alone, as in the files of gpt-oss; other matrices are Q8_0. Routers are F32 in any, and send
+tokens to all experts as often; with --skew to one in eight 5 times as often as the mean.
 """
 
 import argparse
@@ -90,6 +91,7 @@ FLOATS: Final = (Kind.F16, Kind.BF16)
 TYPES: Final = (*MIXTURES, *(kind.name for kind in (*SCALES, Kind.MXFP4, *FLOATS)))
 _E2M1_DEVIATION: Final = 2.93  # of its numbers, each as likely
 POOL_BYTES: Final = 64 << 20
+_SKEW: Final = 4.0  # of 8 experts of 128, 5 are then among the 16 whose logits spread so much more
 _SAMPLE = 4096  # blocks, of which the deviation is measured
 _THREADS = 16
 
@@ -102,9 +104,10 @@ def main() -> None:
     arguments.add_argument("type", choices=TYPES)
     arguments.add_argument("path", type=Path, metavar="OUT.gguf")
     arguments.add_argument("--seed", type=int, default=0)
+    arguments.add_argument("--skew", action="store_true", help="some experts are chosen more often")
     options = arguments.parse_args()
     shapes: dict[str, Shape | HybridShape | ExpertShape] = {**SHAPES, **HYBRID_SHAPES, **EXPERT_SHAPES}
-    write(options.path, shapes[options.shape], options.type, seed=options.seed)
+    write(options.path, shapes[options.shape], options.type, seed=options.seed, skew=options.skew)
 
 
 def kinds_of(spec: ModelSpec, type_name: str) -> dict[str, Kind]:
@@ -139,14 +142,17 @@ def _more_bits(name: str, layers: int) -> bool:
 
 def write(
     path: Path, shape: Shape | HybridShape | ExpertShape, type_name: str, *, seed: int = 0,
-    pool_bytes: int = POOL_BYTES,
+    pool_bytes: int = POOL_BYTES, skew: bool = False,
 ) -> Path:  # fmt: skip
-    """Write the file and return `path`; matrices are cut from pools of so many random bytes."""
+    """Write the file and return `path`; matrices are cut from pools of so many random bytes.
+
+    skew  routers choose one expert in eight 5 times as often as the mean
+    """
     family, keys, spec = shape.file()
     kinds = kinds_of(spec, type_name)
     ends = _write_header(path, family, keys, spec, kinds)
     gains = {Role.EMBEDDING: 2.5, Role.HEAD: 2.5}
-    noise = _Noise(seed, pool_bytes)
+    noise = _Noise(seed, pool_bytes, _SKEW if skew else 1.0)
     with path.open("r+b") as file, ThreadPoolExecutor(_THREADS) as pool:
         file.truncate(max(end for _, end in ends.values()))
         written = []
@@ -202,8 +208,9 @@ def _fill(file: int, begin: int, end: int, data: Bytes, start: int) -> None:
 class _Noise:
     """Pools of random blocks, one for each type and deviation, made of the same random bytes."""
 
-    def __init__(self, seed: int, pool_bytes: int) -> None:
+    def __init__(self, seed: int, pool_bytes: int, skew: float = 1.0) -> None:
         self._rng = np.random.default_rng(seed)
+        self._skew = skew
         self._bytes = np.frombuffer(self._rng.bytes(pool_bytes), np.uint8)
         self._pools: dict[tuple[Kind, float], Bytes] = {}
 
@@ -225,6 +232,7 @@ class _Noise:
             values *= shape[1] ** -0.5
         elif role is Role.ROUTER:
             values *= 1.5 * shape[1] ** -0.5
+            values[: shape[0] // 8 * shape[1]] *= self._skew
         else:
             values = (1.0 if role.endswith("norm") else 0.0) + 0.1 * values
         return values.astype(np.float32).view(np.uint8)

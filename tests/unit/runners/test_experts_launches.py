@@ -25,7 +25,11 @@ from tests.unit.runners.recorded_cuda import RecordedDriver
 pytestmark = pytest.mark.heavy  # kernels are compiled where nvcc is
 
 CONTEXT = 256
-FAMILIES = ["qwen3moe", "granitemoe", "nemotron_h_moe"]
+FAMILIES = [
+    name
+    for name in ("qwen3moe", "granitemoe", "nemotron_h_moe", "gpt-oss", "deepseek2")
+    if name in GPU_EXPERT_FILES
+]
 """Those that differ in what is launched around experts."""
 
 

@@ -95,8 +95,9 @@ class GroupedProducts:
             for name in ("floats", "one", "two"):
                 for tile in self._tiles:
                     self._kernels[format_, name, tile] = modules[tile.wgmma].function(
-                        tile.kernel(name), "PPPPPPPPPPPPiiiii", shared=tile.shared(format_), dependent=True
-                    )
+                        tile.kernel(name), "PPPPPPPPPPPPiiiii", shared=tile.shared(format_), dependent=True,
+                        all_shared=True,
+                    )  # fmt: skip
 
     @staticmethod
     def sources(spec: ModelSpec, precision: Precision, *, hopper: bool) -> list[Source]:
