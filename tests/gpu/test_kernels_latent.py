@@ -148,7 +148,7 @@ def rows_are_kept(device: Device, style: RopeStyle, tokens: int) -> None:
 def test_products_of_heads(device: Device, outputs: int, inputs: int, turned: bool) -> None:
     if turned and outputs % 8:
         pytest.skip("values are never turned")
-    products_of_heads(device, outputs, inputs, turned=turned, rows=(1, 8, 9, 130))
+    products_of_heads(device, outputs, inputs, turned=turned, rows=(1, 8, 9, 130, 300))
 
 
 def products_of_heads(
