@@ -143,8 +143,8 @@ class HeadProducts:
         outputs = _TILES[tokens]
         self._kernels[weights.turned, tokens].of(rows)(
             (heads * -(-weights.outputs // outputs), -(-rows // tokens)), (2 * outputs, 1, 1),
-            weights.address, weights.stride, x.address, x.shape[1] // heads, y.address, y.shape[1] // heads, rows, heads,
-            weights.outputs, weights.inputs, angles.positions, angles.table, angles.table_rows,
+            weights.address, weights.stride, x.address, x.shape[1] // heads, y.address, y.shape[1] // heads,
+            rows, heads, weights.outputs, weights.inputs, angles.positions, angles.table, angles.table_rows,
             angles.rotated, angles.neighbours, shared=_shared(tokens),
         )  # fmt: skip
 
