@@ -234,6 +234,7 @@ static __device__ __forceinline__ void weigh(const Shared& shared, const Item& i
         total = __fadd_rn(total, __shfl_xor_sync(0xffffffffu, total, 2));
         if (lane % 4 == 0) shared.factors->inverse[row + 8 * half] = __frcp_rn(total);
     }
+    barrier_wait(shared.weights_empty(), (tiles & 1) ^ 1);  // else some might still wait for the phase before
     __syncwarp();
     release(shared.weights_full(), lane);
 }

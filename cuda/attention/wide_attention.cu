@@ -6,8 +6,9 @@
 //   caches   pages as `kv_cache.cuh` says, of latents one for both;  tables (S, stride): the pages of each sequence
 //
 // Work is tiles of ROWS queries by KEYS keys. A tile of keys comes once to shared memory, by cp.async, STAGES deep, and serves
-// both products. Eight warps share them: of the scores Q K^T each has 16 rows and some keys, whose sums over D are taken in CHAINS
-// parts, added in order; of the result P V each has all rows and V / 8 elements, so that no sum is taken twice. Between the two,
+// both products. Eight warps share them: of the scores Q K^T each has 16 rows, and either some keys, or, of 32 rows, a slice of D, for
+// which it holds the queries in registers (what shared memory gives would else be the limit), and slices are added in order; of the
+// result P V each has all rows and V / 8 elements, so that no sum is taken twice. Between the two,
 // each row is the work of some neighbouring lanes: maximum, exponentials, sums. Scores and sums are FP32, weights are rounded.
 //
 // wide_decode_STAGES: grid (G * tiles of 32 heads, pieces); pieces (N, 4) as in `decode_attention.cu`, but that all results of a context
@@ -21,7 +22,7 @@
 //
 // With fewer rows and one stage a block takes 82 KB of shared memory for latents, for GPUs that give it no more than 99.
 //
-// Options: -DHEAD_DIM (D): 512; or of latents a multiple of 32, and -DVALUE_DIM (V): 512.
+// Options: -DHEAD_DIM (D): 512; or of latents a multiple of 64, and -DVALUE_DIM (V): 512.
 #include "attention/attention.cuh"
 #include "common/kv_cache.cuh"
 
@@ -32,7 +33,7 @@ static constexpr int V = VALUE_DIM;
 static constexpr bool LATENT = false;
 static constexpr int V = D;
 #endif
-static_assert(V == 512 && D % 32 == 0 && !KEPT_AS_FP8, "other sizes: attention_any.cu");
+static_assert(V == 512 && D % 64 == 0 && !KEPT_AS_FP8, "other sizes: attention_any.cu");
 static_assert(!WINDOWED && !CAPPED && !HAS_SINKS, "attention_any.cu");
 
 static constexpr int WARPS = 8, THREADS = 32 * WARPS;
@@ -56,17 +57,37 @@ struct Cache {
 // Heads that a token has in queries.
 static __device__ __forceinline__ int all_heads(int heads, int kv_heads) { return LATENT ? heads : heads + 2 * kv_heads; }
 
+// Parts of D that scores of so many rows are taken in, each by other warps, which then hold theirs of the queries.
+template <int ROWS>
+static constexpr int SLICES_OF = ROWS == 32 ? 4 : 1;
+static constexpr int SLICE_STEPS = D / 64;  // of 16 elements
+
+// Of 16 rows of queries, where warps have slices of them: as A fragments.
+template <int ROWS>
+struct QuerySlice {
+    static constexpr bool HELD = SLICES_OF<ROWS> > 1;
+    uint32_t a[HELD ? SLICE_STEPS : 1][4];
+
+    __device__ __forceinline__ void load(uint32_t queries) {
+        if constexpr (HELD) {
+            const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = warp % (ROWS / 16), slice = warp / (ROWS / 16);
+            const uint32_t own = queries + (part * 16 + lane % 16) * PITCH + slice * SLICE_STEPS * 32 + lane / 16 * 16;
+#pragma unroll
+            for (int step = 0; step < SLICE_STEPS; ++step) load_matrices(a[step], own + step * 32);
+        }
+    }
+};
+
 // Shared memory of a block, and what it is filled with.
 template <int ROWS, int STAGES>
 struct Shared {
-    static constexpr int PARTS = ROWS / 16;
-    static constexpr int BYTES = ROWS * PITCH + STAGES * TILE_BYTES + ROWS * (4 * SCORE_PITCH + WEIGHT_PITCH + 8);
+    static constexpr int PARTS = ROWS / 16, SLICES = SLICES_OF<ROWS>;
     uint32_t queries, tiles, weights;
     float *scores, *shrink, *gain;
 
     __device__ __forceinline__ explicit Shared(unsigned char* memory) {
         scores = reinterpret_cast<float*>(memory);
-        shrink = scores + ROWS * SCORE_PITCH;
+        shrink = scores + SLICES * ROWS * SCORE_PITCH;
         gain = shrink + ROWS;
         weights = shared_address(gain + ROWS);
         queries = weights + ROWS * WEIGHT_PITCH;
@@ -103,50 +124,50 @@ struct Shared {
         commit_copies();
     }
 
-    // This warp's part of Q K^T, to `scores`.
-    __device__ __forceinline__ void score(int tile) const {
-        constexpr int CHAINS = ROWS == 32 ? 4 : 2, TILES = ROWS / 32;
+    // This warp's part of Q K^T, to `scores`: 16 rows, all keys and a slice of D, or all of D and some keys.
+    __device__ __forceinline__ void score(const QuerySlice<ROWS>& slice, int tile) const {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        const int part = warp % PARTS, first = warp / PARTS * 8 * TILES;
-        const uint32_t own = queries + (part * 16 + lane % 16) * PITCH + lane / 16 * 16;
+        const int part = warp % PARTS, rest = warp / PARTS;
         const uint32_t keys = tiles + tile % STAGES * TILE_BYTES;
-        float c[TILES][CHAINS][4] = {};
-        if constexpr (ROWS == 32) {
-            const uint32_t other = keys + (first + lane % 8) * PITCH + lane / 8 * 16;
-#pragma unroll 6
-            for (int step = 0; step < D / 32; ++step) {
-                uint32_t a[2][4], b[4];
-                load_matrices(a[0], own + step * 64);
-                load_matrices(a[1], own + step * 64 + 32);
-                load_matrices(b, other + step * 64);
-                mma(c[0][step % 2 * 2], a[0], b[0], b[1]);
-                mma(c[0][step % 2 * 2 + 1], a[1], b[2], b[3]);
+        float* target = scores + (part * 16 + lane / 4) * SCORE_PITCH + lane % 4 * 2;
+        // Matrices: 8 keys and the 8 after them, for the low and the high 8 elements of a step.
+        const uint32_t own = keys + (lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 16;
+        if constexpr (SLICES > 1) {
+            float c[KEYS / 8][4] = {};
+#pragma unroll
+            for (int step = 0; step < SLICE_STEPS; ++step)
+#pragma unroll
+                for (int n = 0; n < KEYS / 8; n += 2) {
+                    uint32_t b[4];
+                    load_matrices(b, own + n * 8 * PITCH + (rest * SLICE_STEPS + step) * 32);
+                    mma(c[n], slice.a[step], b[0], b[1]);
+                    mma(c[n + 1], slice.a[step], b[2], b[3]);
+                }
+            target += rest * ROWS * SCORE_PITCH;
+#pragma unroll
+            for (int n = 0; n < KEYS / 8; ++n) {
+                *reinterpret_cast<float2*>(target + n * 8) = make_float2(c[n][0], c[n][1]);
+                *reinterpret_cast<float2*>(target + 8 * SCORE_PITCH + n * 8) = make_float2(c[n][2], c[n][3]);
             }
         } else {
-            const uint32_t other = keys + (first + lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 16;
+            const uint32_t queries_of_rows = queries + (part * 16 + lane % 16) * PITCH + lane / 16 * 16;
+            float c[2][2][4] = {};
 #pragma unroll 6
             for (int step = 0; step < D / 16; ++step) {
                 uint32_t a[4], b[4];
-                load_matrices(a, own + step * 32);
-                load_matrices(b, other + step * 32);
+                load_matrices(a, queries_of_rows + step * 32);
+                load_matrices(b, own + rest * 16 * PITCH + step * 32);
                 mma(c[0][step % 2], a, b[0], b[1]);
-                mma(c[TILES - 1][step % 2], a, b[2], b[3]);
+                mma(c[1][step % 2], a, b[2], b[3]);
             }
+#pragma unroll
+            for (int n = 0; n < 2; ++n)
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+                    *reinterpret_cast<float2*>(target + half * 8 * SCORE_PITCH + rest * 16 + n * 8) =
+                        make_float2(__fadd_rn(c[n][0][2 * half], c[n][1][2 * half]),
+                                    __fadd_rn(c[n][0][2 * half + 1], c[n][1][2 * half + 1]));
         }
-#pragma unroll
-        for (int n = 0; n < TILES; ++n)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float2 sum;
-                sum.x = __fadd_rn(c[n][0][2 * half], c[n][1][2 * half]);
-                sum.y = __fadd_rn(c[n][0][2 * half + 1], c[n][1][2 * half + 1]);
-                if constexpr (CHAINS == 4) {
-                    sum.x = __fadd_rn(sum.x, __fadd_rn(c[n][2][2 * half], c[n][3][2 * half]));
-                    sum.y = __fadd_rn(sum.y, __fadd_rn(c[n][2][2 * half + 1], c[n][3][2 * half + 1]));
-                }
-                const int row = part * 16 + lane / 4 + 8 * half, key = first + n * 8 + lane % 4 * 2;
-                *reinterpret_cast<float2*>(scores + row * SCORE_PITCH + key) = sum;
-            }
     }
 };
 
@@ -167,8 +188,15 @@ struct RowSums {
 #pragma unroll
         for (int j = 0; j < EACH; ++j) {
             const int key = (j * LANES + lane) * 4;
-            const float4 four = *reinterpret_cast<const float4*>(shared.scores + row() * SCORE_PITCH + key);
+            const float* source = shared.scores + row() * SCORE_PITCH + key;
+            const float4 four = *reinterpret_cast<const float4*>(source);
             s[j][0] = four.x, s[j][1] = four.y, s[j][2] = four.z, s[j][3] = four.w;
+#pragma unroll
+            for (int slice = 1; slice < SLICES_OF<ROWS>; ++slice) {  // in order
+                const float4 more = *reinterpret_cast<const float4*>(source + slice * ROWS * SCORE_PITCH);
+                s[j][0] = __fadd_rn(s[j][0], more.x), s[j][1] = __fadd_rn(s[j][1], more.y);
+                s[j][2] = __fadd_rn(s[j][2], more.z), s[j][3] = __fadd_rn(s[j][3], more.w);
+            }
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 s[j][i] = key + i < visible ? __fmul_rn(s[j][i], scale) : negative_infinity();
@@ -263,6 +291,7 @@ template <int ROWS, int STAGES, typename Visible, typename Ended>
 static __device__ __forceinline__ void attend(const Shared<ROWS, STAGES>& shared, const Cache& from, int first, int end,
                                               float scale, RowSums<ROWS>& sums, Mixed<ROWS>& mixed, Visible visible,
                                               Ended ended) {
+    QuerySlice<ROWS> slice;
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) shared.load_tile(from, first + i);
     for (int tile = first; tile < end; ++tile) {
@@ -276,7 +305,8 @@ static __device__ __forceinline__ void attend(const Shared<ROWS, STAGES>& shared
             __syncthreads();  // the tile is here, and nobody reads that before it any more
             shared.load_tile(from, tile + STAGES - 1);
         }
-        shared.score(tile);
+        if (tile == first) slice.load(shared.queries);
+        shared.score(slice, tile);
         __syncthreads();
         sums.weigh(shared, visible() - tile * KEYS, scale);
         __syncthreads();

@@ -46,7 +46,10 @@ def decode_cut_anyhow(device: Device, heads: int, lengths: list[int], *, max_con
     queries = make_absorbed(rng, device, attention, len(lengths))
     case = attention, queries, paged, lengths
     contexts, everyone = np.array(lengths, dtype=np.int32), np.arange(len(lengths), dtype=np.int32)
-    cuts = [wide_pieces(contexts, everyone, segment=256, at_once=at_once, most_cut=1000) for at_once in CUTS]
+    cuts = [
+        wide_pieces(contexts, everyone, segment=decode.segment, at_once=at_once, most_cut=1000)
+        for at_once in CUTS
+    ]
     assert len(cuts[0]) == len(lengths) < len(cuts[-1])
     results = [run_latent_decode(device, decode, *case, pieces=pieces) for pieces in cuts]
     results.append(run_latent_decode(device, decode, *case))
@@ -145,7 +148,7 @@ def rows_are_kept(device: Device, style: RopeStyle, tokens: int) -> None:
 def test_products_of_heads(device: Device, outputs: int, inputs: int, turned: bool) -> None:
     if turned and outputs % 8:
         pytest.skip("values are never turned")
-    products_of_heads(device, outputs, inputs, turned=turned, rows=(1, 8, 9, 130))
+    products_of_heads(device, outputs, inputs, turned=turned, rows=(1, 8, 9, 130, 300))
 
 
 def products_of_heads(

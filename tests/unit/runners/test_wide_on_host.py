@@ -83,9 +83,11 @@ def test_general_kernels_rows_and_products_of_heads(launched: set[str]) -> None:
     on_gpu.rows_are_kept(device, RopeStyle.PAIRS, 7)
     on_gpu.rows_are_kept(device, RopeStyle.HALVES, 7)
     for turned in (False, True):
-        on_gpu.products_of_heads(device, 72, 136, turned=turned, rows=(1, 9, 70))
+        on_gpu.products_of_heads(device, 136, 72, turned=turned, rows=(1, 9, 260))
     on_gpu.products_of_heads(device, 20, 40, turned=False, rows=(1, 9))
-    assert launched >= {"latent_keep", "latent_product_turned_8", "latent_product_64"}
+    assert launched >= {
+        "latent_keep", "latent_product_turned_8", "latent_product_64", "latent_product_turned_128",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -13,7 +13,7 @@ from nightmill.worker.runners.gpu.device.sources import Source
 
 __all__ = ["LatentKernels", "as_attention", "latent_decode", "latent_kernels", "latent_prefill"]
 
-_STEP = 32  # elements of a key, in multiples of which the fast kernels take them
+_STEP = 64  # elements of a key, in multiples of which the fast kernels take them
 
 
 class LatentKernels:

@@ -17,7 +17,9 @@ from nightmill.worker.runners.gpu.weights.layout import HeadMatrices, LatentWeig
 __all__ = ["Angles", "HeadProducts", "LatentRoom", "LatentRows", "row_sources"]
 
 _BLOCK = (128, 1, 1)
-_OUTPUTS, _FEW_TOKENS, _MANY_TOKENS = 64, 8, 64  # of a block
+_TILES = {8: 64, 64: 64, 128: 128}  # outputs of a block, by its tokens ...
+_MOST = ((8, 8), (256, 64))  # ... which are so many up to that many rows, and above 128
+_PITCH = 144  # bytes of 64 elements in shared memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +123,12 @@ class HeadProducts:
         kernels = KernelPairs(device, source_of("latent_product"))
         self._kernels = {
             (turned, tokens): kernels.function(
-                f"latent_product_{'turned_' if turned else ''}{tokens}", "PqPiPiiiiiPPiii"
+                f"latent_product_{'turned_' if turned else ''}{tokens}",
+                "PqPiPiiiiiPPiii",
+                shared=_shared(tokens),
             )
             for turned in (False, True)
-            for tokens in (_FEW_TOKENS, _MANY_TOKENS)
+            for tokens in _TILES
         }
 
     def __call__(
@@ -135,12 +139,13 @@ class HeadProducts:
         angles  by which what lies behind them is rotated, and put behind those of y
         """
         heads = self._heads
-        tokens = _FEW_TOKENS if rows <= _FEW_TOKENS else _MANY_TOKENS
+        tokens = next((tokens for most, tokens in _MOST if rows <= most), 128)
+        outputs = _TILES[tokens]
         self._kernels[weights.turned, tokens].of(rows)(
-            (heads * -(-weights.outputs // _OUTPUTS), -(-rows // tokens)), _BLOCK, weights.address,
-            weights.stride, x.address, x.shape[1] // heads, y.address, y.shape[1] // heads, rows, heads,
-            weights.outputs, weights.inputs, angles.positions, angles.table, angles.table_rows,
-            angles.rotated, angles.neighbours,
+            (heads * -(-weights.outputs // outputs), -(-rows // tokens)), (2 * outputs, 1, 1),
+            weights.address, weights.stride, x.address, x.shape[1] // heads, y.address, y.shape[1] // heads,
+            rows, heads, weights.outputs, weights.inputs, angles.positions, angles.table, angles.table_rows,
+            angles.rotated, angles.neighbours, shared=_shared(tokens),
         )  # fmt: skip
 
 
@@ -159,3 +164,8 @@ def _second_bytes(attention: LatentAttention, rows: int) -> int:
         aligned(rows * width * ELEMENT.itemsize) for width in (attention.kept, attention.query_latent or 0)
     )
     return max(before, aligned(rows * attention.heads * attention.latent * ELEMENT.itemsize))
+
+
+def _shared(tokens: int) -> int:
+    """Bytes of shared memory of a block with so many tokens."""
+    return 2 * (_TILES[tokens] + tokens) * _PITCH

@@ -203,11 +203,12 @@ def _shared(attention: Attention, value_dim: int | None, rows: int, stages: int)
     """Bytes of shared memory of a block: queries, tiles of keys, scores, weights and factors of rows."""
     pitch = 2 * attention.head_dim + 16
     tiles = stages * _KEYS * (2 if value_dim is None else 1)
-    return (rows + tiles) * pitch + rows * (4 * (_KEYS + 8) + 2 * _KEYS + 16 + 8)
+    slices = 4 if rows == _DECODE_ROWS else 1  # of scores
+    return (rows + tiles) * pitch + rows * (4 * (_KEYS + 8) * slices + 2 * _KEYS + 16 + 8)
 
 
 def _segment_pages(max_context: int) -> int:
-    pages = 16
+    pages = 8
     while -(-max_context // (pages * PAGE)) > _MAX_SEGMENTS:
         pages *= 2
     return pages
