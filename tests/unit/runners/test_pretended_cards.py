@@ -1,11 +1,15 @@
 """A GPU that is taken for another card compiles, chooses and allocates as that one would."""
 
+import sys
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.errors import RunnerError, SettingsError
+from nightmill.worker.assembly.engine import build_engine
+from nightmill.worker.assembly.model import load_model
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.runners.gpu.device import compiler
@@ -106,6 +110,17 @@ def test_fp8_weights_are_multiplied_where_tensor_cores_do_that(real: RecordedDri
     assert real.launches.keys() >= {"rms_norm_fp8_1", "quantise_1"}
     with pytest.raises(RunnerError, match=r"FP8 weights need .* 8\.9 .* RTX 3090 .* is not"):
         cuda_runner(file, spec, gpu=ChosenGpu(0, KNOWN_CARDS["rtx3090"]), **options)
+
+
+def test_without_a_gpu_a_worker_does_not_pretend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would compute with NumPy and say nothing of it."""
+    monkeypatch.setitem(sys.modules, "pycuda", None)
+    settings = Settings(model=MODEL, pretend_device="rtx4090")
+    with (
+        closing(load_model(settings)) as model,
+        pytest.raises(SettingsError, match=r"RTX 4090.*check --pret"),
+    ):
+        build_engine(settings, model)
 
 
 def test_kernels_ask_for_no_more_shared_memory_than_a_block_of_the_card_has(real: RecordedDriver) -> None:
