@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,11 @@ import pytest
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.errors import RunnerError, SettingsError
 from nightmill.worker.assembly.engine import build_engine
+from nightmill.worker.assembly.forecast import card_of
 from nightmill.worker.assembly.model import load_model
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
+from nightmill.worker.model.spec import GatedDeltaNet, Mamba2, Norm
 from nightmill.worker.runners.gpu.device import compiler
 from nightmill.worker.runners.gpu.device.device import (
     ChosenGpu,
@@ -25,8 +28,10 @@ from nightmill.worker.runners.gpu.device.functions import Module
 from nightmill.worker.runners.gpu.device.known_cards import KNOWN_CARDS, known_card
 from nightmill.worker.runners.gpu.device.sources import source_of
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
+from nightmill.worker.runners.gpu.states.choice import StateMixers, state_mixer
 from tests.support.cuda_runners import cuda_runner
 from tests.support.driving import Chunk, Pages
+from tests.support.specs import dense_spec
 from tests.unit.runners.recorded_cuda import (
     HOPPER,
     RecordedDriver,
@@ -129,6 +134,30 @@ def test_kernels_ask_for_no_more_shared_memory_than_a_block_of_the_card_has(real
         module.function("silu", "PPPii", shared=99 << 10)
         with pytest.raises(CudaError, match=r"kernel silu takes 101,377 .* RTX 4090 .* at most 101,376"):
             module.function("silu", "PPPii", shared=(99 << 10) + 1)
+
+
+@pytest.mark.parametrize("key", ["rtx4090", "a100"])
+def test_states_that_do_not_fit_a_card_are_refused_before_the_night(real: RecordedDriver, key: str) -> None:
+    """By `check` in the words of the worker, and exactly where their kernels could not be loaded."""
+    card, refused = KNOWN_CARDS[key], []
+    delta = GatedDeltaNet(key_heads=4, value_heads=8, key_dim=32, value_dim=32, kernel=4, norm=Norm(1e-6))
+    mamba = Mamba2(heads=8, head_dim=64, groups=2, state_size=64, kernel=4, norm=Norm(1e-6))
+    mixers: list[GatedDeltaNet | Mamba2] = [
+        replace(delta, key_dim=keys, value_dim=values) for keys in (32, 64, 96, 128) for values in (32, 128)
+    ]
+    mixers += [replace(mamba, head_dim=dim, state_size=size) for dim in (64, 80) for size in (64, 128, 256)]
+    with Device(pretended=card) as device:
+        for mixer in mixers:
+            spec = dense_spec()
+            spec = replace(spec, layers=(replace(spec.layers[0], mixer=mixer), *spec.layers[1:]))
+            reason = StateMixers.refusal_on(spec, card_of(card))
+            try:
+                state_mixer(device, mixer, 1 << 20, 512)
+                assert reason is None, f"{mixer}: {reason}"
+            except RunnerError:
+                assert reason is not None and "shared memory" in reason, mixer
+                refused.append(mixer)
+    assert bool(refused) is (key == "rtx4090")
 
 
 def test_a_multiprocessor_of_the_card_holds_no_more_blocks_than_it_has_room_for() -> None:
