@@ -56,6 +56,17 @@ def real(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RecordedDriver:
     return install_uncompiled(monkeypatch, tmp_path, HOPPER)
 
 
+def test_the_page_has_the_figures_of_the_table() -> None:
+    page = (MODEL.parents[1] / "docs" / "cards.md").read_text(encoding="utf-8")
+    for key, card in KNOWN_CARDS.items():
+        major, minor = card.capability
+        assert (
+            f"| `{key}` | {card.name} | {major}.{minor} | {card.multiprocessors} | {card.memory} GiB | "
+            f"{card.l2} MiB | {card.features.block_shared >> 10} KiB | {card.peaks.bytes / 1e9:,.0f} | "
+            f"{card.peaks.flops / 1e12:,.0f} |"
+        ) in page
+
+
 @pytest.mark.parametrize("key", KNOWN_CARDS)
 def test_code_is_compiled_for_the_card_and_runs_on_a_hopper(key: str) -> None:
     card = KNOWN_CARDS[key]
