@@ -112,9 +112,11 @@ def sources_of(device: Device, kind: Kind, formats: Sequence[Sequence[str]]) -> 
     pairs = [(kind, kept) for kept in packed]
     names = ["dequantize", "repack", "unpack", "activate", "quantise"]
     sources = [SOURCE, *map(source_of, names), *PackedFew.files(pairs), *PackedTiles.files(pairs)]
-    if any(Format[name].plain for name in chain(*formats)):
+    if not device.hopper:  # what its launchers load is compiled as it comes
+        sources = [SOURCE, *map(source_of, names)]
+    elif any(Format[name].plain for name in chain(*formats)):
         sources += [*hopper_gemm._sources([kind]).values(), *hopper_split._sources([kind]).values()]
-    if any(Format[name] is Format.FP8 for name in chain(*formats)):
+    if device.hopper and any(Format[name] is Format.FP8 for name in chain(*formats)):
         sources += hopper_fp8._sources([kind]).values()
     return [for_element(source, device.element, device.kv) for source in sources]
 

@@ -32,6 +32,7 @@ class Card:
 
     hopper  kernels for Hopper run on it
     fp8     its tensor cores multiply FP8, if it is none
+    block_shared  bytes of shared memory that a block may have
     """
 
     name: str
@@ -40,6 +41,7 @@ class Card:
     peaks: Peaks
     hopper: bool
     fp8: bool = False
+    block_shared: int = 227 << 10
 
     def __str__(self) -> str:
         return f"{self.name}, {self.free / GIB:.1f} GiB free"
@@ -49,7 +51,7 @@ def card_of(known: KnownCard, name: str | None = None) -> Card:
     """A card that nothing else uses, by another name if one is given."""
     return Card(
         name or known.name, known.free, known.multiprocessors, known.peaks,
-        hopper=known.features.hopper, fp8=known.features.fp8,
+        hopper=known.features.hopper, fp8=known.features.fp8, block_shared=known.features.block_shared,
     )  # fmt: skip
 
 
@@ -69,7 +71,15 @@ def card_here(index: int | None, pretended: KnownCard | None = None) -> Card | N
     try:
         with Device(0 if index is None else index, pretended=pretended) as device:
             free, peaks = device.free_memory(), device.peaks()
-            return Card(device.name, free, device.multiprocessors, peaks, device.hopper, device.fp8)
+            return Card(
+                device.name,
+                free,
+                device.multiprocessors,
+                peaks,
+                device.hopper,
+                device.fp8,
+                device.block_shared,
+            )
     except NoDeviceError:
         return None
 

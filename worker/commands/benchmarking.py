@@ -17,7 +17,7 @@ from nightmill.worker.assembly.sizes import gpu_index
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Request
 
-__all__ = ["LOADS", "Check", "FormatReport", "Load", "LoadSpeed", "benchmark_format"]
+__all__ = ["LOADS", "Check", "FormatReport", "EqualTexts", "LoadSpeed", "benchmark_format"]
 
 _CHECKED, _CHECKED_TOKENS = 8, 24  # prompts, and tokens of each answer
 _BESIDE = 56  # other sequences, so that steps are of a size that takes other kernels
@@ -26,7 +26,7 @@ _LEAST_ALIKE = 0.75  # of first tokens: kernels that are wrong agree in next to 
 CONTEXT = 1024
 
 
-class Load(NamedTuple):
+class EqualTexts(NamedTuple):
     """Equal sequences that run at once, by tokens of prompt and answer."""
 
     sequences: int
@@ -34,9 +34,10 @@ class Load(NamedTuple):
     answer: int
 
 
-LOADS = (
-    Load(1, 128, 128), Load(8, 128, 128), Load(64, 256, 128), Load(256, 512, 128), Load(256, 512, 1),
-)  # fmt: skip
+LOADS = tuple(
+    EqualTexts(*sizes)
+    for sizes in ((1, 128, 128), (8, 128, 128), (64, 256, 128), (256, 512, 128), (256, 512, 1))
+)
 """From a single text to the night, and prompts alone."""
 
 
@@ -53,7 +54,7 @@ class Check:
 class LoadSpeed:
     """A load's tokens per second, drawn and of prompts, over so many seconds."""
 
-    load: Load
+    load: EqualTexts
     output_tokens_per_s: float
     prompt_tokens_per_s: float
     seconds: float
@@ -82,7 +83,7 @@ class FormatReport:
 
 
 def benchmark_format(
-    settings: Settings, model: LoadedModel, *, loads: Sequence[Load], seconds: float,
+    settings: Settings, model: LoadedModel, *, loads: Sequence[EqualTexts], seconds: float,
     said: Callable[[str], None],
 ) -> FormatReport:  # fmt: skip
     """Check and measure a model with the weights that the settings name, each load for so long at most.
@@ -165,7 +166,7 @@ def _closing(engine: Engine) -> Iterator[Engine]:
         engine.close()
 
 
-def _measured(engine: Engine, model: LoadedModel, load: Load, seconds: float) -> LoadSpeed:
+def _measured(engine: Engine, model: LoadedModel, load: EqualTexts, seconds: float) -> LoadSpeed:
     """Run a load, after a short one like it, to its end or for so long."""
     for turn, answer in enumerate((min(load.answer, 4), load.answer)):
         prompts = _prompts(model, load.sequences, seed=1 + turn, length=load.prompt)

@@ -79,7 +79,9 @@ def test_digests_tell_one_bit_of_one_result(
 
 @pytest.mark.parametrize("capability", [HOPPER, AMPERE], ids=["hopper", "ampere"])
 @pytest.mark.parametrize("weights", [WeightsFormat.ELEMENT, WeightsFormat.FILE], ids=lambda one: one.value)
-@pytest.mark.parametrize("odd", [{0}, {1}, {0, 1}], ids=str)
+@pytest.mark.parametrize(
+    "odd", [{0, 1}, *(pytest.param({one}, marks=pytest.mark.slow) for one in (0, 1))], ids=str
+)
 def test_an_algorithm_with_other_bits_is_never_used(
     capability: tuple[int, int], weights: WeightsFormat, odd: set[int], monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,

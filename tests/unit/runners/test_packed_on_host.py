@@ -162,7 +162,7 @@ def test_products_of_few_rows(
 @pytest.mark.parametrize(
     ("tile", "rows", "kept", "kind"),
     [
-        (PackedMmaTile(64, 64, 8), 19, Format.Q5_1, Kind.RESIDUAL),
+        pytest.param(PackedMmaTile(64, 64, 8), 19, Format.Q5_1, Kind.RESIDUAL, marks=pytest.mark.slow),
         (PackedMmaTile(64, 128, 8), 70, Format.Q4_K, Kind.PLAIN),
         pytest.param(PackedMmaTile(128, 64, 8), 20, Format.Q6_K, Kind.ADDEND, marks=pytest.mark.slow),
         pytest.param(PackedMmaTile(128, 128, 8), 130, Format.Q8_0, Kind.FLOAT, marks=pytest.mark.slow),

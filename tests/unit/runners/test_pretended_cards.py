@@ -1,13 +1,20 @@
 """A GPU that is taken for another card compiles, chooses and allocates as that one would."""
 
+import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.errors import RunnerError, SettingsError
+from nightmill.worker.assembly.engine import build_engine
+from nightmill.worker.assembly.forecast import card_of
+from nightmill.worker.assembly.model import load_model
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
+from nightmill.worker.model.spec import GatedDeltaNet, Mamba2, Norm
 from nightmill.worker.runners.gpu.device import compiler
 from nightmill.worker.runners.gpu.device.device import (
     ChosenGpu,
@@ -21,8 +28,10 @@ from nightmill.worker.runners.gpu.device.functions import Module
 from nightmill.worker.runners.gpu.device.known_cards import KNOWN_CARDS, known_card
 from nightmill.worker.runners.gpu.device.sources import source_of
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
+from nightmill.worker.runners.gpu.states.choice import StateMixers, state_mixer
 from tests.support.cuda_runners import cuda_runner
 from tests.support.driving import Chunk, Pages
+from tests.support.specs import dense_spec
 from tests.unit.runners.recorded_cuda import (
     HOPPER,
     RecordedDriver,
@@ -45,6 +54,17 @@ HOPPERS = {"h100", "h200"}
 def real(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RecordedDriver:
     """A Hopper for which nothing is compiled."""
     return install_uncompiled(monkeypatch, tmp_path, HOPPER)
+
+
+def test_the_page_has_the_figures_of_the_table() -> None:
+    page = (MODEL.parents[1] / "docs" / "cards.md").read_text(encoding="utf-8")
+    for key, card in KNOWN_CARDS.items():
+        major, minor = card.capability
+        assert (
+            f"| `{key}` | {card.name} | {major}.{minor} | {card.multiprocessors} | {card.memory} GiB | "
+            f"{card.l2} MiB | {card.features.block_shared >> 10} KiB | {card.peaks.bytes / 1e9:,.0f} | "
+            f"{card.peaks.flops / 1e12:,.0f} |"
+        ) in page
 
 
 @pytest.mark.parametrize("key", KNOWN_CARDS)
@@ -108,12 +128,47 @@ def test_fp8_weights_are_multiplied_where_tensor_cores_do_that(real: RecordedDri
         cuda_runner(file, spec, gpu=ChosenGpu(0, KNOWN_CARDS["rtx3090"]), **options)
 
 
+def test_without_a_gpu_a_worker_does_not_pretend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would compute with NumPy and say nothing of it."""
+    monkeypatch.setitem(sys.modules, "pycuda", None)
+    settings = Settings(model=MODEL, pretend_device="rtx4090")
+    with (
+        closing(load_model(settings)) as model,
+        pytest.raises(SettingsError, match=r"4090.*check --pret"),
+    ):
+        build_engine(settings, model)
+
+
 def test_kernels_ask_for_no_more_shared_memory_than_a_block_of_the_card_has(real: RecordedDriver) -> None:
     with Device(pretended=KNOWN_CARDS["rtx4090"]) as device:
         module = Module.of(device, source_of("activate"))
         module.function("silu", "PPPii", shared=99 << 10)
         with pytest.raises(CudaError, match=r"kernel silu takes 101,377 .* RTX 4090 .* at most 101,376"):
             module.function("silu", "PPPii", shared=(99 << 10) + 1)
+
+
+@pytest.mark.parametrize("key", ["rtx4090", "a100"])
+def test_states_that_do_not_fit_a_card_are_refused_before_the_night(real: RecordedDriver, key: str) -> None:
+    """By `check` in the words of the worker, and exactly where their kernels could not be loaded."""
+    card, refused = KNOWN_CARDS[key], []
+    delta = GatedDeltaNet(key_heads=4, value_heads=8, key_dim=32, value_dim=32, kernel=4, norm=Norm(1e-6))
+    mamba = Mamba2(heads=8, head_dim=64, groups=2, state_size=64, kernel=4, norm=Norm(1e-6))
+    mixers: list[GatedDeltaNet | Mamba2] = [
+        replace(delta, key_dim=keys, value_dim=values) for keys in (32, 64, 96, 128) for values in (32, 128)
+    ]
+    mixers += [replace(mamba, head_dim=dim, state_size=size) for dim in (64, 80) for size in (64, 128, 256)]
+    with Device(pretended=card) as device:
+        for mixer in mixers:
+            spec = dense_spec()
+            spec = replace(spec, layers=(replace(spec.layers[0], mixer=mixer), *spec.layers[1:]))
+            reason = StateMixers.refusal_on(spec, card_of(card))
+            try:
+                state_mixer(device, mixer, 1 << 20, 512)
+                assert reason is None, f"{mixer}: {reason}"
+            except RunnerError:
+                assert reason is not None and "shared memory" in reason, mixer
+                refused.append(mixer)
+    assert bool(refused) is (key == "rtx4090")
 
 
 def test_a_multiprocessor_of_the_card_holds_no_more_blocks_than_it_has_room_for() -> None:

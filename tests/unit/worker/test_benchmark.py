@@ -13,7 +13,7 @@ from nightmill.jobs.commands.main import main
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.assembly.model import demo_model, load_model
 from nightmill.worker.commands import benchmarking
-from nightmill.worker.commands.benchmarking import Load, benchmark_format
+from nightmill.worker.commands.benchmarking import EqualTexts, benchmark_format
 from nightmill.worker.engine.engine import Engine
 
 pytestmark = pytest.mark.heavy
@@ -29,13 +29,15 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 def report(**changes: Any) -> benchmarking.FormatReport:
     settings = Settings(model=demo_model(), reference=True, weights="16bit").model_copy(update=changes)
     with closing(load_model(settings)) as model:
-        return benchmark_format(settings, model, loads=[Load(2, 200, 4)], seconds=1.0, said=lambda news: None)
+        return benchmark_format(
+            settings, model, loads=[EqualTexts(2, 200, 4)], seconds=1.0, said=lambda news: None
+        )
 
 
 def test_a_report_has_what_a_card_is_judged_by(
     few: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(benchmarking, "LOADS", (Load(2, 100, 3),))
+    monkeypatch.setattr(benchmarking, "LOADS", (EqualTexts(2, 100, 3),))
     output = tmp_path / "report.json"
     done = CliRunner().invoke(
         main, ["benchmark", "--reference", "--weights", "16bit", "--seconds", "1", "-o", str(output)]

@@ -109,7 +109,7 @@ def workspace_bytes(
 def check_spec(spec: ModelSpec, precision: Precision = HALF, gpu: NamedGpu | None = None) -> None:
     """Raise RunnerError, which names the part or the size, if kernels do not take a model.
 
-    gpu  that may lack what the precision needs
+    gpu  that may lack what the precision or the model needs
     """
     problems = [refusal(spec)]
     if problems == [None]:  # launchers know nothing of what is refused
@@ -122,6 +122,8 @@ def check_spec(spec: ModelSpec, precision: Precision = HALF, gpu: NamedGpu | Non
         raise RunnerError(f"the CUDA kernels do not take {problem}; `--reference` generates without a GPU")
     if spec.latents and precision.kv is KvFormat.FP8:
         raise RunnerError(f"{LatentAttention.title} keeps its latents in elements: leave out `--kv fp8`")
+    if gpu is not None and (reason := StateMixers.refusal_on(spec, gpu)) is not None:
+        raise RunnerError(reason)
     if (rounded := ModelFormats(spec, precision).rounded) is not None:
         reason = rounded.refusal(spec) or (None if gpu is None else rounded.refusal_on(gpu))
         if reason is not None:

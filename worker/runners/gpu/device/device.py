@@ -161,6 +161,11 @@ class Device:
         return self.features.fp8
 
     @property
+    def block_shared(self) -> int:
+        """Bytes of shared memory that a block may have."""
+        return self.features.block_shared
+
+    @property
     def stream_handle(self) -> int:
         """The stream as the integer that other CUDA libraries take."""
         return int(self.stream.handle)
@@ -370,7 +375,7 @@ def aligned(size: int) -> int:
 
 
 class NamedGpu(Protocol):
-    """A GPU by its name, whether kernels for Hopper run on it, and whether it multiplies FP8."""
+    """A GPU by its name, and what kernels may use of it (`Features`)."""
 
     @property
     def name(self) -> str: ...
@@ -378,6 +383,8 @@ class NamedGpu(Protocol):
     def hopper(self) -> bool: ...
     @property
     def fp8(self) -> bool: ...
+    @property
+    def block_shared(self) -> int: ...
 
 
 def device_count() -> int:

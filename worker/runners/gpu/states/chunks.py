@@ -117,6 +117,11 @@ class DeltaChunks:
         return [*on_hopper, source_of("delta_chunked", *sizes, f"-DTAPS={mixer.kernel}")]
 
     @staticmethod
+    def least_shared(mixer: GatedDeltaNet) -> int:
+        """Bytes of shared memory that a block needs where kernels are not those for Hopper."""
+        return _operands(mixer.key_dim) + _RECORD + _DIAGONAL
+
+    @staticmethod
     def bytes(rows: int, heads: int) -> int:
         """Memory for what is prepared of steps of up to so many rows."""
         return _most_chunks(rows) * heads * _RECORD
@@ -182,6 +187,11 @@ class MambaChunks:
         own = hopper and {mixer.state_size, mixer.head_dim} <= {64, 128}
         on_hopper = [source_of("mamba_hopper", *sizes)] if own else []
         return [*on_hopper, source_of("mamba_chunked", *sizes)]
+
+    @staticmethod
+    def least_shared(mixer: Mamba2) -> int:
+        """Bytes of shared memory that a block needs where kernels are not those for Hopper."""
+        return _operands(mixer.state_size) + _PRODUCTS + _TIMES + _TRIANGLE
 
     @staticmethod
     def bytes(rows: int, heads: int, groups: int) -> int:
