@@ -5,19 +5,23 @@ from datetime import timedelta
 from pathlib import Path
 from threading import Barrier
 
+import pytest
 from sqlalchemy import select, update
 
 from nightmill.jobs.base.contract import JobState, StopReason, WorkerState
 from nightmill.jobs.client.client import Client
+from nightmill.jobs.errors import DatabaseError, RunnerError
 from nightmill.jobs.sql.claims import Claims
 from nightmill.jobs.sql.loads import FailureKind, Loads, Queue
 from nightmill.jobs.sql.sweep import Sweep
 from nightmill.jobs.sql.tables import JobRow, LoadRow
 from nightmill.worker.service.heart import Heart
+from nightmill.worker.service.in_flight import InFlight
 from nightmill.worker.service.resting import RestRule
 from nightmill.worker.service.sleeping import Sleeper
 from nightmill.worker.service.turns.policy import Rules
-from nightmill.worker.service.turns.turning import Turning
+from nightmill.worker.service.turns.turning import Turn, Turning
+from nightmill.worker.service.turns.warming import Warmer
 from tests.support.servers import Clock
 
 MODELS = {"a": "a.gguf", "b": "b.gguf", "c": "c.gguf"}
@@ -233,3 +237,37 @@ def test_models_that_a_worker_could_load_are_known_and_served_by_nobody_yet(clie
     assert client.could_serve("d") == []
     claims.sign_off()
     assert client.could_serve("c") == []
+
+
+def test_a_turn_ends_when_its_rows_have_and_reads_the_next_weights_before(
+    client: Client, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {name: tmp_path / f"{name}.gguf" for name in MODELS}
+    for path in files.values():
+        path.write_bytes(b"weights")
+    claims, turning = in_turn(client, "a", {name: str(path) for name, path in files.items()})
+    warmed: list[tuple[str, list[Path]]] = []
+    monkeypatch.setattr(Warmer, "warm", lambda self, model, paths: warmed.append((model, list(paths))))
+    listed = ",".join(f"{name}={path}" for name, path in files.items())
+    settings = client.settings.model_copy(update={"models": listed})
+    rows = enqueue(client, "a", 2)
+    enqueue(client, "b", 5)
+    assert load(client, claims, turning) == "b"
+    turn, in_flight = Turn(claims, settings, "b"), InFlight(8)
+    assert turn.look(in_flight) is None  # it is not ready
+    turn.ready()
+    assert turn.look(in_flight) is None and warmed == []  # its rows wait
+    taken = claims.claim([job.id for job in client.list_jobs(model="b", limit=9)])
+    in_flight.reserve(len(taken))
+    assert in_flight.fill(len(taken), taken)
+    turn._look_at = 0.0  # it looks every few seconds
+    assert turn.look(in_flight) is None and warmed == [("a", [files["a"]])]
+    in_flight.remove([(claim.job_id, claim.attempt) for claim in taken])
+    assert turn.look(in_flight) is None  # a's rows have only just come
+    clock.advance(seconds=60)
+    said = turn.look(in_flight)
+    assert said is not None and said.startswith("a is next: 2 rows wait since ")
+    turn.end()
+    assert turning.choose() == "a" and client.get(rows[0]).state is JobState.QUEUED
+    assert turn.failed(DatabaseError("is away")) is None and turn.failed(KeyboardInterrupt()) is None
+    assert turn.failed(RunnerError("no memory is left")) == "b could not be loaded: no memory is left"
