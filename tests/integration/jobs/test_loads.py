@@ -210,6 +210,11 @@ def test_a_load_is_as_long_as_the_last_one_took_and_ends_with_the_turn(
     assert (row.ended_at - row.began_at).total_seconds() == 142.0 and row.reason.startswith(
         "1 row waits since"
     )
+    assert turning.choose() == "a"  # a turn that does not end
+    clock.advance(days=40)
+    client.prune(timedelta(days=30))
+    with client.database.read() as connection:
+        assert connection.execute(select(LoadRow.ended_at)).scalars().all() == [None]
 
 
 def test_who_sleeps_with_several_models_wakes_for_the_one_that_has_rows(client: Client) -> None:
