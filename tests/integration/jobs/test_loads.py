@@ -228,7 +228,7 @@ def test_who_sleeps_with_several_models_wakes_for_the_one_that_has_rows(client: 
     client.pause_workers()
     assert not sleeper.look(1.0) and sleeper.turn is None
     client.pause_workers(paused=False)
-    assert sleeper.look(2.0) and sleeper.turn == "c"
+    assert sleeper.look(1000.0) and sleeper.turn == "c"
     assert client.workers()[0].model == "c"
 
 
@@ -265,11 +265,13 @@ def test_a_turn_ends_when_its_rows_have_and_reads_the_next_weights_before(
     taken = claims.claim([job.id for job in client.list_jobs(model="b", limit=9)])
     in_flight.reserve(len(taken))
     assert in_flight.fill(len(taken), taken)
-    turn._look_at = 0.0  # it looks every few seconds
+    turn._look_at = turn._rested_at = 0.0  # it looks every few seconds
     assert turn.look(in_flight) is None and warmed == [("a", [files["a"]])]
     in_flight.remove([(claim.job_id, claim.attempt) for claim in taken])
+    turn._rested_at = 0.0
     assert turn.look(in_flight) is None  # a's rows have only just come
     clock.advance(seconds=60)
+    turn._rested_at = 0.0
     said = turn.look(in_flight)
     assert said is not None and said.startswith("a is next: 2 rows wait since ")
     turn.end()
