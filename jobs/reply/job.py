@@ -69,7 +69,7 @@ class Job:
     completion_tokens: int | None = None  # of all answers together
     cached_tokens: int | None = None  # tokens of the prompt that the worker had computed before
     reasoning_tokens: int | None = None  # of all answers together
-    gpu_seconds: float | None = None  # its share of the steps that computed it, in all attempts that ended
+    gpu_seconds: float | None = None  # its share of the steps that computed it, in all its attempts
     energy_joules: float | None = None  # the same in joules; None if the device does not tell
     arithmetic: str | None = None  # what computed the text (`jobs.Arithmetic`); older rows have none
     prompt_digest: str | None = None  # of the prompt's token ids; older rows have none

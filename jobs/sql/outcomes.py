@@ -48,6 +48,11 @@ def told(outcome: Outcome) -> dict[int, bytes | None]:
     return dict(enumerate(outcome.logprobs)) | beside
 
 
+def cost_values(gpu_seconds: float | None, energy_joules: float | None) -> dict[str, Any]:
+    """Return the parameters by which a statement adds to what a job cost."""
+    return {"new_gpu_seconds": gpu_seconds, "new_energy_joules": energy_joules}
+
+
 def finish_values(outcome: Outcome, worker_id: str, now: datetime) -> dict[str, Any]:
     """Return the parameters of `FINISH` for an outcome."""
     error = outcome.error
@@ -69,11 +74,13 @@ def finish_values(outcome: Outcome, worker_id: str, now: datetime) -> dict[str, 
         "new_reused_from": outcome.reused_from,
         "text_seed": outcome.seed,
         "new_markup": None if outcome.markup is None else outcome.markup.values(),
-        "new_gpu_seconds": outcome.gpu_seconds,
-        "new_energy_joules": outcome.energy_joules,
         "new_error": error,
         "new_finished_at": now,
-    }
+    } | cost_values(outcome.gpu_seconds, outcome.energy_joules)
+
+
+Cost = tuple[float, float | None]
+"""GPU seconds, and joules if they are known."""
 
 
 def _added(name: str) -> Any:
@@ -110,6 +117,16 @@ FINISH = (
     )
 )
 """Ends a running job that this worker still owns."""
+ADD_COST = (
+    update(JobRow)
+    .where(
+        JobRow.id == bindparam("job_id"),
+        JobRow.state == JobState.QUEUED,
+        JobRow.attempt == bindparam("job_attempt"),
+    )
+    .values(gpu_seconds=_added("gpu_seconds"), energy_joules=_added("energy_joules"))
+)
+"""Adds to a job that was handed back what its attempt cost."""
 OF_THE_TEXT = (
     *("text", "prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_tokens"),
     *("arithmetic", "prompt_digest", "markup", "reused_from"),

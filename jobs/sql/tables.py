@@ -151,7 +151,7 @@ class JobRow(Base):
     completion_tokens: Mapped[int | None]
     cached_tokens: Mapped[int | None]  # tokens of the prompt found in the cache
     reasoning_tokens: Mapped[int | None]  # reasoning tokens of all answers
-    # Shares of the steps that computed it, in all attempts that ended; joules where the GPU tells.
+    # Shares of the steps that computed it, in all its attempts; joules where the GPU tells.
     gpu_seconds: Mapped[float | None] = mapped_column(Double)
     energy_joules: Mapped[float | None] = mapped_column(Double)
     arithmetic: Mapped[str | None] = mapped_column(StorableText())  # name of what computed the text

@@ -59,9 +59,20 @@ def not_computed(request: Request, reason: StopReason, error: str | None) -> Com
     return Completion(request.job_id, request.attempt, (), "", reason, len(request.prompt_ids), 0, error)
 
 
-def snapshot(sequence: Sequence, decode: Decode) -> Partial:
-    """Return a sequence's tokens and text so far, without an end of the text that may yet be cut."""
+def snapshot(sequence: Sequence, decode: Decode, *, metered: bool = False) -> Partial:
+    """Return a sequence's tokens and text so far, without an end of the text that may yet be cut.
+
+    metered  its energy is known
+    """
     request = sequence.request
     drawn = sequence.tokens[sequence.prompt_length :]
     text = decode(drawn) if sequence.watch is None else sequence.watch.decided
-    return Partial(request.job_id, request.attempt, tuple(drawn), request.echo + text, sequence.prompt_length)
+    return Partial(
+        request.job_id,
+        request.attempt,
+        tuple(drawn),
+        request.echo + text,
+        sequence.prompt_length,
+        sequence.seconds,
+        sequence.joules if metered else None,
+    )

@@ -320,7 +320,9 @@ class Engine:
         For draining, and after a RunnerError: the runner is then left alone. Completions already made are
         still returned by the next `step`.
         """
-        partials = [snapshot(sequence, self._decode) for sequence in self._sequences.values()]
+        metered = self._metering.joules is not None
+        unfinished = self._sequences.values()
+        partials = [snapshot(sequence, self._decode, metered=metered) for sequence in unfinished]
         for sequence in self._sequences.values():
             self._scheduler.finish(sequence)
         self._sequences.clear()

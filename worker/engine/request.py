@@ -113,11 +113,13 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class DrawnTokens:
-    """The tokens that were drawn so far for an unfinished request."""
+    """The tokens that were drawn so far for an unfinished request, and what it cost, if it is dropped."""
 
     job_id: str
     attempt: int
     token_ids: tuple[int, ...]
+    gpu_seconds: float = field(default=0.0, compare=False)
+    energy_joules: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,8 @@ class Partial:
     token_ids: tuple[int, ...]
     text: str
     prompt_tokens: int
+    gpu_seconds: float = field(default=0.0, compare=False)
+    energy_joules: float | None = field(default=None, compare=False)
 
 
 class Delta(NamedTuple):

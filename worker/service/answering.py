@@ -17,7 +17,7 @@ from nightmill.jobs.reply.answers import answer_id, answer_seed, split_answer_id
 from nightmill.jobs.reply.job import Answer
 from nightmill.jobs.reply.logprobs import Spell, read, total
 from nightmill.jobs.request.parameters import GenerationParams
-from nightmill.jobs.sql.claims import Outcome
+from nightmill.jobs.sql.claims import Cost, Outcome
 from nightmill.worker.engine.request import Completion, DrawnTokens, Partial, Request
 from nightmill.worker.service.in_flight import InFlight, JobKey
 from nightmill.worker.service.logprobs import apart, logprobs_of
@@ -227,6 +227,17 @@ class Answering:
 def key_of(answer: Request | DrawnTokens) -> JobKey:
     """The job of an answer."""
     return split_answer_id(answer.job_id)[0], answer.attempt
+
+
+def costs_of(unfinished: Sequence[DrawnTokens]) -> dict[JobKey, Cost]:
+    """What jobs cost that the engine has dropped: the sums over their answers."""
+    costs: dict[JobKey, Cost] = {}
+    for report in unfinished:
+        seconds, joules = costs.get(key_of(report), (0.0, None))
+        if report.energy_joules is not None:
+            joules = (joules or 0.0) + report.energy_joules
+        costs[key_of(report)] = seconds + report.gpu_seconds, joules
+    return costs
 
 
 def pack(drawn: Sequence[Tokens]) -> Tokens:

@@ -33,7 +33,7 @@ from nightmill.worker.assembly.options import TURN
 from nightmill.worker.service.heart import Heart
 from nightmill.worker.service.parent import END_WITH_STDIN, end_with_stdin
 from nightmill.worker.service.resting import RestRule
-from nightmill.worker.service.turns.turning import Turning, named_models, rules_of
+from nightmill.worker.service.turns.turning import LOOK_SHARE, Turning, named_models, rules_of
 
 log = logging.getLogger("nightmill.worker")
 
@@ -69,6 +69,7 @@ class Sleeper:
         self._sweep = sweep
         self._heartbeat_seconds = heartbeat_seconds
         self._beaten_at = -heartbeat_seconds
+        self._choose_at = 0.0
         self._complaint = ""
 
     def look(self, now: float) -> bool:
@@ -80,7 +81,10 @@ class Sleeper:
             # It has been without jobs for as long as it sleeps, which is long enough.
             reason = self._rule.reason(float("inf"))
             if reason is None and self._turning is not None:
-                self.turn = self._turning.choose()
+                if now >= self._choose_at:
+                    began = time.monotonic()
+                    self.turn = self._turning.choose()
+                    self._choose_at = now + LOOK_SHARE * (time.monotonic() - began)
                 reason = None if self.turn is not None else self._turning.trouble or IDLE
             if reason is None:
                 return True

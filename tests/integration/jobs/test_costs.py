@@ -66,6 +66,18 @@ def test_a_row_has_what_all_its_attempts_cost_that_ended(client: Client) -> None
     assert client.get(told).gpu_seconds is None
 
 
+def test_a_row_that_is_handed_back_keeps_what_it_cost(client: Client) -> None:
+    claims = worker(client)
+    first, second, lost = client.enqueue_many(["a", "b", "c"])
+    keys = [(claim.job_id, claim.attempt) for claim in claims.claim([first, second, lost])]
+    assert claims.hand_back(keys[:2], {keys[0]: (1.5, 300.0), keys[2]: (9.0, 9.0)}) == [first, second]
+    assert claims.hand_back([(lost, 7)], {(lost, 7): (9.0, 9.0)}) == []  # it is not of this attempt
+    assert (client.get(first).gpu_seconds, client.get(second).gpu_seconds) == (1.5, None)
+    assert client.get(lost).gpu_seconds is None
+    done = end(claims, first, 0.5, None)
+    assert (done.gpu_seconds, done.energy_joules, done.attempt) == (2.0, 300.0, 2)
+
+
 def test_a_batch_says_what_its_rows_cost_and_monitoring_what_all_did(client: Client) -> None:
     claims = worker(client)
     ids = client.enqueue_many(["a", "b", "c"], batch="night", model="model")

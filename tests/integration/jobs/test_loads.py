@@ -5,19 +5,23 @@ from datetime import timedelta
 from pathlib import Path
 from threading import Barrier
 
+import pytest
 from sqlalchemy import select, update
 
 from nightmill.jobs.base.contract import JobState, StopReason, WorkerState
 from nightmill.jobs.client.client import Client
+from nightmill.jobs.errors import DatabaseError, RunnerError
 from nightmill.jobs.sql.claims import Claims
 from nightmill.jobs.sql.loads import FailureKind, Loads, Queue
 from nightmill.jobs.sql.sweep import Sweep
 from nightmill.jobs.sql.tables import JobRow, LoadRow
 from nightmill.worker.service.heart import Heart
+from nightmill.worker.service.in_flight import InFlight
 from nightmill.worker.service.resting import RestRule
 from nightmill.worker.service.sleeping import Sleeper
 from nightmill.worker.service.turns.policy import Rules
-from nightmill.worker.service.turns.turning import Turning
+from nightmill.worker.service.turns.turning import Turn, Turning
+from nightmill.worker.service.turns.warming import Warmer
 from tests.support.servers import Clock
 
 MODELS = {"a": "a.gguf", "b": "b.gguf", "c": "c.gguf"}
@@ -206,6 +210,11 @@ def test_a_load_is_as_long_as_the_last_one_took_and_ends_with_the_turn(
     assert (row.ended_at - row.began_at).total_seconds() == 142.0 and row.reason.startswith(
         "1 row waits since"
     )
+    assert turning.choose() == "a"  # a turn that does not end
+    clock.advance(days=40)
+    client.prune(timedelta(days=30))
+    with client.database.read() as connection:
+        assert connection.execute(select(LoadRow.ended_at)).scalars().all() == [None]
 
 
 def test_who_sleeps_with_several_models_wakes_for_the_one_that_has_rows(client: Client) -> None:
@@ -219,7 +228,7 @@ def test_who_sleeps_with_several_models_wakes_for_the_one_that_has_rows(client: 
     client.pause_workers()
     assert not sleeper.look(1.0) and sleeper.turn is None
     client.pause_workers(paused=False)
-    assert sleeper.look(2.0) and sleeper.turn == "c"
+    assert sleeper.look(1000.0) and sleeper.turn == "c"
     assert client.workers()[0].model == "c"
 
 
@@ -233,3 +242,39 @@ def test_models_that_a_worker_could_load_are_known_and_served_by_nobody_yet(clie
     assert client.could_serve("d") == []
     claims.sign_off()
     assert client.could_serve("c") == []
+
+
+def test_a_turn_ends_when_its_rows_have_and_reads_the_next_weights_before(
+    client: Client, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {name: tmp_path / f"{name}.gguf" for name in MODELS}
+    for path in files.values():
+        path.write_bytes(b"weights")
+    claims, turning = in_turn(client, "a", {name: str(path) for name, path in files.items()})
+    warmed: list[tuple[str, list[Path]]] = []
+    monkeypatch.setattr(Warmer, "warm", lambda self, model, paths: warmed.append((model, list(paths))))
+    listed = ",".join(f"{name}={path}" for name, path in files.items())
+    settings = client.settings.model_copy(update={"models": listed})
+    rows = enqueue(client, "a", 2)
+    enqueue(client, "b", 5)
+    assert load(client, claims, turning) == "b"
+    turn, in_flight = Turn(claims, settings, "b"), InFlight(8)
+    assert turn.look(in_flight) is None  # it is not ready
+    turn.ready()
+    assert turn.look(in_flight) is None and warmed == []  # its rows wait
+    taken = claims.claim([job.id for job in client.list_jobs(model="b", limit=9)])
+    in_flight.reserve(len(taken))
+    assert in_flight.fill(len(taken), taken)
+    turn._look_at = turn._rested_at = 0.0  # it looks every few seconds
+    assert turn.look(in_flight) is None and warmed == [("a", [files["a"]])]
+    in_flight.remove([(claim.job_id, claim.attempt) for claim in taken])
+    turn._rested_at = 0.0
+    assert turn.look(in_flight) is None  # a's rows have only just come
+    clock.advance(seconds=60)
+    turn._rested_at = 0.0
+    said = turn.look(in_flight)
+    assert said is not None and said.startswith("a is next: 2 rows wait since ")
+    turn.end()
+    assert turning.choose() == "a" and client.get(rows[0]).state is JobState.QUEUED
+    assert turn.failed(DatabaseError("is away")) is None and turn.failed(KeyboardInterrupt()) is None
+    assert turn.failed(RunnerError("no memory is left")) == "b could not be loaded: no memory is left"

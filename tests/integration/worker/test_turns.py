@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
+import pytest
 from sqlalchemy import select
 
 from nightmill.jobs.base.contract import JobState, StopReason, WorkerState
@@ -109,3 +110,37 @@ def test_interleaved_rows_load_each_model_once_and_a_broken_one_fails_only_its_o
     assert client.get(again).text == plain["demo", 0]
     log = (tmp_path / "turns.log").read_text()
     assert "Traceback" not in log and log.count("ready: ") == 3
+
+
+@pytest.mark.slow
+@on_sqlite
+def test_somebody_who_waits_has_his_model_loaded_and_the_rows_of_the_other_go_on_later(
+    jobs_client: Client, start_worker: StartWorker, tmp_path: Path
+) -> None:
+    client, other = jobs_client, write_model(tmp_path / "other.gguf")
+    rows = client.enqueue_many(
+        [f"Write a haiku about rain {number}" for number in range(60)],
+        model="demo", max_tokens=400, ignore_eos=True, batch="night",
+    )  # fmt: skip
+    arguments = [
+        "--models",
+        f"demo={demo_model()},{other}",
+        "--swap-for-interactive",
+        "--drain-seconds",
+        "0.5",
+    ]
+    with start_worker("turns", *arguments, model=None):
+        wait_until(lambda: client.workers()[0].state is WorkerState.READY, PATIENCE)
+        (before,) = client.workers()
+        awaited = client.enqueue("What is snow?", model="other", max_tokens=8, interactive=True)
+        client.wait(awaited, timeout=PATIENCE)
+        assert client.get(awaited).state is JobState.SUCCEEDED and client.workers()[0].pid == before.pid
+        handed_back = [job for job in map(client.get, rows) if job.state is JobState.QUEUED and job.attempt]
+        assert any(job.gpu_seconds for job in handed_back) and not any(job.failures for job in handed_back)
+        # Its queue is drained again, by the other model: each row goes on from its tokens.
+        wait_until(lambda: client.get(handed_back[0].id).attempt == 2, PATIENCE)
+        client.cancel_batch("night")
+    assert [model for model, ready in loads(client) if ready] == ["demo", "other", "demo"]
+    said = (tmp_path / "turns.log").read_text()
+    assert "other is next: an interactive job asks for other" in said and "Traceback" not in said
+    assert "demo is next: " in said

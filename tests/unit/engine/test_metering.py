@@ -183,3 +183,23 @@ def test_an_engine_says_with_each_text_what_it_cost() -> None:
     joules = [one.energy_joules for one in done.values()]
     assert None not in joules and sum(map(float, joules)) == pytest.approx(stats.energy_joules)  # type: ignore[arg-type]
     assert stats.energy_joules == pytest.approx(device.energy - 5000.0, rel=0.02)
+
+
+def test_what_is_abandoned_says_what_it_cost_so_far() -> None:
+    device = Device()
+
+    class Metered(ScriptedRunner):
+        def launch(self, batch: object) -> None:
+            super().launch(batch)  # type: ignore[arg-type]
+            device.work(0.125)
+
+    engine = make_engine(Metered(), metering=Metering(device, device.clock), context_length=400)
+    for number in range(3):
+        engine.submit(make_request(f"j{number}", seed=number, max_tokens=300, ignore_eos=True))
+    for _ in range(40):
+        engine.step()
+    stats, partials = engine.stats, engine.abandon()
+    assert (
+        sum(one.gpu_seconds for one in partials) == pytest.approx(stats.gpu_seconds) and stats.gpu_seconds > 4
+    )
+    assert sum(one.energy_joules or 0.0 for one in partials) == pytest.approx(stats.energy_joules)

@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 _START_SECONDS, _BYTES_PER_SECOND = 10.0, 1e9  # a guess of what a load takes, until one was seen
 _RETRY_SECONDS, _MOST_RETRY_SECONDS = 5.0, 600.0  # after a first failed load; twice as long after each more
 _LOOK_SECONDS = 5.0  # between two looks at all queues while the model is at work
-_LOOK_SHARE = 20  # a look takes one in so many seconds at most
+LOOK_SHARE = 20
+"""Looking at all queues, of millions of rows perhaps, takes one in so many seconds at most."""
 
 
 def rules_of(settings: Settings) -> Rules:
@@ -126,7 +127,8 @@ class Turn:
         self._turning = Turning(self._loads, self._models, rules_of(settings))
         self._warmer = Warmer(log.warning)
         self._since: datetime | None = None
-        self._look_at = 0.0
+        self._look_at = 0.0  # while there is work
+        self._rested_at = 0.0  # when the last look has been paid for
 
     def failed(self, error: BaseException) -> str | None:
         """Record why the model could not be loaded; returns that for people.
@@ -156,15 +158,16 @@ class Turn:
         While the last rows of this one are computed, the weights of the next are read. Raises DatabaseError.
         """
         idle, drained = in_flight.idle, not self._claims.jobs_wait((None, self.model))
-        if self._since is None or (not (idle and drained) and time.monotonic() < self._look_at):
-            return None
         began = time.monotonic()
+        look_at = self._rested_at if idle and drained else max(self._look_at, self._rested_at)
+        if self._since is None or began < look_at:
+            return None
         loaded = Loaded(self.model, self._since, idle)
         choice = self._turning.give_way(loaded)
         if choice is None and drained and (then := self._turning.next_after(loaded)) is not None:
             self._warmer.warm(then.model, files_of(self._models[then.model]))
         now = time.monotonic()
-        self._look_at = now + max(_LOOK_SECONDS, _LOOK_SHARE * (now - began))
+        self._look_at, self._rested_at = now + _LOOK_SECONDS, now + LOOK_SHARE * (now - began)
         return None if choice is None else f"{choice.model} is next: {choice.reason}"
 
 
