@@ -4,15 +4,14 @@ Schemas of bodies are generated from the parser's tables, with the bounds of Gen
 """
 
 from nightmill.jobs.base.contract import JobState, JsonObject, StopReason
-from nightmill.jobs.formats.embedding_requests import EMBEDDING_KEYS, ENCODINGS, MAX_INPUTS
 from nightmill.jobs.formats.openai import CHAT, COMPLETIONS, MAX_PROMPTS, URLS, body_keys
 from nightmill.jobs.formats.refusals import REFUSED
-from nightmill.jobs.formats.rerank import MAX_DOCUMENTS
 from nightmill.jobs.formats.results import READ
 from nightmill.jobs.reply.batch_status import BatchState
 from nightmill.jobs.request.fields import FIELDS, OF_A_BATCH
 from nightmill.jobs.server.anthropic.schemas import ANTHROPIC_SCHEMAS
 from nightmill.jobs.server.completions import STREAM_OPTIONS
+from nightmill.jobs.server.embedding_schemas import EMBEDDING_SCHEMAS
 from nightmill.jobs.server.native import DELIVERY, JOB_FIELDS
 from nightmill.jobs.server.responses.schemas import RESPONSES_SCHEMAS
 from nightmill.jobs.server.schema_words import FLAG as _FLAG
@@ -20,7 +19,7 @@ from nightmill.jobs.server.schema_words import MAYBE_FLAG as _MAYBE_FLAG
 from nightmill.jobs.server.schema_words import MAYBE_NUMBER as _MAYBE_NUMBER
 from nightmill.jobs.server.schema_words import MAYBE_TEXT as _MAYBE_TEXT
 from nightmill.jobs.server.schema_words import NUMBER as _NUMBER
-from nightmill.jobs.server.schema_words import TEXT, TIER, named
+from nightmill.jobs.server.schema_words import TEXT, TIER, list_of, named, several
 from nightmill.jobs.server.schema_words import TIME as _TIME
 from nightmill.jobs.server.schema_words import field_of as _field
 from nightmill.jobs.server.schema_words import object_of as _object
@@ -30,25 +29,14 @@ from nightmill.jobs.sql.files import UPLOADED, WRITTEN
 from nightmill.jobs.sql.http_batches import HttpStatus
 
 
-def _list_of(item: JsonObject, **more: JsonObject) -> JsonObject:
-    return _object({"object": {"const": "list"}, "data": {"type": "array", "items": item}} | more)
-
-
 def _page_of(name: str) -> JsonObject:
-    return _list_of(named(name), first_id=_MAYBE_TEXT, last_id=_MAYBE_TEXT, has_more=_FLAG)
+    return list_of(named(name), first_id=_MAYBE_TEXT, last_id=_MAYBE_TEXT, has_more=_FLAG)
 
 
 # -- what is taken -------------------------------------------------------------------------------
 
 _MESSAGES: JsonObject = {"type": "array", "minItems": 1, "items": {"type": "object"}}
 _PROMPTS: JsonObject = {"prompt": {"type": ["string", "array"]}, "messages": _MESSAGES}
-_TOKENS: JsonObject = {"type": "array", "items": _NUMBER, "minItems": 1}
-
-
-def _several(most: int) -> JsonObject:
-    """Build the schema of a prompt, or of a list of up to so many."""
-    some: JsonObject = {"type": "array", "minItems": 1, "maxItems": most, "items": {"anyOf": [TEXT, _TOKENS]}}
-    return {"anyOf": [{"type": "string"}, _TOKENS, some]}
 
 
 _STREAM_OPTIONS = _object(
@@ -63,7 +51,7 @@ def _openai_body(url: str) -> JsonObject:
     known = _PROMPTS | {"max_completion_tokens": _field("max_tokens"), "stream": _FLAG}
     known |= {"stream_options": _STREAM_OPTIONS, "best_of": _field("n"), FIELD: TIER}
     known |= {name: {"enum": [None, *refusal.neutral]} for name, refusal in REFUSED.items()}
-    known |= {"prompt": _several(MAX_PROMPTS)}
+    known |= {"prompt": several(MAX_PROMPTS)}
     ours = FIELDS.keys() - {"metadata"}  # OpenAI's own has no effect
     if url == CHAT:
         ours -= {"logprobs"}
@@ -87,19 +75,6 @@ def _nothing_or_echo(properties: JsonObject) -> JsonObject:
         properties[name] = properties[name] | {"minimum": 0}
     none = [{"properties": {name: {"const": 0}}, "required": [name]} for name in limits]
     return {"if": {"anyOf": none}, "then": {"properties": {"echo": {"const": True}}, "required": ["echo"]}}
-
-
-def _embedding_body() -> JsonObject:
-    known: JsonObject = {
-        "input": _several(MAX_INPUTS),
-        "encoding_format": {"enum": [None, *ENCODINGS]},
-        FIELD: TIER,
-    }
-    properties = {
-        name: known[name] if name in known else _field(name) if name in FIELDS else {}
-        for name in sorted(EMBEDDING_KEYS)
-    }
-    return _object(properties, optional=tuple(EMBEDDING_KEYS - {"input"}))
 
 
 def _tokenize_body() -> JsonObject:
@@ -143,22 +118,6 @@ _BATCH_BODY = _object(
         "webhook": _WEBHOOK,
     },
     optional=("metadata", "webhook"),
-)
-
-_DOCUMENT: JsonObject = {"anyOf": [TEXT, _object({"text": TEXT})]}
-_RERANK_BODY = _object(
-    {
-        "model": _MAYBE_TEXT,
-        "query": TEXT,
-        "documents": {"type": "array", "minItems": 1, "maxItems": MAX_DOCUMENTS, "items": _DOCUMENT},
-        "top_n": {"type": ["integer", "null"], "minimum": 1},
-        "return_documents": _MAYBE_FLAG,
-        "instruction": _MAYBE_TEXT,
-        "user": {},
-        "truncation": {},
-        FIELD: TIER,
-    },
-    optional=("model", "top_n", "return_documents", "instruction", "user", "truncation", FIELD),
 )
 
 # -- what is answered ----------------------------------------------------------------------------
@@ -237,11 +196,6 @@ _JOB = _object(
     }
     | _OUTCOME,
     optional=(*READ, "embedding"),
-)
-
-_RANKED = _object(
-    {"index": _NUMBER, "relevance_score": {"type": "number"}, "document": _object({"text": TEXT})},
-    optional=("document",),
 )
 
 _FILE = _object(
@@ -362,29 +316,7 @@ SCHEMAS: dict[str, JsonObject] = {
         {"message": _MESSAGE},
     ),
     "Completion": _completion("text_completion", {"text": TEXT}),
-    "EmbeddingRequest": _embedding_body(),
-    "Embeddings": _list_of(
-        _object(
-            {
-                "object": {"const": "embedding"},
-                "index": _NUMBER,
-                "embedding": {"type": ["array", "string"], "items": {"type": "number"}},
-            }
-        ),
-        model=TEXT,
-        system_fingerprint=_MAYBE_TEXT,
-        usage=_object(dict.fromkeys(("prompt_tokens", "total_tokens"), _NUMBER)),
-    ),
-    "RerankRequest": _RERANK_BODY,
-    "Ranking": _object(
-        {
-            "id": TEXT,
-            "object": {"const": "list"},
-            "model": TEXT,
-            "usage": _object(dict.fromkeys(("prompt_tokens", "total_tokens"), _NUMBER)),
-            "results": {"type": "array", "items": _RANKED},
-        }
-    ),
+    **EMBEDDING_SCHEMAS,
     **RESPONSES_SCHEMAS,
     **ANTHROPIC_SCHEMAS,
     "TokenizeRequest": _tokenize_body(),
@@ -408,7 +340,7 @@ SCHEMAS: dict[str, JsonObject] = {
         }
     ),
     "Model": _MODEL,
-    "Models": _list_of(named("Model")),
+    "Models": list_of(named("Model")),
     "Job": _JOB,
     "Jobs": _page_of("Job"),
     "FileForm": _object({"file": {"type": "string", "format": "binary"}, "purpose": {"const": UPLOADED}}),

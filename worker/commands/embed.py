@@ -11,7 +11,7 @@ from nightmill.worker.commands.run import run
 _OF_RUN = WORKER_SETTINGS | {
     "file", "query", "from_url", "output", "errors", "format", "into", "name", "retry_failed", "overwrite",
     "keep", "empty", "on_end", "on_end_seconds", "webhook", "log_format", "as_json", "dimensions", "pooling",
-    "truncate_prompt_tokens", "priority", "max_attempts", "deadline",
+    "truncate_prompt_tokens", "priority", "max_attempts", "deadline", "reuse",
 }  # fmt: skip
 """The options of `nightmill run` that this command has, too."""
 

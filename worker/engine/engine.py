@@ -8,7 +8,6 @@ import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,6 +21,7 @@ from nightmill.worker.engine.deltas import FollowedTexts
 from nightmill.worker.engine.drafting import Drafter
 from nightmill.worker.engine.embeddings import normalised
 from nightmill.worker.engine.kv_cache import CacheIntegrityError, PagePool
+from nightmill.worker.engine.launches import Launch
 from nightmill.worker.engine.limits import RequestLimits
 from nightmill.worker.engine.logprobs import Records
 from nightmill.worker.engine.masking import FailedSequences, TokenMasks
@@ -60,39 +60,6 @@ _NO_EMBEDDINGS = (
     "with NumPy"
 )
 _NOT_COMPILED = "what the answer must be was not compiled: a fault of the worker, retry the job"
-
-
-@dataclass(slots=True)
-class _Launch:
-    """An outstanding launch."""
-
-    number: int
-    plan: StepPlan
-    drawing: list[Sequence | None]  # in the order of the tokens it will return; None: nobody wants that one
-    asking: list[Sequence | None]  # the same of tokens of prompts, which are told after those
-    embedding: list[Sequence | None]  # whose embeddings it completes
-    masked: list[int]  # places in `drawing` of those that draw under a mask
-
-    def wanting(self, place: int) -> Sequence | None:
-        """Who is to get the token that is drawn at a place, if anybody still is."""
-        sequence = self.drawing[place]
-        return None if sequence is None or sequence.state is SequenceState.FINISHED else sequence
-
-    def drop_rest(self, place: int) -> None:
-        """What was drawn for a sequence behind a place counts no more: it followed what is not so."""
-        sequence, place = self.drawing[place], place + 1
-        while place < len(self.drawing) and self.drawing[place] is sequence:
-            self.drawing[place] = None
-            place += 1
-
-    def guesses(self) -> dict[int, int]:
-        """What was guessed to be drawn, by the place in `drawing`."""
-        guessed: dict[int, int] = {}
-        place = len(self.plan.decodes)
-        for draft in self.plan.drafts:
-            guessed |= enumerate(draft.guesses, start=place)
-            place += len(draft.tokens)
-        return guessed
 
 
 class Engine:
@@ -155,7 +122,7 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}  # by job id; unfinished
         self._cancelled: list[Sequence] = []
         self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap; may hold finished sequences
-        self._outstanding: deque[_Launch] = deque()
+        self._outstanding: deque[Launch] = deque()
         self._done: list[Completion] = []
         self._followed_texts = FollowedTexts(text_stream)
         self._failed = False
@@ -403,11 +370,11 @@ class Engine:
             self._prompt_tokens += max(0, end - chunk.start)
         masked = masked_draws(batch.draws).tolist()
         drawing, asking, embedding = wanted
-        launch = _Launch(self._steps, plan, [*drawing], [*asking], [*embedding], masked)
+        launch = Launch(self._steps, plan, [*drawing], [*asking], [*embedding], masked)
         self._outstanding.append(launch)
         self._failed = False
 
-    def _draw(self, launch: _Launch) -> None:
+    def _draw(self, launch: Launch) -> None:
         """While the newest launch computes, see what those before it drew, make its masks, and let it draw.
 
         A text that nothing can follow ends.
@@ -475,7 +442,7 @@ class Engine:
             if obeying := [sequence for sequence in drew if sequence is not None]:
                 self._fail(self._token_masks.accept(obeying))
 
-    def _follow_drafts(self, launch: _Launch) -> None:
+    def _follow_drafts(self, launch: Launch) -> None:
         """Go on from what was right of a launch's drafts, and see who may have guesses next."""
         if self._drafter is None:
             return
@@ -486,7 +453,7 @@ class Engine:
         drew = dict.fromkeys(one for one in launch.drawing if one is not None)
         self._drafter.follow([one for one in drew if one.state is SequenceState.RUNNING], active=active)
 
-    def _tell(self, launch: _Launch, ids: list[int], records: Records | None) -> None:
+    def _tell(self, launch: Launch, ids: list[int], records: Records | None) -> None:
         """Give sequences the log-probabilities of tokens of their prompts."""
         assert records is not None, "a runner that was given tokens told nothing"
         for place, sequence in enumerate(launch.asking, start=len(launch.drawing)):
@@ -496,10 +463,9 @@ class Engine:
                 sequence.records += records.of(place, sequence.likely)
                 continue
             self._handle_nan(sequence)
-            for others in (launch.drawing, launch.asking):
-                others[:] = [None if other is sequence else other for other in others]
+            launch.forget(sequence)
 
-    def _embed(self, launch: _Launch, sums: SumArray) -> None:
+    def _embed(self, launch: Launch, sums: SumArray) -> None:
         """End the sequences whose embeddings are complete."""
         for sequence, total in zip(launch.embedding, sums, strict=True):
             if sequence is None or sequence.state is SequenceState.FINISHED:
@@ -520,9 +486,7 @@ class Engine:
             self._finish(sequence, StopReason.ERROR, error=error)
             return
         for launch in self._outstanding:
-            launch.drawing = [None if drawing is sequence else drawing for drawing in launch.drawing]
-            launch.asking = [None if asking is sequence else asking for asking in launch.asking]
-            launch.embedding = [None if one is sequence else one for one in launch.embedding]
+            launch.forget(sequence)
 
     def _finish_if_over(self, sequence: Sequence) -> None:
         """Look at the token that was added last."""

@@ -313,6 +313,45 @@ def test_the_last_layer_computes_what_the_rows_that_draw_need(
             assert rows == [18, 18, *drawing]
 
 
+def test_rows_that_are_pooled_go_through_no_head(
+    hopper: RecordedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two texts one is embedded whole, in pieces; a third one draws beside them."""
+    file = GgufFile.open(MODEL)
+    spec = read_spec(file)
+    heads: list[int] = []
+    compute = Product.__call__
+
+    def noted(product: Product, x: Buffer, weight: Matrix, y: Buffer, count: int) -> None:
+        if product is runner._model.head:
+            heads.append(count)
+        compute(product, x, weight, y, count)
+
+    options = {"slots": 4, "context": CONTEXT, "kv_pages": 64, "max_draws": 36}
+    with closing(cuda_runner(file, spec, tune=False, **options)) as runner:  # type: ignore[arg-type]
+        monkeypatch.setattr(Product, "__call__", noted)
+        engine = Engine(
+            runner,
+            Detokenizer(text_stream=NoText, eos_ids=frozenset()),
+            EngineSizes(context_length=CONTEXT, max_sequences=4, token_budget=512),
+        )
+        embed = GenerationParams(embed=True)
+        texts = [tuple(range(1, 100)), tuple(range(2, 60))]
+        engine.submit(Request("mean", 1, texts[0], embed, 0, embeds=range(99)))
+        engine.submit(Request("last", 1, texts[1], embed, 0, embeds=range(57, 58)))
+        engine.submit(Request("text", 1, (3, 4), GenerationParams(max_tokens=1), 0))
+        done = []
+        while engine.has_work:
+            done += engine.step()
+            engine.check_integrity()
+        assert {one.job_id: len(one.embedding or b"") for one in done} == {
+            "mean": 4 * spec.width, "last": 4 * spec.width, "text": 0,
+        }  # fmt: skip
+        assert heads == [1]
+        assert hopper.launches["pool_rows"] == 3  # 34 rows, 34, 31
+        assert "pool_rows" in hopper.checked
+
+
 def test_all_kernels_are_compiled_at_once(
     driver: RecordedDriver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -150,6 +150,32 @@ def test_what_contradicts_an_embedding_is_refused_by_name(row: dict[str, Any], s
         JobSpec.parse(row)
 
 
-def test_no_earlier_answer_stands_for_an_embedding() -> None:
-    spec = JobSpec.parse({"embed": "a", "reuse": "any"})
-    assert spec.row("j", datetime.now(UTC), 3)["content_key"] is None
+def test_equal_texts_are_embedded_once(build: Callable[..., Bench]) -> None:
+    """In a worker's hands, and later; another pooling is another embedding, and a text none at all."""
+    runner = ScriptedRunner()
+    bench = build(runner)
+    asked = {"embed": "a", "pooling": "mean", "reuse": "exact"}
+    text = {"prompt": "a", "reuse": "any", "max_tokens": 2}
+    ids = bench.client.enqueue_many(
+        [asked, asked, asked | {"pooling": "last"}, asked | {"dimensions": 2}, text]
+    )
+    bench.service.run_shard(ids)
+    later = bench.client.enqueue_many([asked, asked | {"reuse": "any"}, asked | {"dimensions": 1}])
+    bench.service.run_shard(later)
+    found = [bench.client.get(job_id) for job_id in (*ids, *later)]
+    embeddings = [wanted("mean"), wanted("mean"), wanted(), wanted("mean", dimensions=2), None]
+    embeddings += [wanted("mean"), wanted("mean"), wanted("mean", dimensions=1)]
+    assert [job.packed_embedding for job in found] == embeddings
+    origins = [None, ids[0], None, None, None, ids[0], ids[0], None]
+    assert [job.reused_from for job in found] == origins
+    pooled = [int(batch.pools["rows"].sum()) for batch in runner.batches]
+    assert sum(pooled) == 3 + 1 + 3 + 3
+
+
+def test_an_earlier_embedding_is_looked_for_whatever_the_seed() -> None:
+    keys = [
+        JobSpec.parse({"embed": "a", "reuse": mode} | more).row("j", datetime.now(UTC), 3)["content_key"]
+        for mode in ("exact", "any")
+        for more in ({}, {"seed": 5})
+    ]
+    assert None not in keys and len(set(keys)) == 1
