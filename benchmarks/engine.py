@@ -34,6 +34,7 @@ from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec, Pooling
 from nightmill.worker.runners.base import Runner
+from nightmill.worker.runners.gpu.device.device import ChosenGpu
 from nightmill.worker.runners.gpu.memory import RunnerSizes
 from nightmill.worker.runners.gpu.runner import CudaRunner, Launching
 from tests.support.engines import NoText
@@ -241,7 +242,7 @@ def measure(
             max_tokens=max(one.token_budget for one in every),
         ),
         launching=Launching(graphs=not options.no_graphs),
-        gpu=options.gpu,
+        gpu=ChosenGpu(options.gpu),
         precision=precision_from(options, file, spec),
         report=lambda line: print(line, file=sys.stderr),
     )

@@ -381,6 +381,10 @@ class Client:
         asleep = self._workers.serving(model, sleeping=True)
         return [worker for worker in asleep if worker.state == WorkerState.SLEEPING]
 
+    def could_serve(self, model: str | None = None) -> list[Worker]:
+        """Return the live workers that load several models in turn, `model` (None: any) among them."""
+        return self._workers.could_serve(model)
+
     def pause_workers(self, workers: Sequence[str] | None = None, *, paused: bool = True) -> list[Worker]:
         """Pause live workers, or with `paused=False` resume them; returns those that this changed.
 

@@ -43,6 +43,10 @@ def say_if_nobody_serves(client: Client, model: str | None) -> None:
         if asleep := client.sleeping(model):
             echo(f"The worker sleeps, {printable(asleep[0].detail or '')}", err=True)
             return
+        if model is not None and (in_turn := client.could_serve(model)):
+            now = printable(in_turn[0].model)
+            echo(f"The worker serves {now} now, and loads {printable(model)} in its turn", err=True)
+            return
         which = "" if model is None else f" that serves {printable(model)!r}"
         echo(f"No worker is running{which}: start one, nightmill worker --model FILE", err=True)
 
@@ -178,8 +182,24 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{ending}"
 
 
-def describe_status(status: BatchStatus) -> str:
-    """Format a batch's status for people."""
+def describe_cost(
+    gpu_seconds: float, kwh: float | None, price_per_kwh: float | None, joules_per_token: float | None = None
+) -> str:
+    """Format what computing cost: GPU hours, and if they are known energy and money."""
+    said = [
+        f"{gpu_seconds / 3600:,.2f} GPU hours" if gpu_seconds >= 36 else f"{gpu_seconds:,.1f} GPU seconds"
+    ]
+    if kwh is not None:
+        said.append(f"{kwh:,.3f} kWh" if kwh >= 0.01 else f"{kwh * 1000:,.3f} Wh")
+        if joules_per_token is not None:
+            said.append(f"{joules_per_token:,.{0 if joules_per_token >= 100 else 3}f} J a token")
+        if price_per_kwh is not None:
+            said.append(f"{kwh * price_per_kwh:,.2f} at {price_per_kwh:g} a kWh")
+    return ", ".join(said)
+
+
+def describe_status(status: BatchStatus, price_per_kwh: float | None = None) -> str:
+    """Format a batch's status for people; `price_per_kwh`: with what its energy cost."""
     lines = [f"{printable(status.name)}: {status.state}"]
 
     def say(label: str, text: str) -> None:
@@ -202,6 +222,9 @@ def describe_status(status: BatchStatus) -> str:
         "tokens",
         f"{status.prompt_tokens:,} read{cached}, {status.completion_tokens:,} written{thought}{speed}",
     )
+    if status.gpu_seconds:
+        cost = (status.gpu_seconds, status.energy_kwh, price_per_kwh, status.joules_per_token)
+        say("cost", describe_cost(*cost))
     if status.scheduled_at is not None:
         say("begins", describe_moment(status.scheduled_at))
     if status.deadline_at is not None:

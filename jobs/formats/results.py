@@ -33,8 +33,12 @@ RESULT_COLUMNS = {
     "reasoning": "string",
     "tool_calls": "string",
     "embedding": FLOATS,
+    "gpu_seconds": "float64",
+    "energy_joules": "float64",
 }
 """Columns of results in a table, with types."""
+COSTS = ("gpu_seconds", "energy_joules")
+"""Columns, and keys, that results of earlier versions do not have."""
 ERROR_COLUMNS = {
     "custom_id": "string",
     "id": "string",
@@ -83,6 +87,7 @@ def result_row(job: Job, format: FileFormat, *, model: str = "") -> JsonObject:
         }
         | _answers_of(job, format)
         | _embedding_of(job, format)
+        | _costs_of(job, format)
     )
 
 
@@ -92,6 +97,16 @@ def _embedding_of(job: Job, format: FileFormat) -> JsonObject:
         return {} if format is FileFormat.JSONL else {"embedding": None}
     numbers = written(job.packed_embedding)
     return {"embedding": json.dumps(numbers) if format is FileFormat.CSV else numbers}
+
+
+def _costs_of(job: Job, format: FileFormat) -> JsonObject:
+    """Return what a job cost; in JSON lines nothing if nobody knows."""
+    if job.gpu_seconds is None and format is FileFormat.JSONL:
+        return {}
+    return {
+        name: None if cost is None else round(cost, 6)
+        for name, cost in zip(COSTS, (job.gpu_seconds, job.energy_joules), strict=True)
+    }
 
 
 def error_row(job: Job, format: FileFormat, *, model: str = "") -> JsonObject:

@@ -69,6 +69,8 @@ class Job:
     completion_tokens: int | None = None  # of all answers together
     cached_tokens: int | None = None  # tokens of the prompt that the worker had computed before
     reasoning_tokens: int | None = None  # of all answers together
+    gpu_seconds: float | None = None  # its share of the steps that computed it, in all its attempts
+    energy_joules: float | None = None  # the same in joules; None if the device does not tell
     arithmetic: str | None = None  # what computed the text (`jobs.Arithmetic`); older rows have none
     prompt_digest: str | None = None  # of the prompt's token ids; older rows have none
     reuse: str | None = None  # which earlier answers may stand for its own (`jobs.request.reuse`)
@@ -207,6 +209,8 @@ def embedding_of(job: Job) -> Embedding:
 
 IDLE = "idle, until there are jobs"
 """Why a worker sleeps that wakes for the next job; anything else does not end by a job."""
+UNTIL = "until "
+"""Beginning of why a worker sleeps that waits for its hours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +228,23 @@ class Worker:
     detail: str | None  # current activity, for example while it loads
     stats: JsonObject | None = None  # statistics of its engine, as of the heartbeat
     paused: bool = False  # by hand: it sleeps, or is about to, until it is resumed
+    models: list[str] | None = None  # that it loads in turn; `model` is the one that is loaded, or was last
+    swap_for_interactive: bool = False  # it loads another of them when an interactive job asks for it
+
+    def could_serve(self, model: str) -> bool:
+        """Return True if it loads the model in turn with others, whether or not it is loaded now."""
+        return isinstance(self.models, list) and model in self.models
+
+    @property
+    def rests(self) -> bool:
+        """True if it sleeps until its hours begin, or until it is resumed, whatever jobs there are."""
+        return self.state is WorkerState.SLEEPING and (self.paused or (self.detail or "").startswith(UNTIL))
+
+    @property
+    def is_idle(self) -> bool:
+        """True if it holds no job, as of its last heartbeat, or has no model loaded and chooses one."""
+        between = self.state is WorkerState.SLEEPING and not self.rests
+        return between or (self.stats or {}).get("in_flight") == 0
 
     @property
     def wakes_for_jobs(self) -> bool:

@@ -138,6 +138,7 @@ _MODEL = _object(
         "created": _NUMBER,
         "owned_by": TEXT,
         "max_model_len": _MAYBE_NUMBER,
+        "loaded": {"type": "boolean"},
     }
 )
 _TOKEN_IDS: JsonObject = {"type": "array", "items": _NUMBER}

@@ -1,7 +1,7 @@
 """Answers as a table: the columns that were kept, in their types, and ours behind them."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,11 @@ class TableLayout(Layout):
         from nightmill.jobs.tables.arrow_files import read_ids
 
         return read_ids(path, self)
+
+    @property
+    def _older(self) -> Mapping[str, str]:
+        """The columns themselves: tables of all versions have the same."""
+        return self.columns
 
     def head(self) -> bytes:
         """The names of the columns, in CSV."""

@@ -1,6 +1,5 @@
 """A model file, opened and checked, with what turns prompts into its tokens."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,12 +12,12 @@ from nightmill.jobs.errors import InvalidParameterError, NightmillError, Setting
 from nightmill.jobs.reply.structure import closing_of
 from nightmill.jobs.request.parameters import MAX_BANNED_TOKENS, GenerationParams
 from nightmill.worker.assembly.encoding import PromptEncoder, chat_of
+from nightmill.worker.assembly.names import name_of
 from nightmill.worker.assembly.reporting import ReportingFile
 from nightmill.worker.engine.request import ClosingTokens
 from nightmill.worker.model.chat import Limits
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
-from nightmill.worker.model.gguf.parts import whole_name
 from nightmill.worker.model.spec import ModelSpec, Pooling
 from nightmill.worker.model.tokenizer import Tokenizer
 from nightmill.worker.model.tokenizer.vocabulary import Vocabulary
@@ -191,12 +190,6 @@ def model_path(settings: Settings) -> Path:
             "bundled one)"
         )
     return Path(settings.model)  # names have been replaced by paths: see worker.fetching
-
-
-def name_of(path: Path) -> str:
-    """The name of a model file in jobs: its own less ending and part, in characters that names may have."""
-    name = re.sub(r"[^A-Za-z0-9._:+@-]", "-", whole_name(path.name.removesuffix(".gguf")))
-    return name.lstrip("._:+@-")[:200] or "model"
 
 
 def demo_model() -> Path:

@@ -4,6 +4,10 @@ Named by the entry point `nightmill.commands`; read at each start of the command
 """
 
 COMMANDS = {
+    "benchmark": (
+        "nightmill.worker.commands.benchmark:benchmark",
+        "Check that this machine's GPU computes right, and measure how fast, in about five minutes.",
+    ),
     "check": (
         "nightmill.worker.commands.check:check",
         "Test the database, the broker, the model file and the GPU, and say what to do about each.",

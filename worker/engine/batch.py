@@ -1,10 +1,12 @@
 """Turns a plan into the flat arrays that a runner takes."""
 
+from collections.abc import Iterator
 from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
 
+from nightmill.worker.engine.drafting import Draft
 from nightmill.worker.engine.plan import Chunk, StepPlan
 from nightmill.worker.engine.request import Sequence
 from nightmill.worker.runners.base import (
@@ -51,23 +53,24 @@ class BatchBuilder:
     def build(self, plan: StepPlan) -> tuple[StepBatch, "Wanted"]:
         """Return the arrays of `plan`, and whom what it returns is for.
 
-        Sequences that decode come first; their tokens are left to the runner, which drew them. Then come the
-        drawn tokens that are computed again, then the prompts.
+        Sequences that decode come first; their tokens are left to the runner, which drew them. Then come
+        drafts, each of whose tokens is followed by a draw, then the drawn tokens that are computed again,
+        then the prompts.
         """
         self._enter(plan)
         decodes = plan.decodes
-        again = [(chunk.sequence, place) for chunk in plan.chunks for place in _drawn_places(chunk)]
+        again = [*_drafted(plan.drafts), *_drawn_again(plan.chunks)]
         prompts = [chunk for chunk in plan.chunks if chunk.of_prompt]
         drawn = len(decodes) + len(again)
         slots = np.array(
             [sequence.slot for sequence in decodes]
-            + [sequence.slot for sequence, _ in again]
+            + [one.sequence.slot for one in again]
             + [chunk.sequence.slot for chunk in prompts],
             dtype=np.int32,
         )
         starts = np.array(
             [sequence.computed for sequence in decodes]
-            + [place for _, place in again]
+            + [one.place for one in again]
             + [chunk.start for chunk in prompts],
             dtype=np.int32,
         )
@@ -77,12 +80,12 @@ class BatchBuilder:
         sequence_starts = np.zeros(len(slots) + 1, dtype=np.int32)
         sequence_starts[1:] = ends
         tokens = np.full(ends[-1], FROM_SLOT, dtype=np.int32)
-        tokens[len(decodes) : drawn] = [sequence.tokens[place] for sequence, place in again]
+        tokens[len(decodes) : drawn] = [one.token for one in again]
         tokens[drawn:] = _prompt_tokens(prompts)
         draws = np.ones(len(slots), dtype=np.bool_)
-        draws[len(decodes) : drawn] = [place == len(sequence.tokens) - 1 for sequence, place in again]
+        draws[len(decodes) : drawn] = [one.draws for one in again]
         draws[drawn:] = [chunk.draws and chunk.of_prompt == chunk.length for chunk in prompts]
-        others = [sequence for sequence, _ in again] + [chunk.sequence for chunk in prompts]
+        others = [one.sequence for one in again] + [chunk.sequence for chunk in prompts]
         drawing = decodes + list(compress(others, draws[len(decodes) :]))
         token_slots = np.repeat(slots, lengths)
         positions = np.arange(len(tokens), dtype=np.int32)
@@ -127,6 +130,9 @@ class BatchBuilder:
         for sequence in plan.grown:
             pages = sequence.page_table
             tables[sequence.slot, len(pages) - 1] = pages[-1]
+        for draft in plan.drafts:
+            pages = draft.sequence.page_table
+            tables[draft.sequence.slot, : len(pages)] = pages
 
     def _draws(self, rows: IntArray, slots: IntArray, positions: IntArray) -> DrawArray:
         draws = make_draws(rows, slots, positions)
@@ -148,9 +154,28 @@ def _snapshots(prompts: list[Chunk]) -> tuple[tuple[int, int], ...]:
     return tuple((chunk.sequence.slot, chunk.snapshot) for chunk in saving if chunk.sequence.slot is not None)
 
 
-def _drawn_places(chunk: Chunk) -> range:
-    """The positions of the drawn tokens that are computed again."""
-    return range(chunk.start + chunk.of_prompt, chunk.start + chunk.length)
+class _Known(NamedTuple):
+    """A token behind the prompt, at a place, that is given to the runner; `draws`: the next one is drawn."""
+
+    sequence: Sequence
+    place: int
+    token: int
+    draws: bool
+
+
+def _drafted(drafts: list[Draft]) -> Iterator[_Known]:
+    """The tokens of drafts."""
+    for draft in drafts:
+        for place, token in enumerate(draft.tokens, start=draft.start):
+            yield _Known(draft.sequence, place, token, draws=True)
+
+
+def _drawn_again(chunks: list[Chunk]) -> Iterator[_Known]:
+    """The drawn tokens that are computed again."""
+    for chunk in chunks:
+        tokens = chunk.sequence.tokens
+        for place in range(chunk.start + chunk.of_prompt, chunk.start + chunk.length):
+            yield _Known(chunk.sequence, place, tokens[place], draws=place == len(tokens) - 1)
 
 
 def _given(prompts: list[Chunk], starts: IntArray) -> tuple[DrawArray, list[Sequence]]:

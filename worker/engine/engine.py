@@ -18,12 +18,14 @@ from nightmill.worker.engine.batch import BatchBuilder
 from nightmill.worker.engine.completing import completion, not_computed, snapshot
 from nightmill.worker.engine.constraints import GrammarBackend, NoGrammars, nothing_left
 from nightmill.worker.engine.deltas import FollowedTexts
+from nightmill.worker.engine.drafting import Drafter
 from nightmill.worker.engine.embeddings import normalised
 from nightmill.worker.engine.kv_cache import CacheIntegrityError, PagePool
 from nightmill.worker.engine.launches import Launch
 from nightmill.worker.engine.limits import RequestLimits
 from nightmill.worker.engine.logprobs import Records
 from nightmill.worker.engine.masking import FailedSequences, TokenMasks
+from nightmill.worker.engine.metering import Metering
 from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.plan import StepPlan
 from nightmill.worker.engine.request import (
@@ -68,6 +70,8 @@ class Engine:
     prefix_sharing  compute equal beginnings of requests once, and keep such requests together;
                     not where a runner has states and no snapshots of them
     constraints     makes constraints, and asks those of a step together
+    drafts          guess tokens while few requests run; not where a runner has states
+    metering        what steps cost; by default their seconds alone
 
     Raises ValueError for sizes that contradict each other.
     """
@@ -80,7 +84,9 @@ class Engine:
         *,
         prefix_sharing: bool = True,
         constraints: GrammarBackend | None = None,
+        drafts: bool = False,
         clock: Callable[[], float] = time.time,
+        metering: Metering | None = None,
     ) -> None:
         max_sequences, context_length = sizes.max_sequences, sizes.context_length
         if max_sequences > runner.slots:
@@ -99,6 +105,7 @@ class Engine:
         )
         self._token_masks = TokenMasks(self.constraints, runner.vocab)
         self._clock = clock
+        self._metering = metering or Metering(None, time.monotonic)
         self._pool = PagePool(runner.kv_pages, runner.page_size)
         self._scheduler = Scheduler(
             self._pool, max_sequences=max_sequences, token_budget=sizes.token_budget,
@@ -106,6 +113,9 @@ class Engine:
             max_given=max(1, runner.max_draws - max_sequences), prompt_grid=runner.prompt_grid,
             snapshots=runner.snapshots,
         )  # fmt: skip
+        # States have no way back from a guess that was wrong.
+        self._drafter = Drafter() if drafts and runner.prompt_grid == 1 else None
+        self._scheduler.drafter = self._drafter
         self._groups = PrefixGroups() if prefix_sharing else None
         pages = self._pool.pages_for(self._limits.cache_context)
         self._builder = BatchBuilder(slots=runner.slots, pages=pages, page_size=runner.page_size)
@@ -191,6 +201,8 @@ class Engine:
         elif self._sequences and plan.empty:
             raise CacheIntegrityError("there are requests, but no step could be planned")
         self._scheduler.release()
+        if not self._outstanding and not self._sequences:
+            self._metering.rest()
         done, self._done = self._done, []
         return done
 
@@ -225,12 +237,16 @@ class Engine:
             generated_tokens=self._generated,
             resumed_tokens=self._resumed,
             preemptions=self._scheduler.preemptions,
+            guessed_tokens=0 if self._drafter is None else self._drafter.guessed,
+            guessed_right=0 if self._drafter is None else self._drafter.right,
             running=self._scheduler.running,
             waiting=self._scheduler.waiting,
             free_pages=self._pool.free,
             pages=self._pool.pages,
             context=self._limits.cache_context,
             sequences=self._max_sequences,
+            gpu_seconds=self._metering.seconds,
+            energy_joules=self._metering.joules,
         )
 
     def partial(self, job_id: str) -> Partial | None:
@@ -271,7 +287,9 @@ class Engine:
         For draining, and after a RunnerError: the runner is then left alone. Completions already made are
         still returned by the next `step`.
         """
-        partials = [snapshot(sequence, self._decode) for sequence in self._sequences.values()]
+        metered = self._metering.joules is not None
+        unfinished = self._sequences.values()
+        partials = [snapshot(sequence, self._decode, metered=metered) for sequence in unfinished]
         for sequence in self._sequences.values():
             self._scheduler.finish(sequence)
         self._sequences.clear()
@@ -285,6 +303,7 @@ class Engine:
                     self._failed = True  # what it would have drawn is dropped anyway
             self._scheduler.collected = self._outstanding.popleft().number
         self._scheduler.release()
+        self._metering.rest()
         return partials
 
     def close(self) -> None:
@@ -298,13 +317,8 @@ class Engine:
         if (live := self.running + self.waiting) != len(self._sequences):
             raise CacheIntegrityError(f"{len(self._sequences)} requests are live, {live} are scheduled")
         for sequence in self._sequences.values():
-            draws = sum(sequence in launch.drawing for launch in self._outstanding)
-            touching = [
-                launch.number
-                for launch in self._outstanding
-                if sequence in launch.plan.decodes
-                or any(chunk.sequence is sequence for chunk in launch.plan.chunks)
-            ]
+            draws = sum(launch.drawing.count(sequence) for launch in self._outstanding)
+            touching = [launch.number for launch in self._outstanding if launch.plan.touches(sequence)]
             newest = touching[-1] if touching else min(sequence.last_launch, self._scheduler.collected)
             if (newest, draws) != (sequence.last_launch, sequence.drawing):
                 raise CacheIntegrityError(f"{sequence.request.job_id} miscounts its launches")
@@ -345,10 +359,11 @@ class Engine:
 
     def _launch(self, plan: StepPlan) -> None:
         batch, wanted = self._builder.build(plan)
+        self._metering.begin()
         self._failed = True  # unless the runner returns
         self._runner.launch(batch)
         self._steps += 1
-        self._step_sequences += len(plan.decodes) + len(plan.chunks)
+        self._step_sequences += len(plan.decodes) + len(plan.chunks) + len(plan.drafts)
         self._scheduler.launched(plan, self._steps)
         for chunk in plan.chunks:
             end = min(chunk.start + chunk.length, chunk.sequence.prompt_length)
@@ -394,20 +409,25 @@ class Engine:
     def _apply(self, drawn: Drawn) -> None:
         """Give each sequence its token; those that stopped in the meantime get none."""
         launch = self._outstanding.popleft()
+        self._metering.end(launch.plan)
         self._scheduler.collected = launch.number
         finished, not_a_number = SequenceState.FINISHED, NOT_A_NUMBER
         ids = drawn.tokens.tolist()
         records = None if drawn.found is None else Records(drawn.found)
         if launch.asking:
             self._tell(launch, ids, records)
+        guesses = launch.guesses()
         if drawn.sums is not None:
             self._embed(launch, drawn.sums)
         for place, (sequence, token) in enumerate(zip(launch.drawing, ids, strict=False)):
             if sequence is None or sequence.state is finished:
                 continue
             if token == not_a_number:
+                launch.drop_rest(place)
                 self._handle_nan(sequence)
                 continue
+            if guesses and guesses.get(place, token) != token:
+                launch.drop_rest(place)
             self._generated += 1
             tokens = sequence.tokens
             tokens.append(token)
@@ -416,10 +436,22 @@ class Engine:
             if sequence.watch is not None or len(tokens) >= sequence.length_limit or token in sequence.ends:
                 self._finish_if_over(sequence)  # in other cases there is no reason to stop
                 self._follow_budget(sequence)
+        self._follow_drafts(launch)
         if launch.masked:
             drew = [launch.wanting(place) for place in launch.masked if ids[place] != not_a_number]
             if obeying := [sequence for sequence in drew if sequence is not None]:
                 self._fail(self._token_masks.accept(obeying))
+
+    def _follow_drafts(self, launch: Launch) -> None:
+        """Go on from what was right of a launch's drafts, and see who may have guesses next."""
+        if self._drafter is None:
+            return
+        self._drafter.settle(launch.plan.drafts, launch.number)
+        active = self._drafter.rows(self.running, self.waiting) > 0
+        if not active and not self._drafter.holding:
+            return
+        drew = dict.fromkeys(one for one in launch.drawing if one is not None)
+        self._drafter.follow([one for one in drew if one.state is SequenceState.RUNNING], active=active)
 
     def _tell(self, launch: Launch, ids: list[int], records: Records | None) -> None:
         """Give sequences the log-probabilities of tokens of their prompts."""
@@ -486,4 +518,6 @@ class Engine:
         """Make the completion; pages and slot follow when no launch uses them any more."""
         del self._sequences[sequence.request.job_id]
         self._scheduler.finish(sequence)
-        self._done.append(completion(sequence, self._decode, reason, error, embedding))
+        metered = self._metering.joules is not None
+        done = completion(sequence, self._decode, reason, error, embedding, metered=metered)
+        self._done.append(done)

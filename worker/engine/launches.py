@@ -28,3 +28,19 @@ class Launch:
         """Who is to get the token that is drawn at a place, if anybody still is."""
         sequence = self.drawing[place]
         return None if sequence is None or sequence.state is SequenceState.FINISHED else sequence
+
+    def drop_rest(self, place: int) -> None:
+        """What was drawn for a sequence behind a place counts no more: it followed what is not so."""
+        sequence, place = self.drawing[place], place + 1
+        while place < len(self.drawing) and self.drawing[place] is sequence:
+            self.drawing[place] = None
+            place += 1
+
+    def guesses(self) -> dict[int, int]:
+        """What was guessed to be drawn, by the place in `drawing`."""
+        guessed: dict[int, int] = {}
+        place = len(self.plan.decodes)
+        for draft in self.plan.drafts:
+            guessed |= enumerate(draft.guesses, start=place)
+            place += len(draft.tokens)
+        return guessed

@@ -1,7 +1,8 @@
 """A step as the scheduler plans it: which tokens of which sequences are computed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from nightmill.worker.engine.drafting import Draft
 from nightmill.worker.engine.request import Sequence
 from nightmill.worker.runners.base import NO_SNAPSHOT
 
@@ -51,6 +52,7 @@ class StepPlan:
 
     decodes   sequences of which the token at `computed`, the one last drawn, is computed and the next drawn
     chunks    pieces of prompts, and drawn tokens where a sequence is computed again
+    drafts    the last tokens of sequences, with guesses at the next ones, all of which are followed by draws
     """
 
     decodes: list[Sequence]
@@ -58,11 +60,20 @@ class StepPlan:
     admitted: list[Sequence]
     grown: list[Sequence]
     preempted: list[Sequence]
+    drafts: list[Draft] = field(default_factory=list)
 
     @property
     def empty(self) -> bool:
         """True if there is nothing to do until a launch is collected."""
-        return not self.decodes and not self.chunks
+        return not self.decodes and not self.chunks and not self.drafts
+
+    def touches(self, sequence: Sequence) -> bool:
+        """Whether any token of a sequence is computed."""
+        return (
+            sequence in self.decodes
+            or any(chunk.sequence is sequence for chunk in self.chunks)
+            or any(draft.sequence is sequence for draft in self.drafts)
+        )
 
 
 def next_chunk(sequence: Sequence, budget: int, spare: int, given: int, grid: int) -> Chunk:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from nightmill.jobs.base.contract import Constrained, Markup, StopReason
 from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.worker.engine.logprobs import Logprobs, likely_of, of_nothing, record_bytes
+from nightmill.worker.engine.ngrams import Guesses
 from nightmill.worker.engine.prefix_tree import PrefixNode
 from nightmill.worker.engine.stops import TextWatch
 from nightmill.worker.runners.base import NO_LOGPROBS, NO_SNAPSHOT
@@ -59,6 +60,14 @@ class Request:
         return not self.scores and self.embeds is None
 
     @property
+    def drawn_freely(self) -> bool:
+        """True if no penalty or ban looks at the tokens that were drawn before."""
+        params = self.params
+        return params.repetition_penalty == 1.0 and not (
+            params.presence_penalty or params.frequency_penalty or params.logit_bias or self.banned
+        )
+
+    @property
     def thinking(self) -> tuple[str, str, bool] | None:
         """The marks of thoughts and whether they are opened, if what is asked of the answer needs to know."""
         if self.markup is None or self.markup.thinking is None:
@@ -96,15 +105,21 @@ class Completion:
     embedding: bytes | None = None  # float32, if it asked for one
     cached_tokens: int = field(default=0, compare=False)
     """Tokens of the prompt that were not computed, since their pages were there; the text is the same."""
+    gpu_seconds: float = field(default=0.0, compare=False)
+    """Its share of the time of the steps that computed it."""
+    energy_joules: float | None = field(default=None, compare=False)
+    """Its share of their energy; None if the device does not tell."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnTokens:
-    """The tokens that were drawn so far for an unfinished request."""
+    """The tokens that were drawn so far for an unfinished request, and what it cost, if it is dropped."""
 
     job_id: str
     attempt: int
     token_ids: tuple[int, ...]
+    gpu_seconds: float = field(default=0.0, compare=False)
+    energy_joules: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +134,8 @@ class Partial:
     token_ids: tuple[int, ...]
     text: str
     prompt_tokens: int
+    gpu_seconds: float = field(default=0.0, compare=False)
+    energy_joules: float | None = field(default=None, compare=False)
 
 
 class Delta(NamedTuple):
@@ -181,10 +198,17 @@ class Sequence:
     promise: tuple[PrefixNode, bytes] | None = None  # where in the tree the page is that it computes next
     follows: "tuple[Sequence, int] | None" = None  # waits until that one has computed so many pages
 
+    # What `Drafter` knows of it.
+    guesses: Guesses | None = None
+    holds: bool = False  # it waits for its last token, since more may be guessed
+    unsettled: bool = False  # its slot may not have its last token: a draft was drawn behind it
+
     snapshot: int = NO_SNAPSHOT  # the place of the states that it goes on from, if it has_shared_pages any
     marks: set[int] = field(default_factory=set)  # tokens of its prompt after which its states are copied
 
     records: bytearray = field(default_factory=bytearray)  # of `Logprobs`, as far as they are known
+    seconds: float = 0.0  # its share of the steps that computed it
+    joules: float = 0.0
     prompt_logprobs_until: int = 0
     """The tokens of its prompt before this place are asked about by a launch, or never."""
 
@@ -229,8 +253,14 @@ class Sequence:
         self.rank = (-self.request.priority, group + self.request.behind, self.order)
 
     def let_run(self) -> None:
-        """One whose next token is drawn under a mask is computed up to that one; others run ahead."""
+        """One whose next token is drawn under a mask is computed up to that one; others run ahead.
+
+        One that holds is computed up to the last token that is known.
+        """
         length, last = len(self.tokens), self.length_limit - 1
+        if self.holds:
+            self.reach = max(min(length, last), self.computed)
+            return
         self.reach = min(max(length + 1, self.masked_from - 1), last) if length < self.masked_until else last
 
     @property

@@ -122,6 +122,12 @@ class ModelSpec:
         return tuple(mixer for mixer in mixers if isinstance(mixer, Attention))
 
     @property
+    def latents(self) -> tuple[LatentAttention, ...]:
+        """The same of those with latent attention."""
+        mixers = dict.fromkeys(layer.mixer for layer in self.layers)
+        return tuple(mixer for mixer in mixers if isinstance(mixer, LatentAttention))
+
+    @property
     def experts(self) -> tuple[Experts, ...]:
         """The different mixtures of experts among the layers."""
         networks = dict.fromkeys(layer.feed_forward for layer in self.layers)

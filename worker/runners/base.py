@@ -14,6 +14,11 @@ and takes time to make, so it is not part of the step: `launch` starts the forwa
 token from the slot. While it runs, the launches before it are collected, and `draw` brings the masks. Until
 then nothing of the step is drawn; a step without masks needs no `draw`.
 
+Drafts: a step may draw several tokens of one sequence, which then follow tokens that the engine guessed: each
+is a chunk of its own, computed and drawn as if it were known to be right. No launch that follows says
+FROM_SLOT for that sequence, until one has drawn a single token of it; and its draws have neither masks nor
+penalties. Not where there are states.
+
 Not a number: where a row's logits are none (`worker.runners.sampling` says when), NOT_A_NUMBER is returned
 in place of its token, and every other row draws as if that row were not there. The slot goes on as if token 0
 had been drawn, but does not count it among the tokens seen: launches that ran ahead compute something
@@ -138,8 +143,9 @@ class StepBatch:
     context_lengths (S,)    tokens of its sequence up to its last one, all in the cache once this step has run
     page_tables    (S, B)  its pages in order, padded with -1; what lies past its context is never read
     slots           (S,)    the slot of its sequence
-    draws           (R,)    what is drawn (DRAW), in the order of rows, one of a sequence; then what is given
-    drawn           the first so many chunks are tokens that were drawn; the others are of prompts
+    draws           (R,)    what is drawn (DRAW), in the order of rows; then what is given. One of a sequence,
+                            but for drafts
+    drawn           the first so many chunks are tokens that were drawn or guessed; the others are of prompts
     admissions      applied before the step
     snapshots       slots whose states are copied after it, each with the number of the snapshot that they
     become

@@ -17,6 +17,7 @@ from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.worker.engine.embeddings import normalised
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.logprobs import of_nothing
+from nightmill.worker.engine.metering import Metering
 from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import Completion, Request
 from nightmill.worker.runners.base import (
@@ -52,6 +53,7 @@ PIECES = [
     b"!",
 ]
 EOS = len(PIECES) - 1
+LOOPS = 5
 VOCAB = len(PIECES)
 ARITHMETIC = Arithmetic(
     runner="scripted", device="none", weights="none", kv="none", kernels="hash", model="none"
@@ -84,9 +86,10 @@ def hashed(key: int, tokens: list[int]) -> int:
 def next_token(seed: int, tokens: list[int], allowed: list[int] | None = None) -> int:
     """A pseudo-random token that depends on every token before it; EOS about one time in twenty.
 
-    allowed: what a mask leaves, one of which it is
+    allowed: what a mask leaves, one of which it is. With a seed that LOOPS divides it depends on the last two
+    alone, so that texts repeat.
     """
-    number = hashed(seed, tokens)
+    number = hashed(seed, tokens if seed % LOOPS else tokens[-2:])
     if allowed is not None:
         return allowed[number % len(allowed)]
     return EOS if number % 20 == 0 else number // 20 % EOS
@@ -333,6 +336,9 @@ class ScriptedRunner:
                 tokens[index] = self.choose(*one, allowed)
                 found[index] = found_for(one[1], int(tokens[index]))
             self.last[slot] = max(tokens[index], 0)
+        drawing = batch.draws["slot"][: len(known)].tolist()
+        for slot in {slot for slot in drawing if drawing.count(slot) > 1}:
+            self.last[slot] = -99  # which of several it is the contract does not say
         for index, prompt in enumerate(before, start=len(known)):
             if prompt is not None:
                 tokens[index] = batch.draws["given"][index]
@@ -370,16 +376,21 @@ class Clock:
         return self.now
 
 
-def make_engine(runner: ScriptedRunner, clock: Clock | None = None, **limits: int) -> Engine:
+def make_engine(
+    runner: ScriptedRunner, clock: Clock | None = None, metering: Metering | None = None, **limits: int
+) -> Engine:
     settings = {"context_length": 64, "max_sequences": runner.slots, "token_budget": 32} | limits
     text, sharing = Detokenizer(PieceStream, frozenset({EOS})), settings.pop("prefix_sharing", True)
+    drafts = settings.pop("drafts", False)
     return Engine(
         runner,
         text,
         EngineSizes(**settings),
         prefix_sharing=bool(sharing),
         constraints=OneByOne(),
+        drafts=bool(drafts),
         clock=clock or Clock(),
+        metering=metering,
     )
 
 

@@ -1,6 +1,7 @@
 """A service on an engine (in a thread) whose runner does as a test says."""
 
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,12 +14,15 @@ from nightmill.jobs.sql.jobs import Selection
 from nightmill.jobs.sql.sweep import Sweep
 from nightmill.jobs.streams.redis import Followers
 from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.metering import Metering
 from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import ClosingTokens
 from nightmill.worker.runners.base import StepBatch
+from nightmill.worker.runners.gpu.device.nvml import GpuProbe
 from nightmill.worker.service.service_options import ServiceOptions
 from nightmill.worker.service.shards import Service
 from nightmill.worker.service.suspects import SuspectsTurn
+from tests.support.nvml import FakeNvml
 from tests.unit.engine.scripted import EOS, PIECES, PieceStream, ScriptedRunner
 from tests.unit.worker.threads import engine_in_thread
 
@@ -112,10 +116,12 @@ class Bench:
         self.claims.register("host", 1, "model", None)
         self.fatal: list[str] = []
         self.prompting = ScriptedPrompting()
+        nvml = FakeNvml()
         self.engine = Engine(
             runner,
             Detokenizer(text_stream=PieceStream, eos_ids=frozenset({EOS})),
             EngineSizes(context_length=200, max_sequences=runner.slots, token_budget=64),
+            metering=Metering(GpuProbe(0, lambda name: nvml), time.monotonic),
         )
         self.service = Service(
             self.claims,
