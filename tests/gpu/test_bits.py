@@ -28,6 +28,7 @@ from tests.support.driving import BLOCK, Chunk, Cuda, Pages, generate, logits_of
 from tests.support.engines import NoText
 from tests.support.ggufs import write_model
 from tests.support.parts import PARTS, file_of_halves
+from tests.support.true_guesses import guess_truly
 
 LONGEST = 1100
 CONTEXT = 1536
@@ -217,3 +218,24 @@ def test_answers_are_the_same_in_any_company_and_through_any_interruption(
     tight = make(slots=37, kv_pages=page + 40, context=context, depth=3)  # sequences give way again and again
     assert first == answers(tight, asked, context=context, budget=300, sharing=True)
     assert first == answers(tight, asked, context=context, budget=300, sharing=True, interrupt=9)
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "kernels"])
+def test_drafts_change_no_token(
+    spec: ModelSpec, make: Make, monkeypatch: pytest.MonkeyPatch, graphs: bool
+) -> None:
+    """Of eight sequences and fewer; contexts that are split, whole, and of one token."""
+    context, page = CONTEXT, -(-CONTEXT // BLOCK)
+    prompts = texts(spec, [1, 15, 16, 17, 200, 640, 1000, 1100], 21)
+    asked = [
+        Request(
+            str(index), 1, prompt, GenerationParams(max_tokens=40 + index, temperature=index % 2), 900 + index
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+    runner = make(slots=48, kv_pages=48 * page, context=context, graphs=graphs)
+    plain = generate(runner, asked, context=context, token_budget=2048)
+    guess_truly(monkeypatch, plain, vocab=spec.vocab)
+    for some in (asked, asked[-1:], asked[3:5]):
+        drafted = generate(runner, some, context=context, token_budget=2048, drafts=True)
+        assert drafted == {one.job_id: plain[one.job_id] for one in some}

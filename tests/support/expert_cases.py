@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from nightmill.jobs.errors import RunnerError
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.rope import Rope, RopeScaling, RopeStyle
 from nightmill.worker.model.spec import (
@@ -17,8 +18,22 @@ from nightmill.worker.model.spec import (
     RouterScores,
     ShortConv,
 )
+from nightmill.worker.runners.gpu.catalogue import check_spec
 from tests.support.ggufs import spec_tensors, write_file
-from tests.support.hybrid_cases import ALONE, DELTA, EPS, GATED, LAYER, MAMBA, NORM, QWEN35, ROPE, SSM, model
+from tests.support.hybrid_cases import (
+    ALONE,
+    DELTA,
+    EPS,
+    GATED,
+    LAYER,
+    MAMBA,
+    NORM,
+    QWEN35,
+    ROPE,
+    SSM,
+    model,
+    with_heads_of_32,
+)
 
 KEYS: dict[str, Any] = {
     "context_length": 512, "embedding_length": 64, "feed_forward_length": 96, "attention.head_count": 4,
@@ -185,6 +200,20 @@ _FILES: dict[str, tuple[dict[str, Any], ModelSpec]] = {
     ),
 }  # fmt: skip
 EXPERT_FILES = {name: (COUNTS | keys, spec) for name, (keys, spec) in _FILES.items()}
+
+
+def _taken(spec: ModelSpec) -> bool:
+    try:
+        check_spec(spec)
+    except RunnerError:
+        return False
+    return bool(spec.experts)
+
+
+_STATES = ("qwen35moe", "granitehybrid, with experts", "nemotron_h_moe")
+_SIZED = {name: with_heads_of_32(file) if name in _STATES else file for name, file in EXPERT_FILES.items()}
+GPU_EXPERT_FILES = {name: file for name, file in _SIZED.items() if _taken(file[1])}
+"""Those that the CUDA runner computes, in sizes that there are kernels for."""
 
 
 def file_of(

@@ -33,7 +33,7 @@ from nightmill.worker.runners.gpu.attention.choice import (
 )
 from nightmill.worker.runners.gpu.catalogue import check_spec
 from nightmill.worker.runners.gpu.device import compiler
-from nightmill.worker.runners.gpu.device.device import Device, NoDeviceError
+from nightmill.worker.runners.gpu.device.device import Device, NoDeviceError, describe_device
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.graphs import Graph
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, Buffer, Matrix
@@ -125,7 +125,8 @@ def test_weights_as_in_the_file_launch_kernels_for_their_type(driver: RecordedDr
             runner.collect()
         in_file = sum(file.raw(name).nbytes for name in file.tensors)
         assert in_file <= runner.memory.weights < 1.03 * in_file
-    others = set() if driver.capability == HOPPER else {"packed_floats_1", "unpack_Q8_0"}
+    others = set() if driver.capability == HOPPER else {"packed_floats_1", "packed_mma_elements_128_128_8"}
+    assert driver.capability == HOPPER or "unpack_Q8_0" not in driver.launches, "written anew in each step"
     assert driver.launches.keys() >= {"repack_Q8_0", "embed_Q8_0"} | others
     kinds = {"product", "swiglu", "residual", "float"} if driver.capability == HOPPER else set()
     few_rows = {name.partition("_")[0] for name in driver.launches if re.fullmatch(r"[a-z]+(_\d+){3}", name)}
@@ -183,7 +184,7 @@ def test_fp8_weights_are_refused_where_nothing_multiplies_them(
 ) -> None:
     record(AMPERE, monkeypatch, cubins)
     file = GgufFile.open(MODEL)
-    with pytest.raises(RunnerError, match=r"FP8 weights need .* 9\.0 .* another --weights"):
+    with pytest.raises(RunnerError, match=r"FP8 weights need .* 8\.9 .* another --weights"):
         cuda_runner(file, read_spec(file), slots=1, precision=FP8_WEIGHTS)
     with pytest.raises(RunnerError, match=r"FP8 weights do not take an FFN width of 200 .*another --weights"):
         check_spec(dense_spec(ffn_width=200), FP8_WEIGHTS)
@@ -310,6 +311,45 @@ def test_the_last_layer_computes_what_the_rows_that_draw_need(
             assert hopper.launches["hopper_attention"] == attentions
             drawing = [sum(draws)] * 2 if any(draws) else []
             assert rows == [18, 18, *drawing]
+
+
+def test_rows_that_are_pooled_go_through_no_head(
+    hopper: RecordedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two texts one is embedded whole, in pieces; a third one draws beside them."""
+    file = GgufFile.open(MODEL)
+    spec = read_spec(file)
+    heads: list[int] = []
+    compute = Product.__call__
+
+    def noted(product: Product, x: Buffer, weight: Matrix, y: Buffer, count: int) -> None:
+        if product is runner._model.head:
+            heads.append(count)
+        compute(product, x, weight, y, count)
+
+    options = {"slots": 4, "context": CONTEXT, "kv_pages": 64, "max_draws": 36}
+    with closing(cuda_runner(file, spec, tune=False, **options)) as runner:  # type: ignore[arg-type]
+        monkeypatch.setattr(Product, "__call__", noted)
+        engine = Engine(
+            runner,
+            Detokenizer(text_stream=NoText, eos_ids=frozenset()),
+            EngineSizes(context_length=CONTEXT, max_sequences=4, token_budget=512),
+        )
+        embed = GenerationParams(embed=True)
+        texts = [tuple(range(1, 100)), tuple(range(2, 60))]
+        engine.submit(Request("mean", 1, texts[0], embed, 0, embeds=range(99)))
+        engine.submit(Request("last", 1, texts[1], embed, 0, embeds=range(57, 58)))
+        engine.submit(Request("text", 1, (3, 4), GenerationParams(max_tokens=1), 0))
+        done = []
+        while engine.has_work:
+            done += engine.step()
+            engine.check_integrity()
+        assert {one.job_id: len(one.embedding or b"") for one in done} == {
+            "mean": 4 * spec.width, "last": 4 * spec.width, "text": 0,
+        }  # fmt: skip
+        assert heads == [1]
+        assert hopper.launches["pool_rows"] == 3  # 34 rows, 34, 31
+        assert "pool_rows" in hopper.checked
 
 
 def test_all_kernels_are_compiled_at_once(
@@ -528,8 +568,12 @@ def test_a_runner_of_bfloat16_launches_its_kernels_and_says_so_in_the_name_of_it
     assert driver.launches.keys() - {"library"} <= driver.checked
 
 
-def test_a_gpu_without_bfloat16_says_what_to_do(monkeypatch: pytest.MonkeyPatch, cubins: Path) -> None:
-    record((7, 5), monkeypatch, cubins)
-    with pytest.raises(NoDeviceError, match=r"GPU 0 \(recorded\) has no BF16.*--dtype f16"):
-        Device(0, Element.BF16)
-    Device(0).close()
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5), (6, 1)])
+def test_a_gpu_that_is_too_old_is_refused_in_a_sentence(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch, cubins: Path
+) -> None:
+    record(capability, monkeypatch, cubins)
+    sentence = rf"GPU 0 \(recorded\) has compute capability {capability[0]}\.{capability[1]}; .*--reference"
+    for refused in (Device, describe_device):
+        with pytest.raises(NoDeviceError, match=sentence):
+            refused()

@@ -16,12 +16,16 @@ from nightmill.worker.runners.gpu.attention.widening import Widening
 from nightmill.worker.runners.gpu.computed import refusal
 from nightmill.worker.runners.gpu.device.device import NamedGpu
 from nightmill.worker.runners.gpu.device.sources import Source, for_element
+from nightmill.worker.runners.gpu.experts.combine import Combine
+from nightmill.worker.runners.gpu.experts.grouped import GroupedProducts
+from nightmill.worker.runners.gpu.experts.route import Routing
 from nightmill.worker.runners.gpu.precision import HALF, Precision
 from nightmill.worker.runners.gpu.products.formats import ModelFormats
 from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.rows.embedding import Embedding
 from nightmill.worker.runners.gpu.rows.logits import LogitScale
 from nightmill.worker.runners.gpu.rows.norms import Norms
+from nightmill.worker.runners.gpu.rows.pooling import PooledSums
 from nightmill.worker.runners.gpu.rows.rotation import Rotation
 from nightmill.worker.runners.gpu.sampling.sampler import Sampler
 from nightmill.worker.runners.gpu.states.choice import StateMixers
@@ -49,17 +53,22 @@ class Launcher(Protocol):
 
 
 _LAUNCHERS: tuple[type[Launcher], ...] = (
-    Embedding, Norms, Activate, Rotation, LogitScale, DecodeAttention, HopperPrefill, PortablePrefill,
-    HopperWide, WideDecode, GeneralDecode, LatentKernels, StateMixers, States, Sampler, Dequantizer,
+    Embedding, Norms, Activate, Rotation, LogitScale, PooledSums, DecodeAttention, HopperPrefill,
+    PortablePrefill, HopperWide, WideDecode, GeneralDecode, LatentKernels, StateMixers, States, Routing,
+    Combine, Sampler, Dequantizer,
 )  # fmt: skip
-_LAST = (Norms, Activate, Rotation, PortablePrefill, LatentKernels, StateMixers)
+_LAST = (Norms, Activate, Rotation, PortablePrefill, LatentKernels, StateMixers, Routing, GroupedProducts)
 
 
 def sources_for(spec: ModelSpec, precision: Precision, *, hopper: bool) -> list[Source]:
     """Files and options for nvcc; those that take longest first."""
     widening = (Widening,) if precision.kv is KvFormat.FP8 else ()
     others = (s for launcher in (*_LAUNCHERS, *widening) for s in launcher.sources(spec, hopper=hopper))
-    sources = (*ModelFormats(spec, precision).sources(hopper=hopper), *others)
+    products = [
+        *ModelFormats(spec, precision).sources(hopper=hopper),
+        *GroupedProducts.sources(spec, precision, hopper=hopper),
+    ]
+    sources = (*products, *others)
     return list(dict.fromkeys(for_element(source, precision.element, precision.kv) for source in sources))
 
 
@@ -100,7 +109,7 @@ def workspace_bytes(
 def check_spec(spec: ModelSpec, precision: Precision = HALF, gpu: NamedGpu | None = None) -> None:
     """Raise RunnerError, which names the part or the size, if kernels do not take a model.
 
-    gpu  that may lack what the precision needs
+    gpu  that may lack what the precision or the model needs
     """
     problems = [refusal(spec)]
     if problems == [None]:  # launchers know nothing of what is refused
@@ -113,6 +122,8 @@ def check_spec(spec: ModelSpec, precision: Precision = HALF, gpu: NamedGpu | Non
         raise RunnerError(f"the CUDA kernels do not take {problem}; `--reference` generates without a GPU")
     if spec.latents and precision.kv is KvFormat.FP8:
         raise RunnerError(f"{LatentAttention.title} keeps its latents in elements: leave out `--kv fp8`")
+    if gpu is not None and (reason := StateMixers.refusal_on(spec, gpu)) is not None:
+        raise RunnerError(reason)
     if (rounded := ModelFormats(spec, precision).rounded) is not None:
         reason = rounded.refusal(spec) or (None if gpu is None else rounded.refusal_on(gpu))
         if reason is not None:

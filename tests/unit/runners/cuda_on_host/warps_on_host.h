@@ -63,8 +63,12 @@ template <typename Value>
 inline Value __ldcg(const Value* source) {
     return *source;
 }
+inline unsigned long long atomicAdd(unsigned long long* target, unsigned long long value) {
+    return std::exchange(*target, *target + value);
+}
 inline unsigned atomicAdd(unsigned* target, int value) { return std::exchange(*target, *target + value); }
 inline unsigned atomicOr(unsigned* target, unsigned value) { return std::exchange(*target, *target | value); }
+inline int __popc(uint32_t bits) { return __builtin_popcount(bits); }
 inline void __threadfence() {}
 inline size_t __cvta_generic_to_shared(const void* pointer) { return reinterpret_cast<size_t>(pointer); }
 

@@ -12,8 +12,9 @@ from nightmill.worker.model.spec import (
     ShortConv,
 )
 from nightmill.worker.model.spec import Mixer as MixerSpec
-from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.device import Device, NamedGpu
 from nightmill.worker.runners.gpu.device.sources import Source
+from nightmill.worker.runners.gpu.states.chunks import DeltaChunks, MambaChunks
 from nightmill.worker.runners.gpu.states.convolution import ShortConvolution
 from nightmill.worker.runners.gpu.states.delta_net import DeltaNet
 from nightmill.worker.runners.gpu.states.mamba2 import Mamba
@@ -43,6 +44,22 @@ class StateMixers:
             reason: str | None = _LAUNCHERS[type(mixer)].refusal(mixer)
             if reason is not None:
                 return reason
+        return None
+
+    @staticmethod
+    def refusal_on(spec: ModelSpec, gpu: NamedGpu) -> str | None:
+        """Return why a GPU has too little shared memory for the states of a model, or None."""
+        for mixer in _mixers(spec):
+            least = 0
+            if isinstance(mixer, GatedDeltaNet):
+                least = DeltaChunks.least_shared(mixer)
+            elif isinstance(mixer, Mamba2):
+                least = MambaChunks.least_shared(mixer)
+            if least > gpu.block_shared:
+                return (
+                    f"states of this model take {least:,} bytes of shared memory and a block of {gpu.name} "
+                    f"has {gpu.block_shared:,}; `--reference` generates without a GPU"
+                )
         return None
 
     @staticmethod

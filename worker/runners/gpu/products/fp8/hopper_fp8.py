@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 
-from nightmill.worker.model.spec import Attention, LatentAttention, ModelSpec
+from nightmill.worker.model.spec import Attention, Experts, FeedForward, LatentAttention, ModelSpec
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import Function, Module
 from nightmill.worker.runners.gpu.device.operands import FP8, Buffer, Format, Matrix
@@ -165,6 +165,7 @@ class HopperFp8:
                 ("a width", spec.width),
                 (mixer, mixer_sizes(layer.mixer).outputs),
                 ("an FFN width", layer.feed_forward.width),
+                *_of_experts(layer.feed_forward),
                 ("a latent of queries", query_latent or 0),
             ):
                 if inputs % _ALIGNMENT or inputs > MOST_INPUTS:
@@ -231,3 +232,11 @@ def _sources(kinds: Collection[Kind]) -> dict[Kind, Source]:
         for kind, tiles in FP8_TILES.items()
         if kind in kinds
     }
+
+
+def _of_experts(network: FeedForward | Experts) -> list[tuple[str, int]]:
+    """What products read around experts, and their own, with their sizes."""
+    if not isinstance(network, Experts):
+        return []
+    shared = [] if network.shared is None else [("a shared expert", network.shared.width)]
+    return [*shared, *([] if network.latent is None else [("a latent", network.latent)])]
