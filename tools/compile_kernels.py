@@ -25,9 +25,18 @@ from typing import Any, NamedTuple
 
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
-from nightmill.worker.model.rope import RopeStyle
-from nightmill.worker.model.spec import Activation, GatedDeltaNet, Mamba2, ModelSpec, Norm, ShortConv
+from nightmill.worker.model.rope import Rope, RopeStyle
+from nightmill.worker.model.spec import (
+    Activation,
+    GatedDeltaNet,
+    LatentAttention,
+    Mamba2,
+    ModelSpec,
+    Norm,
+    ShortConv,
+)
 from nightmill.worker.runners.base import DRAW
+from nightmill.worker.runners.gpu.attention.latent import latent_kernels
 from nightmill.worker.runners.gpu.catalogue import sources_for
 from nightmill.worker.runners.gpu.device.compiler import (
     COMMON_OPTIONS,
@@ -36,8 +45,10 @@ from nightmill.worker.runners.gpu.device.compiler import (
     kernel_directory,
 )
 from nightmill.worker.runners.gpu.device.element import Element
+from nightmill.worker.runners.gpu.device.operands import Format
 from nightmill.worker.runners.gpu.device.sources import for_element, members, source_of
 from nightmill.worker.runners.gpu.device.waits import BOUNDED_WAITS
+from nightmill.worker.runners.gpu.experts.grouped import grouped_sources
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.sampling.sampler import SLOT
 from nightmill.worker.runners.gpu.states.convolution import ShortConvolution
@@ -107,11 +118,12 @@ def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
         (large, bf16, (HOPPER, "sm_80")),
         (small, f16, ("sm_80",)),
         (small, bf16, (HOPPER, "sm_100")),
-        (with_scores(bundled, window=512), f16, ("sm_80",)),
+        (with_scores(bundled, window=512, sinks=True), f16, (HOPPER, "sm_80")),
         (with_scores(large, window=512, softcap=50.0), bf16, (HOPPER,)),
         (with_scores(small, softcap=50.0), f16, (HOPPER,)),
         (with_heads(bundled, 96, RopeStyle.HALVES), f16, (HOPPER,)),
         (with_heads(bundled, 256, RopeStyle.HALVES), bf16, (HOPPER,)),
+        (with_heads(bundled, 512, RopeStyle.HALVES), f16, (HOPPER,)),
         (other, replace(f16, weights=WeightsFormat.FP8), (HOPPER,)),
         (bundled, replace(f16, kv=KvFormat.FP8), (HOPPER,)),
         (large, replace(bf16, kv=KvFormat.FP8), ("sm_80",)),
@@ -120,6 +132,7 @@ def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
         for architecture in architectures:
             sources = sources_for(spec, precision, hopper=architecture == HOPPER)
             yield from ((path, options, architecture) for path, options in sources)
+    yield from latent_sources()
     for path, options in sources_for(large, replace(bf16, kv=KvFormat.FP8), hopper=False):
         if any(included.name == "e4m3.cuh" for included in included_files(path)):
             yield path, options, "sm_89"
@@ -127,10 +140,28 @@ def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
         if path.stem == "mma_fp8":
             yield path, options, "sm_89"
     yield from state_sources()
+    yield from expert_sources()
     yield from reference_sources()
     for path, options in sources_for(bundled, f16, hopper=True):
         if path.stem in BOUNDED:
             yield path, (*options, BOUNDED_WAITS), HOPPER
+
+
+def latent_sources() -> Iterator[tuple[Path, tuple[str, ...], str]]:
+    """The same of latent attention."""
+    attention = LatentAttention(
+        heads=20, key_dim=192, value_dim=256, latent=512, norm=Norm(1e-5), scale=1.0,
+        rope=Rope(style=RopeStyle.PAIRS, dim=64, base=1e6),
+    )  # fmt: skip
+    small = replace(attention, latent=40, rope=replace(attention.rope, dim=8))
+    for one, element, architecture in (
+        (attention, Element.F16, HOPPER),
+        (attention, Element.BF16, "sm_80"),
+        (attention, Element.BF16, "sm_100"),
+        (small, Element.F16, HOPPER),
+    ):
+        for source in latent_kernels(one, hopper=architecture == HOPPER):
+            yield (*for_element(source, element), architecture)
 
 
 def state_sources() -> Iterator[tuple[Path, tuple[str, ...], str]]:
@@ -149,6 +180,21 @@ def state_sources() -> Iterator[tuple[Path, tuple[str, ...], str]]:
         (of_delta, Element.F16, "sm_100"),
         ([*other_delta, *other_mamba], Element.BF16, HOPPER),
     ):
+        yield from ((*for_element(source, element), architecture) for source in sources)
+
+
+def expert_sources() -> Iterator[tuple[Path, tuple[str, ...], str]]:
+    """The same of mixtures of experts, with weights of each kind."""
+    around = [source_of("route"), source_of("combine")]
+    for format_, element, architecture in (
+        (Format.F16, Element.F16, HOPPER),
+        (Format.BF16, Element.BF16, "sm_80"),
+        (Format.FP8, Element.BF16, HOPPER),
+        (Format.Q4_K, Element.BF16, HOPPER),
+        (Format.Q6_K, Element.F16, HOPPER),
+        (Format.MXFP4, Element.F16, "sm_100"),
+    ):
+        sources = [*around, *grouped_sources(format_, hopper=architecture == HOPPER)]
         yield from ((*for_element(source, element), architecture) for source in sources)
 
 

@@ -1,6 +1,7 @@
 """From settings and an opened model file to an engine: a runner with the weights, sized for its device."""
 
 import logging
+import time
 from dataclasses import replace
 
 from threadpoolctl import threadpool_limits
@@ -19,6 +20,7 @@ from nightmill.worker.assembly.sizes import (
     runner_sizes,
 )
 from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.metering import Metering
 from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.probing import probe
 from nightmill.worker.engine.stats import EngineStats
@@ -26,6 +28,7 @@ from nightmill.worker.grammar import Grammars
 from nightmill.worker.model.tokenizer import TextStream
 from nightmill.worker.runners.base import STATE_CHUNK, Runner
 from nightmill.worker.runners.gpu.device.known_cards import known_card
+from nightmill.worker.runners.gpu.device.nvml import GpuProbe
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.kv_format import KvFormat
 from nightmill.worker.runners.reference import ReferenceRunner, Rounding, choose_kv_pages, choose_slots
@@ -97,6 +100,8 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
             ),
             prefix_sharing=settings.prefix_sharing,
             constraints=grammars,
+            drafts=settings.drafts == "ngram",
+            metering=Metering(None if gpu is None else GpuProbe(gpu), time.monotonic),
         )
 
     try:

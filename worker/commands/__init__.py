@@ -16,6 +16,10 @@ COMMANDS = {
         "nightmill.worker.commands.demo:demo",
         "Answer questions with a small model, through the whole path, on this machine.",
     ),
+    "embed": (
+        "nightmill.worker.commands.embed:embed",
+        "Compute the embedding of a column of FILE for each row, and write it beside the other columns.",
+    ),
     "models": (
         "nightmill.worker.commands.models:models",
         "Say which models are in the cache, what they are, and whether they fit this machine's GPU.",

@@ -52,6 +52,7 @@ from tests.support.engines import NoText
 from tests.support.family_cases import GPU_FILES, file_of
 from tests.support.ggufs import write_model
 from tests.support.operands import all_products, cache_of, inputs_of, room, shape_of
+from tests.support.parts import PARTS, file_of_halves
 from tests.support.specs import dense_spec
 from tests.unit.runners.recorded_cuda import AMPERE, HOPPER, RecordedDriver, record
 
@@ -312,6 +313,45 @@ def test_the_last_layer_computes_what_the_rows_that_draw_need(
             assert rows == [18, 18, *drawing]
 
 
+def test_rows_that_are_pooled_go_through_no_head(
+    hopper: RecordedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two texts one is embedded whole, in pieces; a third one draws beside them."""
+    file = GgufFile.open(MODEL)
+    spec = read_spec(file)
+    heads: list[int] = []
+    compute = Product.__call__
+
+    def noted(product: Product, x: Buffer, weight: Matrix, y: Buffer, count: int) -> None:
+        if product is runner._model.head:
+            heads.append(count)
+        compute(product, x, weight, y, count)
+
+    options = {"slots": 4, "context": CONTEXT, "kv_pages": 64, "max_draws": 36}
+    with closing(cuda_runner(file, spec, tune=False, **options)) as runner:  # type: ignore[arg-type]
+        monkeypatch.setattr(Product, "__call__", noted)
+        engine = Engine(
+            runner,
+            Detokenizer(text_stream=NoText, eos_ids=frozenset()),
+            EngineSizes(context_length=CONTEXT, max_sequences=4, token_budget=512),
+        )
+        embed = GenerationParams(embed=True)
+        texts = [tuple(range(1, 100)), tuple(range(2, 60))]
+        engine.submit(Request("mean", 1, texts[0], embed, 0, embeds=range(99)))
+        engine.submit(Request("last", 1, texts[1], embed, 0, embeds=range(57, 58)))
+        engine.submit(Request("text", 1, (3, 4), GenerationParams(max_tokens=1), 0))
+        done = []
+        while engine.has_work:
+            done += engine.step()
+            engine.check_integrity()
+        assert {one.job_id: len(one.embedding or b"") for one in done} == {
+            "mean": 4 * spec.width, "last": 4 * spec.width, "text": 0,
+        }  # fmt: skip
+        assert heads == [1]
+        assert hopper.launches["pool_rows"] == 3  # 34 rows, 34, 31
+        assert "pool_rows" in hopper.checked
+
+
 def test_all_kernels_are_compiled_at_once(
     driver: RecordedDriver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -357,7 +397,8 @@ def test_every_way_of_a_product_can_be_launched(hopper: RecordedDriver, kind: Ki
         ((20, 1, 128), {"softcap": 50.0}),
         ((4, 2, 80), {}),
         ((20, 1, 256), {"window": 100, "softcap": 50.0, "scale": 0.1}),
-        ((2, 1, 320), {"window": 100, "softcap": 50.0}),
+        ((2, 1, 320), {"window": 100, "softcap": 50.0, "sinks": True}),
+        ((64, 8, 64), {"window": 128, "sinks": True}),
     ],
     ids=str,
 )
@@ -385,12 +426,13 @@ def test_attention_of_all_kinds_is_launched_as_it_was_compiled(
     assert sum("attention" in name for name in driver.launches) >= 2
 
 
-@pytest.mark.parametrize("name", GPU_FILES)
+@pytest.mark.parametrize("name", [*GPU_FILES, *PARTS])
 def test_every_family_is_launched_as_it_was_compiled(
     driver: RecordedDriver, name: str, tmp_path: Path
 ) -> None:
     """A prompt in two chunks, the second with a drawn token of another sequence; then steps of those."""
-    file = file_of(tmp_path, *GPU_FILES[name])
+    part = PARTS.get(name)
+    file = file_of(tmp_path, *GPU_FILES[name]) if part is None else file_of_halves(tmp_path, part)
     tokens, pages = [1] * CONTEXT, Pages(2, CONTEXT // 16)
     steps = [
         [Chunk(0, tokens, 0, 40), Chunk(1, tokens, 0, 9)],
@@ -398,7 +440,7 @@ def test_every_family_is_launched_as_it_was_compiled(
         [Chunk(1, tokens, 10, 1, 1, True), Chunk(0, tokens, 70, 1, 1, True)],
     ]
     options = {"slots": 2, "context": CONTEXT, "kv_pages": 16, "max_tokens": 64}
-    with closing(cuda_runner(file, read_spec(file), **options)) as runner:  # type: ignore[arg-type]
+    with closing(cuda_runner(file, part or read_spec(file), **options)) as runner:  # type: ignore[arg-type]
         for step in steps:
             runner.launch(pages.batch(step, admit=step is steps[0]))
             assert runner.collect() is not None

@@ -3,7 +3,14 @@
 from collections.abc import Iterator
 from typing import Any
 
-from nightmill.worker.model.spec import Attention, GatedDeltaNet, Mamba2, ModelSpec, ShortConv
+from nightmill.worker.model.spec import (
+    Attention,
+    GatedDeltaNet,
+    LatentAttention,
+    Mamba2,
+    ModelSpec,
+    ShortConv,
+)
 from nightmill.worker.model.spec import Mixer as MixerSpec
 from nightmill.worker.runners.gpu.device.device import Device, NamedGpu
 from nightmill.worker.runners.gpu.device.sources import Source
@@ -83,5 +90,5 @@ def state_mixer(device: Device, mixer: MixerSpec, work: int, rows: int) -> Mixer
 def _mixers(spec: ModelSpec) -> Iterator[MixerSpec]:
     """The different ones among those of the layers."""
     for mixer in dict.fromkeys(layer.mixer for layer in spec.layers):
-        if mixer is not None and not isinstance(mixer, Attention):
+        if mixer is not None and not isinstance(mixer, Attention | LatentAttention):
             yield mixer

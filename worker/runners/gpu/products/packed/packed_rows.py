@@ -11,7 +11,7 @@ from nightmill.worker.runners.gpu.device.sources import Source, source_of
 from nightmill.worker.runners.gpu.precision import Precision
 from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.shapes import Candidate, Kernel, Kind, Shape
-from nightmill.worker.runners.gpu.weights.layout import formats_in
+from nightmill.worker.runners.gpu.weights.layout import OF_EXPERTS, formats_in
 
 __all__ = ["RESULTS", "PackedRows", "packed_formats"]
 
@@ -90,7 +90,9 @@ def packed_formats(spec: ModelSpec, precision: Precision, *, hopper: bool) -> li
     """The formats that portable kernels multiply as they are; none on Hopper, which has its own."""
     if hopper or precision.plain_products:
         return []
-    return [format_ for format_ in sorted(formats_in(spec, precision), key=str) if format_.packed]
+    return [
+        format_ for format_ in sorted(formats_in(spec, precision, but=OF_EXPERTS), key=str) if format_.packed
+    ]
 
 
 def _shared(format_: Format, tiles: int) -> int:
