@@ -104,7 +104,7 @@ def _about(settings: Settings, model: "LoadedModel") -> dict[str, Any]:
     """What the figures depend on, without paths or names of hosts."""
     from nightmill.worker.assembly.forecast import card_here
     from nightmill.worker.assembly.sizes import gpu_index
-    from nightmill.worker.runners.gpu.device.device import describe_device
+    from nightmill.worker.runners.gpu.device.chosen import describe_device
     from nightmill.worker.runners.gpu.device.known_cards import known_card
 
     gpu, device = gpu_index(settings), None

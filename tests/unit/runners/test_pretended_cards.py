@@ -16,13 +16,8 @@ from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import GatedDeltaNet, Mamba2, Norm
 from nightmill.worker.runners.gpu.device import compiler
-from nightmill.worker.runners.gpu.device.device import (
-    ChosenGpu,
-    CudaError,
-    Device,
-    DeviceMemoryError,
-    NoDeviceError,
-)
+from nightmill.worker.runners.gpu.device.chosen import ChosenGpu
+from nightmill.worker.runners.gpu.device.device import CudaError, Device, DeviceMemoryError, NoDeviceError
 from nightmill.worker.runners.gpu.device.features import features_of
 from nightmill.worker.runners.gpu.device.functions import Module
 from nightmill.worker.runners.gpu.device.known_cards import KNOWN_CARDS, known_card
