@@ -127,6 +127,7 @@ class Device:
     def _pretend(self, card: KnownCard) -> None:
         """Take it for another card, as far as it can be."""
         self.features = features_of(card.capability, self.compute_capability)
+        self.compute_capability = card.capability
         code = self.features.target.partition("/")[0]
         self.name = f"{card.name} (pretended on {self.name}, code of {code})"
         self.multiprocessors = card.multiprocessors
@@ -385,6 +386,7 @@ def check_card(index: int, handle: Any, pretended: KnownCard | None) -> None:
 
 
 def cuda_driver() -> Any:
+    """Import PyCUDA's driver. Raises NoDeviceError."""
     try:
         import pycuda.driver
     except ImportError as error:
