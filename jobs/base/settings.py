@@ -130,6 +130,8 @@ class Settings(BaseModel):
     """Generate with NumPy even if a GPU is present."""
     gpu: int | None = Field(default=None, ge=0)
     """Index of the worker's GPU."""
+    pretend_device: str | None = None
+    """The card that the GPU is taken for, to try what runs there, such as rtx4090; by default itself."""
     gpu_memory: float | int = 0.9
     """GPU memory for the worker: a share of the free memory, or a whole number of bytes."""
     dtype: Literal["auto", "f16", "bf16"] = "auto"
@@ -150,6 +152,8 @@ class Settings(BaseModel):
     """Tokens a sequence may hold; by default the model's own limit, or what memory allows."""
     prefix_sharing: bool = True
     """Compute equal beginnings of prompts once."""
+    drafts: Literal["off", "ngram"] = "off"
+    """Guesses at a text's next tokens while few are computed; ngram: from the text's own words."""
     hours: str | None = None
     """Times of day at which a worker serves, such as 22:00-06:00/Europe/Berlin; by default always."""
     idle_seconds: float | None = Field(default=None, ge=1.0)

@@ -19,7 +19,8 @@ from nightmill.jobs.errors import InvalidParameterError
 from nightmill.jobs.formats.frames import Prompts, items_of
 from nightmill.jobs.messages.announcing import Announcer
 from nightmill.jobs.messages.broker import Broker
-from nightmill.jobs.reply.job import Job, Worker, scores_of
+from nightmill.jobs.reply.embeddings import Embedding
+from nightmill.jobs.reply.job import Job, Worker, embedding_of, scores_of
 from nightmill.jobs.reply.logprobs import Scores
 from nightmill.jobs.request.fields import FIELDS, JobSettings, deadline_moment
 from nightmill.jobs.request.spec import JobSpec
@@ -352,6 +353,20 @@ class Client:
         job_id = self.enqueue(prompt, **settings)
         self.wait(job_id, timeout=timeout)
         return scores_of(self.get(job_id))
+
+    def embed_many(
+        self, texts: Iterable[Prompt], *, timeout: float | None = None, **settings: Unpack[JobSettings]
+    ) -> list[Embedding]:
+        """Compute the embedding of each text, in their order. Queues jobs, and waits until all have ended.
+
+        Keywords are those of `enqueue`, with `dimensions` and `pooling`. For so many texts that their
+        embeddings do not fit into memory submit a batch with `embed=True`, and read its results.
+
+        Raises InvalidRequestError, WaitTimeoutError, and EmbeddingError if a job ended otherwise.
+        """
+        settings["embed"] = True
+        job_ids = self.enqueue_many(texts, **settings)
+        return [embedding_of(job) for job in self.results(job_ids, timeout=timeout)]
 
     def worker(self, worker_id: str) -> Worker | None:
         """Return a worker; None if it is unknown or never served."""

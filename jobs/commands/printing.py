@@ -15,6 +15,7 @@ from nightmill.jobs.commands.progress import duration
 from nightmill.jobs.commands.terminal import LiveLine, ProgressLine, echo, echo_text, to_json, type_text
 from nightmill.jobs.formats.results import answer_values, reply_values
 from nightmill.jobs.reply.batch_status import BatchState, BatchStatus, unserved_sentence
+from nightmill.jobs.reply.embeddings import written
 from nightmill.jobs.reply.history import EXTEND, begins_with
 from nightmill.jobs.reply.job import Job
 from nightmill.jobs.reply.parsing import Reply
@@ -76,10 +77,14 @@ def print_stream(client: Client, job_id: str) -> Job:
     return job
 
 
+_APART = ("text", "answers", "errors", "history", "embedding")  # fields that are printed in their own way
+_NUMBERS = 4  # of an embedding that are shown
+
+
 def print_all_of(job: Job) -> None:
     """Print all fields of a job, its text last."""
     for name, value in json.loads(to_json(job_values(job))).items():
-        if value not in (None, [], {}, "") and name not in ("text", "answers", "errors", "history"):
+        if value not in (None, [], {}, "") and name not in _APART:
             echo(_field(name, value if isinstance(value, str) else to_json(value)))
     for entry in job.errors:
         if "attempt" in entry:
@@ -88,6 +93,9 @@ def print_all_of(job: Job) -> None:
         echo(_field(f"before {entry.get('change')}", _former(job, entry)))
     if job.several:
         _print_several(job)
+    elif job.embedding is not None:
+        begins = ", ".join(f"{number:.4f}" for number in job.embedding[:_NUMBERS])
+        echo(_field("embedding", f"{len(job.embedding):,} numbers: {begins}, ..."))
     elif job.text is not None:
         echo()
         _print_text(job.text, job.replies[0] if job.answers else None)
@@ -150,9 +158,11 @@ def _field(name: str, value: str) -> str:
 def job_values(job: Job) -> dict[str, Any]:
     """Return a job as a JSON object; `answers` are as in result rows."""
     values = asdict(job) | {"params": job.params.model_dump(mode="json", warnings=False)}
-    for name in ("several", "packed_logprobs"):
+    for name in ("several", "packed_logprobs", "packed_prompt_logprobs", "packed_embedding"):
         del values[name]
     read = reply_values(job.replies[0]) if job.answers else {}
+    if job.packed_embedding is not None:
+        read |= {"embedding": written(job.packed_embedding)}
     return values | {"answers": answer_values(job)} | read
 
 

@@ -14,7 +14,7 @@ from nightmill.jobs.formats.rows import FileFormat
 from nightmill.jobs.reply.job import Job
 
 _OPENAI_KEYS = {"id", "custom_id", "response", "error"}
-_SOMETIMES = {"answers", *READ, *COSTS}
+_SOMETIMES = {"answers", "embedding", *READ, *COSTS}
 _RESULT_KEYS = RESULT_COLUMNS.keys() - _SOMETIMES
 _ERROR_KEYS = {"custom_id", "id", "line", "error", "text"} | _SOMETIMES
 

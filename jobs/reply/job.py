@@ -15,7 +15,8 @@ from nightmill.jobs.base.contract import (
     StopReason,
     WorkerState,
 )
-from nightmill.jobs.errors import ScoreError
+from nightmill.jobs.errors import EmbeddingError, ScoreError
+from nightmill.jobs.reply.embeddings import Embedding, numbers
 from nightmill.jobs.reply.logprobs import Score, Scores, TokenLogprob, read, total
 from nightmill.jobs.reply.parsing import Reply, ToolCall, read_reply
 from nightmill.jobs.reply.token_ids import TokenIds
@@ -62,6 +63,7 @@ class Job:
     several: tuple[Answer, ...] = ()  # all answers, if several were requested; see `answers`
     packed_logprobs: bytes | None = field(default=None, repr=False)  # of a single answer; see `logprobs`
     packed_prompt_logprobs: bytes | None = field(default=None, repr=False)  # see `prompt_logprobs`
+    packed_embedding: bytes | None = field(default=None, repr=False)  # as in SQL; see `embedding`
     token_ids: TokenIds | None = field(default=None, repr=False)  # see `prompt_token_ids`
     prompt_tokens: int | None = None
     completion_tokens: int | None = None  # of all answers together
@@ -118,6 +120,11 @@ class Job:
     def prompt_logprobs(self) -> tuple[TokenLogprob, ...] | None:
         """Log-probabilities of the prompt's tokens, if the job asked for them; the first one's is None."""
         return None if self.packed_prompt_logprobs is None else read(self.packed_prompt_logprobs)
+
+    @property
+    def embedding(self) -> Embedding | None:
+        """The embedding of the text, if the job asked for one and succeeded."""
+        return None if self.packed_embedding is None else numbers(self.packed_embedding)
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...] | None:
@@ -190,6 +197,14 @@ def scores_of(job: Job) -> Scores:
         why = f": {job.error}" if job.error else ""
         raise ScoreError(f"job {job.id} ended without scores, {job.state} ({job.stop_reason}){why}")
     return scores
+
+
+def embedding_of(job: Job) -> Embedding:
+    """Return the embedding of an ended job; raises EmbeddingError if it has none."""
+    if (embedding := job.embedding) is None:
+        why = f": {job.error}" if job.error else ""
+        raise EmbeddingError(f"job {job.id} ended without an embedding, {job.state} ({job.stop_reason}){why}")
+    return embedding
 
 
 IDLE = "idle, until there are jobs"

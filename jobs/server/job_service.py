@@ -135,8 +135,13 @@ class JobService:
         """Queue an interactive job; raises HttpError if no worker would run it."""
         return (await self.enqueue_request(caller, [spec])).request_id
 
-    async def enqueue_request(self, caller: Caller, specs: Sequence[JobSpec]) -> Enqueued:
-        """Queue all jobs of a request or none; they name one model. Raises like `enqueue`."""
+    async def enqueue_request(
+        self, caller: Caller, specs: Sequence[JobSpec], field: str = "prompt"
+    ) -> Enqueued:
+        """Queue all jobs of a request or none; they name one model. Raises like `enqueue`.
+
+        field  the key of the request that has its prompts
+        """
         caller.need_to_submit()
         model = specs[0].model
         if not await self.run(self.client.serving, model):
@@ -146,7 +151,7 @@ class JobService:
         # A hanging or unreachable broker gets it later; a refused job would never be sent.
         if await self._refusal.answer():
             raise HttpError(503, "the broker accepts no jobs now; try again later", code="unavailable")
-        return await self.run(self._queue, caller.name, specs)
+        return await self.run(self._queue, caller.name, specs, field)
 
     async def _need_one_that_will_serve(self, model: str | None) -> None:
         """Return if the job would wake a worker, or have its model loaded; raises HttpError if not."""
@@ -179,11 +184,11 @@ class JobService:
         caller.need_to_submit()
         return (await self.run(self._queue, caller.name, [spec])).request_id
 
-    def _queue(self, owner: str | None, specs: Sequence[JobSpec]) -> Enqueued:
+    def _queue(self, owner: str | None, specs: Sequence[JobSpec], field: str = "prompt") -> Enqueued:
         most, key = self.limits.queued, specs[0].idempotency_key
         if owner is not None and len(specs) > most:
             said = f"has {len(specs):,} prompts, and a key may have {most:,} jobs queued; give fewer"
-            raise invalid("prompt", said)
+            raise invalid(field, said)
         if (
             owner is not None
             and self.client.store.count_queued(owner) + len(specs) > most

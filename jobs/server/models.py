@@ -1,4 +1,4 @@
-"""GET /v1/models: models served by live workers. POST /v1/embeddings: always refused."""
+"""GET /v1/models: models served by live workers."""
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -30,13 +30,6 @@ class Models:
                 404, f"no live worker serves {name!r}; served are: {known}", code="model_not_found"
             )
         return JSONResponse(served[name])
-
-    async def embeddings(self, request: Request) -> Response:
-        """POST /v1/embeddings."""
-        self._service.keys.caller(request)
-        raise HttpError(
-            404, "no model here computes embeddings: they all generate text", code="unsupported_endpoint"
-        )
 
     async def _served(self) -> dict[str, JsonObject]:
         """Return by name, sorted, the models that are loaded, and those that a worker loads in their turn."""

@@ -14,7 +14,7 @@ from typing import Any
 from sqlalchemy import Connection, bindparam, select, update
 
 from nightmill.jobs.base.contract import JobState, StopReason, WorkerState
-from nightmill.jobs.sql import answers, logprobs, partials, suspects
+from nightmill.jobs.sql import answers, embeddings, logprobs, partials, suspects
 from nightmill.jobs.sql.claimed import Claim, read_claim
 from nightmill.jobs.sql.jobs import chunked, mark_unsent
 from nightmill.jobs.sql.locks import lock_ids, lock_jobs
@@ -160,6 +160,11 @@ class Claims(RegisteredWorker):
                 connection,
                 self.worker_id,
                 {(outcome.job_id, outcome.attempt): told(outcome) for outcome in outcomes},
+            )
+            embeddings.write(
+                connection,
+                self.worker_id,
+                {(outcome.job_id, outcome.attempt): outcome.embedding for outcome in outcomes},
             )
             if cut := [outcome.saved for outcome in plain if outcome.saved is not None]:
                 partials.save(connection, self.worker_id, cut, now)

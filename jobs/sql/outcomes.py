@@ -31,6 +31,7 @@ class Outcome:
     logprobs: tuple[bytes | None, ...] = ()  # of the answers in order, if requested
     prompt_logprobs: bytes | None = None  # if requested
     token_ids: bytes | None = None  # of prompt and answers (`jobs.reply.token_ids`), if requested
+    embedding: bytes | None = None  # float32 (`jobs.reply.embeddings`), if requested
     cached_tokens: int = 0  # tokens of the prompt taken from the cache
     reasoning_tokens: int = 0  # reasoning tokens of all answers
     reused_from: str | None = None  # the job that the text was computed for, if another's

@@ -271,6 +271,17 @@ class LogprobsRow(Base):
     data: Mapped[bytes] = mapped_column(LargeBinary)
 
 
+class EmbeddingRow(Base):
+    """The embedding of an ended job, float32 (`jobs.reply.embeddings`)."""
+
+    __tablename__ = "embeddings"
+
+    job_id: Mapped[str] = mapped_column(
+        String(32), ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True
+    )
+    data: Mapped[bytes] = mapped_column(LargeBinary)
+
+
 class FileRow(Base):
     """A file uploaded or written over HTTP. Its content is stored under its id in a folder of the servers."""
 

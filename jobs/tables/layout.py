@@ -9,6 +9,7 @@ from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.formats.layout import Layout, WholeWriter
 from nightmill.jobs.formats.results import READ, answer_values, error_of, reply_values
 from nightmill.jobs.formats.rows import FileFormat
+from nightmill.jobs.reply.embeddings import written
 from nightmill.jobs.reply.job import Job
 from nightmill.jobs.tables.kinds import cell, flat
 from nightmill.jobs.tables.shape import ID, Shape
@@ -95,6 +96,8 @@ class TableLayout(Layout):
         }
         if self.errors:
             return made | {"line": job.row} | error_of(job)
+        if job.packed_embedding is not None:
+            made["embedding"] = written(job.packed_embedding)
         parsed = job.parsed if self.shape.spread else None
         spread = spread_values(parsed, self.shape.spread)
         return (

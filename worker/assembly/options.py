@@ -26,7 +26,7 @@ WEIGHTS = click.Choice(get_args(Settings.model_fields["weights"].annotation))
 WEIGHTS_HELP = (
     "How weights are kept; auto, the default: 16bit, in the type of --dtype, or file, as they are there, if "
     "that would take more than half of the memory; fp8: rounded to 8 bits, as is what they are multiplied "
-    "with, for an H100 or H200 [NIGHTMILL_WEIGHTS]."
+    "with, from compute capability 8.9 on [NIGHTMILL_WEIGHTS]."
 )
 KV = click.Choice(get_args(Settings.model_fields["kv"].annotation))
 KV_HELP = (
@@ -81,6 +81,12 @@ def worker_options() -> list[click.Option]:
             ["--prefix-sharing/--no-prefix-sharing"],
             default=None,
             help="Compute equal beginnings of prompts once; on by default [NIGHTMILL_PREFIX_SHARING].",
+        ),
+        click.Option(
+            ["--drafts"],
+            type=click.Choice(["off", "ngram"]),
+            help="ngram: while few texts are computed, guess each one's next tokens from its own words, so "
+            "that it takes fewer steps; no text changes. Off by default [NIGHTMILL_DRAFTS].",
         ),
         click.Option(
             ["--hours"],
@@ -164,6 +170,7 @@ WORKER_SETTINGS = frozenset(
         "stay",
         "swap_for_interactive",
         "gpu",
+        "pretend_device",
         "gpu_memory",
         "dtype",
         "weights",
@@ -173,6 +180,7 @@ WORKER_SETTINGS = frozenset(
         "max_sequences",
         "context",
         "prefix_sharing",
+        "drafts",
         "hours",
         "idle_seconds",
         "drain_seconds",

@@ -240,9 +240,10 @@ def _memory(settings: Settings, model: "OpenModel") -> "Forecast | None":
     """Share out the memory of the GPU that would run the model; None without one, or if it does not fit."""
     from nightmill.worker.assembly.forecast import card_here, forecast
     from nightmill.worker.assembly.sizes import gpu_index, precision_of
+    from nightmill.worker.runners.gpu.device.known_cards import known_card
 
     gpu = gpu_index(settings)
-    card = None if gpu is None else card_here(gpu)
+    card = None if gpu is None else card_here(gpu, known_card(settings.pretend_device))
     try:
         if card is not None:
             return forecast(model.spec, card, settings, precision_of(settings, model.file, model.spec))

@@ -12,7 +12,13 @@ Decode = Callable[[list[int]], str]
 
 
 def completion(
-    sequence: Sequence, decode: Decode, reason: StopReason, error: str | None, *, metered: bool = False
+    sequence: Sequence,
+    decode: Decode,
+    reason: StopReason,
+    error: str | None,
+    embedding: bytes | None = None,
+    *,
+    metered: bool = False,
 ) -> Completion:
     """Build the completion of a sequence that ends for `reason`; `metered`: its energy is known.
 
@@ -44,6 +50,7 @@ def completion(
         logprobs=sequence.logprobs,
         gpu_seconds=sequence.seconds,
         energy_joules=sequence.joules if metered else None,
+        embedding=embedding,
     )
 
 

@@ -125,22 +125,22 @@ class Metering:
         """A step has ended: charge those that it computed and that are still there."""
         now = self._clock()
         seconds, self._until = max(0.0, now - self._until), now
-        prompts, drawn = sum(chunk.length for chunk in plan.chunks), len(plan.decodes)
+        drafted = sum(len(draft.tokens) for draft in plan.drafts)
+        prompts, drawn = sum(chunk.length for chunk in plan.chunks), len(plan.decodes) + drafted
         share = self._costs.prompt_share
-        finished = SequenceState.FINISHED
-        decodes = [sequence for sequence in plan.decodes if sequence.state is not finished]
-        chunks = [chunk for chunk in plan.chunks if chunk.sequence.state is not finished]
-        whole = share * sum(chunk.length for chunk in chunks) + len(decodes)
+        costs = [
+            *((sequence, 1.0) for sequence in plan.decodes),
+            *((draft.sequence, float(len(draft.tokens))) for draft in plan.drafts),
+            *((chunk.sequence, share * chunk.length) for chunk in plan.chunks),
+        ]
+        live = [(one, cost) for one, cost in costs if one.state is not SequenceState.FINISHED]
+        whole = sum(cost for _, cost in live)
         if whole > 0.0:
             self.seconds += seconds
             each, joules = seconds / whole, self._bill.charge(seconds) / whole
-            for sequence in decodes:
-                sequence.seconds += each
-                sequence.joules += joules
-            for chunk in chunks:
-                cost = share * chunk.length
-                chunk.sequence.seconds += each * cost
-                chunk.sequence.joules += joules * cost
+            for sequence, cost in live:
+                sequence.seconds += each * cost
+                sequence.joules += joules * cost
         self._worked += seconds
         self._costs.observe(prompts, drawn, seconds)
         if self._joules is not None and now - self._read_at >= READ_SECONDS:

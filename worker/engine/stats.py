@@ -14,6 +14,8 @@ class EngineStats:
     generated_tokens: int  # drawn and kept
     resumed_tokens: int  # drawn by earlier attempts and gone on from
     preemptions: int
+    guessed_tokens: int  # computed as drafts of what would be drawn
+    guessed_right: int  # of those, the ones that were drawn
     running: int
     waiting: int
     free_pages: int

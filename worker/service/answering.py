@@ -124,6 +124,12 @@ class Answering:
             for number, text in enumerate(texts)
         ]
 
+    @staticmethod
+    def embed(request: Request, places: range) -> Request:
+        """The request of a job that embeds its prompt: the hidden states at these places count."""
+        params = GenerationParams(embed=True, dimensions=request.params.dimensions, seed=request.params.seed)
+        return replace(request, params=params, embeds=places, generated_ids=(), constrained=None, banned=())
+
     def _echo(self, request: Request, count: int) -> list[Request]:
         """Split a job that generates nothing into a request for each answer: its answers are its prompt."""
         row = _Row(
@@ -270,6 +276,7 @@ def _outcome_of_one(completion: Completion, arithmetic: str, logprobs: bytes | N
         gpu_seconds=completion.gpu_seconds,
         energy_joules=completion.energy_joules,
         logprobs=() if logprobs is None else (logprobs,),
+        embedding=completion.embedding,
         # Those of a job with log-probabilities are not kept: it would have to begin afresh.
         drawn=completion.token_ids if logprobs is None and _is_cut(completion) else (),
     )

@@ -25,6 +25,8 @@ _COUNTERS = {
     "gpu_seconds": "Time of steps, which is charged to the jobs that they computed.",
     "energy_joules": "Energy of steps, which is charged to these jobs; nothing where the GPU does not tell.",
     "preemptions": "Times that a sequence gave its pages back, to be computed again.",
+    "guessed_tokens": "Tokens that were guessed and computed, by drafts.",
+    "guessed_right": "Guessed tokens that were drawn, each of which spared a step.",
 }
 """Fields of EngineStats that only grow, and what they say."""
 

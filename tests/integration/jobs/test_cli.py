@@ -184,6 +184,9 @@ def test_enqueue_prints_ids_and_keeps_every_option(run: Run, cli_client: Client)
             "return_token_ids": False,
             "truncate_prompt_tokens": None,
             "max_reasoning_tokens": None,
+            "embed": False,
+            "dimensions": None,
+            "pooling": None,
         }
 
 

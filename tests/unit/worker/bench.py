@@ -7,7 +7,8 @@ from typing import Any
 
 from nightmill.jobs.base.contract import Markup
 from nightmill.jobs.client.client import Client
-from nightmill.jobs.errors import ChatTemplateError, NightmillError, RunnerError
+from nightmill.jobs.errors import ChatTemplateError, InvalidParameterError, NightmillError, RunnerError
+from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.jobs.sql.claims import Claim, Claims
 from nightmill.jobs.sql.jobs import Selection
 from nightmill.jobs.sql.sweep import Sweep
@@ -66,6 +67,9 @@ class Pausing(Gated):
 class ScriptedPrompting:
     """Tokenises every prompt as PROMPT, and spells tokens by the scripted runner's pieces."""
 
+    pooling: str | None = None
+    """What the model's file says."""
+
     def tokenize_all(self, claims: Sequence[Claim]) -> list[tuple[int, ...] | NightmillError]:
         return [self.encode(claim) for claim in claims]
 
@@ -81,6 +85,12 @@ class ScriptedPrompting:
 
     def spell_token(self, token_id: int) -> tuple[bytes, str]:
         return PIECES[token_id], f"<{token_id}>"
+
+    def embedded(self, params: GenerationParams, tokens: int) -> range:
+        pooling = params.pooling or self.pooling
+        if pooling is None:
+            raise InvalidParameterError("pooling: no file says any", field="pooling")
+        return range(0 if pooling == "mean" else tokens - 1, tokens)
 
     def markup(self, claim: Claim, prompt_ids: tuple[int, ...]) -> Markup | None:
         return None
