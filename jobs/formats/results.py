@@ -38,7 +38,8 @@ RESULT_COLUMNS = {
 }
 """Columns of results in a table, with types."""
 COSTS = ("gpu_seconds", "energy_joules")
-"""Columns, and keys, that results of earlier versions do not have."""
+LATER = ("embedding", *COSTS)
+"""Columns that results of earlier versions do not have."""
 ERROR_COLUMNS = {
     "custom_id": "string",
     "id": "string",
