@@ -16,6 +16,7 @@ from typing import Any
 
 from nightmill.jobs.base.contract import JobState, JsonObject
 from nightmill.jobs.batches.comparing import Difference, compare
+from nightmill.jobs.batches.limits import LimitsChanged, change_limits, checked_limits
 from nightmill.jobs.batches.requeueing import (
     QueuedAgain,
     Where,
@@ -275,6 +276,22 @@ class Batch:
         ends_at = deadline_moment(deadline, self.store.database.now())
         groups = Requeueing(self.store).retry(self.name, conditions, changed, ends_at, new_seeds=new_seeds)
         return announced(groups, self._announcer)
+
+    def set_limits(
+        self,
+        *,
+        budget: str | None = None,
+        max_failures: str | None = None,
+        deadline: datetime | timedelta | None = None,
+    ) -> LimitsChanged:
+        """Change the limits, such as budget="40M-tokens"; "none" removes one, and what is not given stays.
+
+        Rows that a limit had ended are queued again if no limit is met any more, with the deadline of the
+        batch if that is still to come, or with this one. Raises InvalidParameterError, and BatchConflictError
+        if the batch is being deleted.
+        """
+        limits = checked_limits({"budget": budget, "max_failures": max_failures})
+        return change_limits(self.store, self._announcer, self.name, limits, deadline)
 
     def delete(self, on_rows: OnRows | None = None) -> int:
         """Delete the batch and all its rows; returns the number of rows.

@@ -19,7 +19,7 @@ CHANGEABLE = tuple(
     if FIELDS[name].kind in (FieldKind.INTEGER, FieldKind.NUMBER) and name not in _SHAPE_THE_RESULT
 )
 """Parameters that rows may get when they are queued again: limits, and the numbers of sampling."""
-_REASONS = (StopReason.ERROR, StopReason.DEADLINE, StopReason.CANCELLED)
+_REASONS = (StopReason.ERROR, StopReason.DEADLINE, StopReason.BUDGET, StopReason.CANCELLED)
 _ALLOWED = {
     "state": (JobState.FAILED, JobState.CANCELLED),
     "stop_reason": _REASONS,

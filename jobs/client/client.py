@@ -10,6 +10,7 @@ from nightmill.jobs.base.ids import JobIds
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.batches.batch import Batch
 from nightmill.jobs.batches.batches import Batches, BatchSource
+from nightmill.jobs.batches.limits import SubmitSettings
 from nightmill.jobs.batches.submission import OnRows
 from nightmill.jobs.batches.trying import Trial, Trying
 from nightmill.jobs.batches.verifying import Verification, Verifier
@@ -146,7 +147,7 @@ class Client:
         name: str | None = None,
         on_rows: OnRows | None = None,
         webhook: str | None = None,
-        **settings: Unpack[TableSettings],
+        **settings: Unpack[SubmitSettings],
     ) -> Batch:
         """Queue every row of a file (its path), a table (pandas, Polars, Arrow) or an iterable, as one batch.
 
@@ -163,6 +164,10 @@ class Client:
         `system` and the filled template (with `plain` a plain prompt). The columns of `keep` ("all", "none",
         or names) come back beside the answers, which are in `column`, and with `spread` in a column for each
         top property of their schema. `empty` ("error", "skip", "keep") is for rows that lack a value.
+
+        `budget`, such as "20M-tokens", and `max_failures`, such as "5%", stop the batch: running rows end as
+        they would, queued rows with the stop reason `budget`. Given to a batch that exists they replace its
+        limits, and with larger ones it goes on; see Batch.set_limits.
 
         Raises BatchFileError, BatchConflictError (the name belongs to other rows), InvalidParameterError,
         UnknownModelError and DatabaseError.

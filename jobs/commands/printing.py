@@ -18,6 +18,7 @@ from nightmill.jobs.reply.batch_status import BatchState, BatchStatus, unserved_
 from nightmill.jobs.reply.history import EXTEND, begins_with
 from nightmill.jobs.reply.job import Job
 from nightmill.jobs.reply.parsing import Reply
+from nightmill.jobs.request.limits import describe_amount, describe_share
 
 _LONGEST_LINE = 300  # characters of a prompt in a list; `show` prints all of it
 _LABEL = 20
@@ -196,6 +197,18 @@ def describe_status(status: BatchStatus) -> str:
         say("begins", describe_moment(status.scheduled_at))
     if status.deadline_at is not None:
         say("deadline", describe_moment(status.deadline_at))
+    for measure, most in (status.budget or {}).items():
+        say(
+            "budget", f"{describe_amount(measure, status.spent[measure])} of {describe_amount(measure, most)}"
+        )
+    if status.max_failures is not None:
+        say("failures", f"at most {describe_share(status.max_failures)} of the rows")
+    if status.stopped_because is not None:
+        first, *kinds = status.stopped_because.split("; ")
+        say("stopped", first)
+        for kind in kinds:
+            say("", kind)
+        say("", f"to go on: nightmill batch budget {status.name} with a higher limit")
     if status.estimated_end is not None:
         left = (status.estimated_end - datetime.now(status.estimated_end.tzinfo)).total_seconds()
         late = status.deadline_at is not None and status.estimated_end > status.deadline_at

@@ -9,6 +9,7 @@ from nightmill.jobs.formats.refusals import REFUSED
 from nightmill.jobs.formats.results import READ
 from nightmill.jobs.reply.batch_status import BatchState
 from nightmill.jobs.request.fields import FIELDS, OF_A_BATCH
+from nightmill.jobs.request.limits import HELP, LIMIT_KEYS
 from nightmill.jobs.server.anthropic.schemas import ANTHROPIC_SCHEMAS
 from nightmill.jobs.server.completions import STREAM_OPTIONS
 from nightmill.jobs.server.native import DELIVERY, JOB_FIELDS
@@ -115,6 +116,7 @@ def _night_body() -> JsonObject:
     properties = {name: _field(name) for name in sorted(OF_A_BATCH)}
     properties |= {"file": TEXT, "name": {"type": ["string", "null"], "minLength": 1, "maxLength": 200}}
     properties |= {"webhook": _WEBHOOK}
+    properties |= {name: {"type": ["string", "null"], "description": HELP[name]} for name in LIMIT_KEYS}
     return _object(properties, optional=tuple(name for name in properties if name != "file"))
 
 
@@ -255,6 +257,10 @@ _NIGHT = _object(
         "status": {"enum": [*map(str, HttpStatus)]},
         "state": {"enum": [*map(str, BatchState), None]},
         "tokens_per_second": {"type": ["number", "null"]},
+        "budget": {"type": ["object", "null"], "additionalProperties": {"type": "number"}},
+        "spent": {"type": "object", "additionalProperties": {"type": "number"}},
+        "max_failures": {"type": ["number", "null"]},
+        "stopped_because": _MAYBE_TEXT,
         "unlisted_errors": _NUMBER,
         "bad_rows": _BAD_ROWS,
         "errors": {"type": "array", "items": _object({"rows": _NUMBER, "message": TEXT})},

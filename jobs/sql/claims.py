@@ -13,7 +13,7 @@ from typing import Any
 from sqlalchemy import Connection, bindparam, select, update
 
 from nightmill.jobs.base.contract import JobState, StopReason, WorkerState
-from nightmill.jobs.sql import answers, logprobs, partials, suspects
+from nightmill.jobs.sql import answers, limits, logprobs, partials, suspects
 from nightmill.jobs.sql.claimed import Claim, read_claim
 from nightmill.jobs.sql.jobs import chunked, mark_unsent
 from nightmill.jobs.sql.locks import lock_ids, lock_jobs
@@ -130,6 +130,8 @@ class Claims(RegisteredWorker):
                 )
             )
             partials.forget_ended(connection, [job_id])
+            if done.rowcount:
+                limits.count_failed(connection, job_id, now)
         return bool(done.rowcount)
 
     @retried
@@ -140,6 +142,7 @@ class Claims(RegisteredWorker):
         written = 0
         with self.database.write() as connection:
             lock_ids(connection, [outcome.job_id for outcome in outcomes])
+            limited = limits.before_end(connection, [outcome.job_id for outcome in outcomes])
             answers.write(
                 connection,
                 self.worker_id,
@@ -160,6 +163,7 @@ class Claims(RegisteredWorker):
                 if outcome.error is not None:
                     written += self._finish_with_error(connection, outcome, now)
             partials.forget_ended(connection, [outcome.job_id for outcome in outcomes])
+            limits.count_ended(connection, limited, now)
         return written
 
     @retried

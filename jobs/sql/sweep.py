@@ -20,7 +20,7 @@ from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.jobs import GROUP, by_queue, chunked
 from nightmill.jobs.sql.retrying import retried
 from nightmill.jobs.sql.settling import settle_heartbeats, settle_sendings
-from nightmill.jobs.sql.tables import QUEUED, RUNNING, JobRow, WorkerRow
+from nightmill.jobs.sql.tables import QUEUED, RUNNING, BatchRow, JobRow, WorkerRow
 from nightmill.jobs.sql.workers import LIVE
 
 _PRIORITIES = range(INTERACTIVE, -1, -1)
@@ -161,6 +161,41 @@ class Sweep:
             if len(late) < GROUP or done == groups:
                 return expired
         raise AssertionError("unreachable")
+
+    @retried
+    def end_stopped(self, groups: int | None = None) -> int:
+        """End the queued rows of batches that a limit has stopped, in at most this many groups; returns their
+        number."""
+        now, ended, done = self.database.now(), 0, 0
+        while groups is None or done < groups:
+            done += 1
+            with self.database.write() as connection:
+                queued = exists().where(JobRow.batch == BatchRow.name, QUEUED)
+                stopped = select(BatchRow.name, BatchRow.stopped_because)
+                stopped = stopped.where(BatchRow.stopped_at.is_not(None), queued).order_by(BatchRow.name)
+                # Held, so that whoever lets it go on finds all rows that were ended.
+                held = stopped.limit(1).with_for_update(read=True, of=BatchRow)
+                batch = connection.execute(held).one_or_none()
+                if batch is None:
+                    break
+                rows = select(JobRow.id).where(JobRow.batch == batch.name, QUEUED).limit(GROUP)
+                ids = sorted(connection.execute(rows.with_for_update(skip_locked=True)).scalars())
+                why = (batch.stopped_because or "").partition("; ")[0]
+                for chunk in chunked(ids):
+                    ended += connection.execute(
+                        update(JobRow)
+                        .where(JobRow.id.in_(chunk), QUEUED)
+                        .values(
+                            state=JobState.FAILED,
+                            stop_reason=StopReason.BUDGET,
+                            error=f"the batch stopped before a worker began: {why}",
+                            finished_at=now,
+                        )
+                    ).rowcount
+                    partials.forget_ended(connection, chunk)
+            if not ids:  # others are at it
+                break
+        return ended
 
     @retried
     def unsent(self, limit: int) -> list[Announcement]:

@@ -7,6 +7,7 @@ from sqlalchemy import (
     JSON,
     BigInteger,
     ColumnElement,
+    Double,
     ForeignKey,
     Index,
     LargeBinary,
@@ -24,7 +25,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from nightmill.jobs.base.contract import MAX_ERROR_LENGTH, JobState, JsonObject
 from nightmill.jobs.sql.types import StorableString, StorableText, UtcDateTime
 
-SCHEMA_REVISION = "0029"
+SCHEMA_REVISION = "0031"
 """The migration that these declarations match."""
 
 
@@ -62,6 +63,17 @@ class BatchRow(Base):
     deadline_at: Mapped[datetime | None]
     cancel_requested_at: Mapped[datetime | None]
     deleting_at: Mapped[datetime | None]  # set once its rows are being deleted: nothing is added any more
+
+    # Limits of the whole batch, what its ended rows have used, and the end that a limit brought.
+    budget: Mapped[JsonObject | None] = mapped_column(JSON(none_as_null=True))  # most, by measure
+    max_failures: Mapped[float | None] = mapped_column(Double)  # share of rows
+    spent_tokens: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    spent_gpu_seconds: Mapped[float] = mapped_column(Double, server_default="0")
+    spent_joules: Mapped[float] = mapped_column(Double, server_default="0")
+    counted_rows: Mapped[int] = mapped_column(server_default="0")  # rows whose failures are counted,
+    counted_failures: Mapped[int] = mapped_column(server_default="0")  # and those that failed
+    stopped_at: Mapped[datetime | None]
+    stopped_because: Mapped[str | None] = mapped_column(StorableText(MAX_ERROR_LENGTH))
 
 
 class WorkerRow(Base):

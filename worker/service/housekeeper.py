@@ -146,6 +146,8 @@ class Housekeeper:
         expired = self._sweep.expire()
         if expired:
             log.info("%d queued jobs passed their deadline", expired)
+        if stopped := self._sweep.end_stopped():
+            log.info("%d queued jobs ended, as a limit stopped their batch", stopped)
         try:
             self._announce_unsent()
             self._look_into_queues()

@@ -70,6 +70,7 @@ class Sleeper:
                 self._heart.beat(WorkerState.SLEEPING, reason)
                 self._beaten_at = now
                 self._sweep.expire()  # whoever is awake does as much; there may be nobody
+                self._sweep.end_stopped()
             self._complaint = ""
         except DatabaseError as error:
             if str(error) != self._complaint:  # once, not each second

@@ -262,6 +262,8 @@ def test_night_takes_any_format_and_tells_how_it_goes(server: Server) -> None:
             ({"scheduled_at": "2030-01-02T00:00+00:00", "deadline": "2030-01-01T00:00+00:00"}, "deadline"),
             ({"deadline": "2020-01-01T00:00+00:00"}, "deadline"),
             ({"priority": 11}, "priority"),
+            ({"budget": "much"}, "budget"),
+            ({"max_failures": 5}, "max_failures"),
             ({"temperature": -1}, "temperature"),
             ({"name": ""}, "name"),
             ({"custom_id": "x"}, "custom_id"),
@@ -278,7 +280,7 @@ def test_night_takes_any_format_and_tells_how_it_goes(server: Server) -> None:
             else:
                 assert answer.status_code == (404 if param == "model" else 400), answer.text
                 assert answer.json()["error"]["param"] == param
-        answer = http.post("/v1/night", json=body)
+        answer = http.post("/v1/night", json=body | {"budget": "1M-tokens", "max_failures": "5%"})
         assert answer.status_code == 202
         url = f"/v1/night/{answer.json()['id']}"
         night = wait_until(lambda: (now := http.get(url).json())["ended_at"] and now)
@@ -288,8 +290,12 @@ def test_night_takes_any_format_and_tells_how_it_goes(server: Server) -> None:
         assert (night["succeeded"], night["unsuccessful"], night["settings"]) == (
             1,
             2,
-            {"max_tokens": 9, "priority": 2},
+            {"max_tokens": 9, "priority": 2, "budget": "1M-tokens", "max_failures": "5%"},
         )
+        assert (night["budget"], night["max_failures"], night["stopped_because"]) == (
+            *({"tokens": 1_000_000}, 0.05, None),
+        )
+        assert night["spent"] == {"tokens": night["tokens_in"] + night["tokens_out"]}
         messages = sorted(group["message"] for group in night["errors"])
         assert messages[1] == "the template refuses" and messages[0].startswith("prompt: must be")
         assert [bad["line"] for bad in night["bad_rows"]] == [3]
