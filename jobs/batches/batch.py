@@ -43,6 +43,7 @@ from nightmill.jobs.reply.job import Job
 from nightmill.jobs.request.fields import deadline_moment
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.deletion import Deletion
+from nightmill.jobs.sql.flows import rows_before
 from nightmill.jobs.sql.requeueing import Requeueing
 from nightmill.jobs.tables.arrow_files import table_of
 from nightmill.jobs.tables.into import UsersTable
@@ -79,7 +80,8 @@ class Batch:
     def status(self, *, errors: bool = True, whole_pace: bool | None = None) -> BatchStatus:
         """Return the current status. `errors`: also group the errors, which reads the failed rows.
 
-        errors      also list unserved models that rows wait for, even while other rows end
+        errors      also list unserved models that rows wait for, even while other rows end, and count the
+                    rows of others that come first, if none runs
         whole_pace  also compute the speed of an ended batch, which reads all its rows; by default like
         `errors`.
                     Without both, only indexes are read
@@ -92,8 +94,12 @@ class Batch:
         served = served_models(self.store)
         asked = errors or record.model is not None or stalled(pace)
         unserved = unserved_models(self.store, record, counts, served) if asked else []
+        waits = errors and any(count.state is JobState.QUEUED for count in counts)
         status = make_status(
-            record, counts, pace, groups, now, served=takes(served, record.model), unserved=unserved
+            *(record, counts, pace, groups, now),
+            served=takes(served, record.model),
+            unserved=unserved,
+            rows_before=rows_before(self.store.database, self.name) if waits else None,
         )
         if not status.state.final:
             return status
@@ -237,10 +243,10 @@ class Batch:
         BatchConflictError if the batch is being deleted.
         """
         ends_at = deadline_moment(deadline, self.store.database.now())
-        queued = 0
+        queued, room = 0, None
         for groups in self.store.retry_failed(self.name, ends_at):
             queued += sum(map(len, groups.values()))
-            self._announcer.announce(groups)
+            room = self._announcer.announce_first(groups, room)
         return queued
 
     def extend(self, max_tokens: int, *, deadline: datetime | timedelta | None = None) -> QueuedAgain:

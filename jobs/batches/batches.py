@@ -136,7 +136,11 @@ class Batches:
                 change_limits(self.store, self._announcer, known.name, limits)
         batch = Batch(known, self.store, self._announcer)
         submission = Submission(
-            known, defaults, max_attempts=self._settings.max_attempts, check_model=check_model
+            known,
+            defaults,
+            max_attempts=self._settings.max_attempts,
+            shard_size=self._settings.shard_size,
+            check_model=check_model,
         )
         try:
             on_entered(known.name)

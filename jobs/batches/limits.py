@@ -72,8 +72,8 @@ def change_limits(
     """
     if not limits.given:
         raise InvalidParameterError("budget: is missing; give it, or max_failures", field="budget")
-    queued = 0
+    queued, room = 0, None
     for groups in Raising(store).change(name, limits, deadline_moment(deadline, store.database.now())):
         queued += sum(map(len, groups.values()))
-        announcer.announce(groups)
+        room = announcer.announce_first(groups, room)
     return LimitsChanged(queued, store.get(name).stopped_because)

@@ -43,11 +43,12 @@ def announced(groups: Iterable[Requeued], announcer: Announcer) -> QueuedAgain:
     """Queue all groups and send their messages."""
     rows = refused = 0
     reason: str | None = None
+    room: int | None = None
     for group in groups:
         rows, refused = rows + len(group.rows), refused + group.refused
         reason = reason or group.reason
         if group.rows:
-            announcer.announce(group.groups)
+            room = announcer.announce_first(group.groups, room)
     return QueuedAgain(rows, refused, reason)
 
 

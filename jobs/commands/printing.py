@@ -14,7 +14,7 @@ from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.progress import duration
 from nightmill.jobs.commands.terminal import LiveLine, ProgressLine, echo, echo_text, to_json, type_text
 from nightmill.jobs.formats.results import answer_values, reply_values
-from nightmill.jobs.reply.batch_status import BatchState, BatchStatus, unserved_sentence
+from nightmill.jobs.reply.batch_status import MOST_COUNTED, BatchState, BatchStatus, unserved_sentence
 from nightmill.jobs.reply.history import EXTEND, begins_with
 from nightmill.jobs.reply.job import Job
 from nightmill.jobs.reply.parsing import Reply
@@ -209,6 +209,9 @@ def describe_status(status: BatchStatus) -> str:
         for kind in kinds:
             say("", kind)
         say("", f"to go on: nightmill batch budget {status.name} with a higher limit")
+    if status.rows_before is not None:
+        many = "more than " if status.rows_before >= MOST_COUNTED else ""
+        say("before it", f"{many}{counted(status.rows_before, 'row')} of others")
     if status.estimated_end is not None:
         left = (status.estimated_end - datetime.now(status.estimated_end.tzinfo)).total_seconds()
         late = status.deadline_at is not None and status.estimated_end > status.deadline_at

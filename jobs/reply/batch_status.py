@@ -11,6 +11,8 @@ from nightmill.jobs.base.contract import JobState, StopReason
 from nightmill.jobs.base.printable import printable
 from nightmill.jobs.request.limits import GPU_SECONDS, JOULES, TOKENS
 
+MOST_COUNTED = 100_000
+"""Most rows before a batch that are counted."""
 _MOST_NAMES = 5
 _LONGEST_NAME = 80
 _NUMBER = re.compile(r"\d[\d,.]*")
@@ -147,6 +149,7 @@ class BatchStatus:
     cached_tokens: int = 0  # of those of prompts, found computed
     reasoning_tokens: int = 0  # of those of answers
     unserved: list[str | None] = field(default_factory=list)
+    rows_before: int | None = None  # rows of others that are served before the next one of these
     budget: dict[str, float] | None = None  # most that it may use, by measure (tokens, gpu_seconds, joules)
     spent: dict[str, float] = field(default_factory=dict)  # of each measure of the budget
     max_failures: float | None = None  # share of rows that may fail
@@ -204,6 +207,7 @@ def make_status(
     *,
     served: bool = True,
     unserved: Sequence[str | None] = (),
+    rows_before: int | None = None,
 ) -> BatchStatus:
     """Build a status from counts.
 
@@ -246,6 +250,7 @@ def make_status(
         cancel_requested_at=record.cancel_requested_at,
         deleting_at=record.deleting_at,
         unserved=list(unserved),
+        rows_before=rows_before if state is BatchState.QUEUED else None,
         budget=record.budget,
         spent={measure: record.spent.get(measure, 0) for measure in record.budget or ()},
         max_failures=record.max_failures,

@@ -250,6 +250,7 @@ _NIGHT = _object(
     dict.fromkeys(("id", "file"), TEXT)
     | dict.fromkeys(("owner", "name", "note", "output_file", "error_file"), _MAYBE_TEXT)
     | dict.fromkeys(("rows", "succeeded", "unsuccessful", "tokens_in", "tokens_out"), _MAYBE_NUMBER)
+    | {"rows_before": _MAYBE_NUMBER}
     | dict.fromkeys(("created_at", "scheduled_at", "deadline_at", "ended_at", "estimated_end"), _TIME)
     | {
         "object": {"const": "night"},

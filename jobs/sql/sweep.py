@@ -4,7 +4,6 @@ Concurrent sweeps do not block each other: each skips rows locked by another.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import count, product
 from types import MappingProxyType
@@ -17,6 +16,7 @@ from nightmill.jobs.request.fields import INTERACTIVE
 from nightmill.jobs.sql import partials, suspects
 from nightmill.jobs.sql.claims import hand_back
 from nightmill.jobs.sql.database import Database
+from nightmill.jobs.sql.flows import Announcement
 from nightmill.jobs.sql.jobs import GROUP, by_queue, chunked
 from nightmill.jobs.sql.retrying import retried
 from nightmill.jobs.sql.settling import settle_heartbeats, settle_sendings
@@ -24,15 +24,6 @@ from nightmill.jobs.sql.tables import QUEUED, RUNNING, BatchRow, JobRow, WorkerR
 from nightmill.jobs.sql.workers import LIVE
 
 _PRIORITIES = range(INTERACTIVE, -1, -1)
-
-
-@dataclass(frozen=True, slots=True)
-class Announcement:
-    """Queued jobs that need a message."""
-
-    model: str | None
-    priority: int
-    job_ids: list[str]
 
 
 class ClockWatch:
@@ -198,12 +189,12 @@ class Sweep:
         return ended
 
     @retried
-    def unsent(self, limit: int) -> list[Announcement]:
+    def unsent(self, limit: int, priorities: Sequence[int] = _PRIORITIES) -> list[Announcement]:
         """Take due queued jobs without a message, most urgent first, and mark them as sent."""
         now = self.database.now()
         due = [JobRow.scheduled_at.is_(None), JobRow.scheduled_at <= now]
         alternatives = [
-            (priority, [JobRow.sent_at.is_(None), when]) for priority, when in product(_PRIORITIES, due)
+            (priority, [JobRow.sent_at.is_(None), when]) for priority, when in product(priorities, due)
         ]
         with self.database.write() as connection:
             return _take_for_sending(connection, alternatives, (JobRow.scheduled_at, JobRow.id), limit, now)

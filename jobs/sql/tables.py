@@ -25,7 +25,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from nightmill.jobs.base.contract import MAX_ERROR_LENGTH, JobState, JsonObject
 from nightmill.jobs.sql.types import StorableString, StorableText, UtcDateTime
 
-SCHEMA_REVISION = "0031"
+SCHEMA_REVISION = "0032"
 """The migration that these declarations match."""
 
 
@@ -192,6 +192,17 @@ class JobRow(Base):
             "ix_jobs_waiting",
             *("model", "priority", "sent_at", "id"),
             where="state = 'queued' AND sent_at IS NOT NULL",
+        ),
+        # The flows of a queue, with those of their rows that have a message or are due for one.
+        _partial(
+            "ix_jobs_flows_of_batches",
+            *("model", "priority", "batch", "sent_at", "scheduled_at", "id"),
+            where="state = 'queued' AND batch IS NOT NULL",
+        ),
+        _partial(
+            "ix_jobs_flows_of_owners",
+            *("model", "priority", "owner", "sent_at", "scheduled_at", "id"),
+            where="state = 'queued' AND batch IS NULL",
         ),
         _partial("ix_jobs_suspects", "suspects", "id", where="state = 'queued' AND suspects IS NOT NULL"),
         _partial("ix_jobs_expiring", "deadline_at", where="state = 'queued' AND deadline_at IS NOT NULL"),
