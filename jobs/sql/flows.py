@@ -5,10 +5,11 @@ looks for more of them soon after (the worker's housekeeper), and so does each s
 of them die: rows without a message are queued rows, and a row whose message got lost is found by its age.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cache
+from itertools import islice
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -112,10 +113,19 @@ class Flows:
             if not self._our_turn(connection, model, priority):
                 return []
             flows, standings = self._standings(connection, model, priority, now)
-            for grant in grants(standings, self._shares, shard_size):
-                ids = _take(connection, model, priority, flows[grant.flow], grant.rows, now)
-                if ids:
+            given = grants(standings, self._shares, shard_size)
+            rows: Counter[int] = Counter()
+            for grant in given:
+                rows[grant.flow] += grant.rows
+            found = {
+                place: iter(_due_rows(connection, model, priority, flows[place], most, now))
+                for place, most in rows.items()
+            }
+            for grant in given:
+                if ids := list(islice(found[grant.flow], grant.rows)):
                     taken.append(Announcement(model, priority, ids))
+            for chunk in chunked(job_id for message in taken for job_id in message.job_ids):
+                connection.execute(_MARK_SENT, {"job_ids": chunk, "now": now})
         return taken
 
     def _our_turn(self, connection: Connection, model: str | None, priority: int) -> bool:
@@ -238,10 +248,10 @@ def _as_in_index(names: InstrumentedAttribute[Any]) -> tuple[Any, ...]:
     return (JobRow.model, JobRow.priority, names, JobRow.sent_at, JobRow.scheduled_at, JobRow.id)
 
 
-def _take(
+def _due_rows(
     connection: Connection, model: str | None, priority: int, flow: Flow, limit: int, now: datetime
 ) -> list[str]:
-    """Take a flow's first due rows without a message, and mark them as sent. Suspects get none."""
+    """Return a flow's first due rows without a message, locked. Suspects get none."""
     ids: list[str] = []
     names = JobRow.owner if flow.batch is None else JobRow.batch
     for due in (JobRow.scheduled_at.is_(None), JobRow.scheduled_at <= now):
@@ -253,9 +263,10 @@ def _take(
             )
             query = query.order_by(*_as_in_index(names)).limit(limit - len(ids))
             ids += connection.execute(query.with_for_update(skip_locked=True)).scalars()
-    for chunk in chunked(ids):
-        connection.execute(update(JobRow).where(JobRow.id.in_(chunk)).values(sent_at=now))
     return ids
+
+
+_MARK_SENT = update(JobRow).where(JobRow.id.in_(bindparam("job_ids", expanding=True))).values(sent_at=_NOW)
 
 
 # -- for those who enqueue ---------------------------------------------------------------------------
