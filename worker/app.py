@@ -31,6 +31,7 @@ from nightmill.jobs.commands.terminal import echo
 from nightmill.jobs.errors import NightmillError
 from nightmill.jobs.messages.announcing import Announcer
 from nightmill.jobs.messages.broker import Broker, make_app, queue_name, resolve_broker_url
+from nightmill.jobs.sql.activity import ActivityStore
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.claims import Claims
 from nightmill.jobs.sql.database import Database
@@ -204,6 +205,7 @@ class EngineStep(bootsteps.StartStopStep):
         self.broker = Broker(settings)
         self.broker.ping()
         named = self._register(settings, LOADING)
+        began = self.database.now()
         heart = Heart(self.claims, settings.stale_seconds)
         try:
             with heart.while_loading(settings.heartbeat_seconds) as tell:
@@ -215,6 +217,7 @@ class EngineStep(bootsteps.StartStopStep):
             with suppress(NightmillError):  # what happened first is what matters
                 self.claims.withdraw()
             raise
+        self._record_load(model.name, began)
         probe = GpuProbe(gpu_index(settings))
         resting = Resting(RestRule(self.claims, settings, (None, model.name)), self.service.in_flight)
         self.housekeeper = Housekeeper(
@@ -245,6 +248,13 @@ class EngineStep(bootsteps.StartStopStep):
         gc.collect()
         gc.freeze()  # what is alive now stays: collections need not visit its 130,000 objects (0.1 s)
         log.info("ready: %s", describe(settings, model, engine.stats))
+
+    def _record_load(self, model: str, began: datetime) -> None:
+        """Say how long it took to load the model, for the report of the night."""
+        now = self.database.now()
+        spent = {"loading": max(0.0, (now - began).total_seconds())}
+        with suppress(NightmillError):  # a report is no reason not to serve
+            ActivityStore(self.database).record(self.claims.worker_id, model, began, now, spent)
 
     def _told(self, service: Service) -> None:
         """A signal has told this worker to end: it does not sleep, also if it was about to."""

@@ -2,7 +2,7 @@
 message."""
 
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from datetime import datetime, timedelta
+from datetime import date, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from nightmill.jobs.base.contract import JobState, Prompt, WorkerState
@@ -22,11 +22,13 @@ from nightmill.jobs.messages.announcing import Announcer
 from nightmill.jobs.messages.broker import Broker
 from nightmill.jobs.reply.job import Job, Worker, scores_of
 from nightmill.jobs.reply.logprobs import Scores
+from nightmill.jobs.reply.night import NightReport
 from nightmill.jobs.request.fields import FIELDS, JobSettings, deadline_moment
 from nightmill.jobs.request.spec import JobSpec
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.database import Clock, Database
 from nightmill.jobs.sql.jobs import Selection, Store
+from nightmill.jobs.sql.nights import Nights
 from nightmill.jobs.sql.prune import Prune, Pruned
 from nightmill.jobs.sql.webhooks import WebhookStore
 from nightmill.jobs.sql.workers import WorkerStore
@@ -307,6 +309,13 @@ class Client:
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
         }
+
+    def night(self, day: date | None = None) -> NightReport:
+        """Return what a night was, from the noon of `day` to the next noon in this machine's zone.
+
+        None: the present night, or in the afternoon the last one.
+        """
+        return Nights(self.database).report(day)
 
     def verify(
         self,

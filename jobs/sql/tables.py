@@ -95,6 +95,24 @@ class WorkerRow(Base):
     paused: Mapped[bool] = mapped_column(server_default=false())  # by hand: it is to sleep until resumed
 
 
+class ActivityRow(Base):
+    """Some minutes of a worker, in seconds by what it spent them on."""
+
+    __tablename__ = "activity"
+
+    worker: Mapped[str] = mapped_column(String(32), primary_key=True)
+    began_at: Mapped[datetime] = mapped_column(primary_key=True)
+    ended_at: Mapped[datetime]
+    model: Mapped[str] = mapped_column(String(200))
+    computing_seconds: Mapped[float] = mapped_column(Double, server_default="0")
+    memory_seconds: Mapped[float] = mapped_column(Double, server_default="0")  # with sequences without pages
+    tokenizer_seconds: Mapped[float] = mapped_column(Double, server_default="0")  # with prompts on their way
+    messages_seconds: Mapped[float] = mapped_column(Double, server_default="0")  # without jobs
+    loading_seconds: Mapped[float] = mapped_column(Double, server_default="0")
+
+    __table_args__ = (Index("ix_activity_began_at", "began_at"),)
+
+
 def _partial(name: str, *columns: str, where: str, unique: bool = False) -> Index:
     """An index over the few rows of a frequent query, which finished jobs do not enlarge."""
     condition = text(where)

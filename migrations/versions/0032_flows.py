@@ -1,4 +1,4 @@
-"""Indexes over the flows of queues: batches, and the jobs of owners without a batch.
+"""Indexes over the flows of queues, and the table of what workers spend their time on.
 
 Revision: 0032, after 0031.
 """
@@ -17,7 +17,20 @@ _INDEXES = {
 }
 
 
+_KINDS = ("computing", "memory", "tokenizer", "messages", "loading")
+
+
 def upgrade() -> None:
+    op.create_table(
+        "activity",
+        sa.Column("worker", sa.String(32), nullable=False),
+        sa.Column("began_at", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("ended_at", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("model", sa.String(200), nullable=False),
+        *(sa.Column(f"{kind}_seconds", sa.Double, nullable=False, server_default="0") for kind in _KINDS),
+        sa.PrimaryKeyConstraint("worker", "began_at", name="pk_activity"),
+    )
+    op.create_index("ix_activity_began_at", "activity", ["began_at"])
     for name, (flow, where) in _INDEXES.items():
         op.create_index(
             name,
@@ -31,3 +44,4 @@ def upgrade() -> None:
 def downgrade() -> None:
     for name in reversed(_INDEXES):
         op.drop_index(name, "jobs")
+    op.drop_table("activity")

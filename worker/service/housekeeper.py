@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 
@@ -18,9 +18,12 @@ from nightmill.jobs.base.silence import Silence
 from nightmill.jobs.errors import BrokerError, DatabaseError
 from nightmill.jobs.messages.broker import Broker
 from nightmill.jobs.request.fields import INTERACTIVE
+from nightmill.jobs.sql.activity import ActivityStore
 from nightmill.jobs.sql.claims import Claims
 from nightmill.jobs.sql.flows import Announcement, Flows
 from nightmill.jobs.sql.sweep import Sweep
+from nightmill.worker.service.activity import LOOK_SECONDS as ACTIVITY_SECONDS
+from nightmill.worker.service.activity import Activity
 from nightmill.worker.service.heart import Heart
 from nightmill.worker.service.load import Load
 from nightmill.worker.service.nvml import GpuProbe
@@ -42,7 +45,7 @@ DEAF_SECONDS = 120.0  # an idle worker that hears nothing for so long, while mes
 
 
 class Housekeeper:
-    """Eight chores, each on a thread of its own, so that a broker that hangs delays no cancellation.
+    """Nine chores, each on a thread of its own, so that a broker that hangs delays no cancellation.
 
     Database and broker failures are logged once and tried again in the next round. `rest` looks whether the
     worker is to sleep (`resting.py`).
@@ -78,6 +81,7 @@ class Housekeeper:
         self._topped_up_after = service.last_shard_at
         probe = probe or GpuProbe(None)
         self._load = Load(service, probe, settings)
+        self._activity = Activity(ActivityStore(claims.database), claims.worker_id, model, service)
         self._closing = threading.Event()
         self._has_beaten = threading.Event()
         self._rounds = Rounds(ROUND_SECONDS, self._closing, service.fail)
@@ -90,6 +94,7 @@ class Housekeeper:
             (beat, self.beat),
             (beat, self.sweep),
             (TOP_UP_SECONDS, self._top_up_after_claims),
+            (ACTIVITY_SECONDS, self._activity.look),
             (LOOK_SECONDS, self._look_for_suspects),
             (REST_SECONDS, rest),
         ]
@@ -112,6 +117,8 @@ class Housekeeper:
         """End the threads after what they are doing, in END_SECONDS at most."""
         self._closing.set()
         end_threads(self._threads, END_SECONDS)
+        with suppress(DatabaseError):  # the last minute is not worth waiting for a database
+            self._activity.write()
 
     def _repeat(self, seconds: float, chore: Callable[[], None]) -> None:
         complaint = ""
