@@ -9,6 +9,7 @@ for job in batch.results():
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +28,14 @@ from nightmill.jobs.batches.requeueing import (
 )
 from nightmill.jobs.batches.result_files import source_of, vet, write_in_order
 from nightmill.jobs.batches.submission import OnRows
-from nightmill.jobs.batches.unserved import served_models, stalled, takes, unserved_models
+from nightmill.jobs.batches.unserved import (
+    served_models,
+    stalled,
+    takes,
+    unserved_models,
+    within_hours,
+    workers_of,
+)
 from nightmill.jobs.batches.waiting import in_time
 from nightmill.jobs.errors import (
     WaitTimeoutError,
@@ -38,7 +46,7 @@ from nightmill.jobs.formats.layout import Layout
 from nightmill.jobs.formats.places import OnThisDisk, OutputTarget, spool
 from nightmill.jobs.formats.shards import IntoFolder, is_folder
 from nightmill.jobs.messages.announcing import Announcer
-from nightmill.jobs.reply.batch_status import BatchRecord, BatchStatus, RowCount, make_status
+from nightmill.jobs.reply.batch_status import BatchRecord, BatchState, BatchStatus, RowCount, make_status
 from nightmill.jobs.reply.job import Job
 from nightmill.jobs.request.fields import deadline_moment
 from nightmill.jobs.sql.batches import BatchStore
@@ -91,17 +99,17 @@ class Batch:
         pace = self.store.recent_pace(self.name)
         groups = self.store.error_groups(self.name) if errors else []
         now = self.store.database.now()
-        served = served_models(self.store)
+        workers = workers_of(self.store)
+        served = frozenset(worker.model for worker in workers)
         asked = errors or record.model is not None or stalled(pace)
         unserved = unserved_models(self.store, record, counts, served) if asked else []
-        waits = errors and any(count.state is JobState.QUEUED for count in counts)
         status = make_status(
-            *(record, counts, pace, groups, now),
-            served=takes(served, record.model),
-            unserved=unserved,
-            rows_before=rows_before(self.store.database, self.name) if waits else None,
+            record, counts, pace, groups, now, served=takes(served, record.model), unserved=unserved
         )
         if not status.state.final:
+            status = within_hours(status, workers, now)
+            if errors and status.state is BatchState.QUEUED:
+                status = replace(status, rows_before=rows_before(self.store.database, self.name))
             return status
         whole_wanted = errors if whole_pace is None else whole_pace
         whole = self.store.whole_pace(self.name) if whole_wanted else None

@@ -209,6 +209,8 @@ def describe_status(status: BatchStatus) -> str:
         for kind in kinds:
             say("", kind)
         say("", f"to go on: nightmill batch budget {status.name} with a higher limit")
+    if status.wakes_at is not None:
+        say("sleeps", f"until {describe_moment(status.wakes_at)}, when the hours of its workers begin")
     if status.rows_before is not None:
         many = "more than " if status.rows_before >= MOST_COUNTED else ""
         say("before it", f"{many}{counted(status.rows_before, 'row')} of others")

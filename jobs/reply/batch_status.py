@@ -149,6 +149,7 @@ class BatchStatus:
     cached_tokens: int = 0  # of those of prompts, found computed
     reasoning_tokens: int = 0  # of those of answers
     unserved: list[str | None] = field(default_factory=list)
+    wakes_at: datetime | None = None  # when the hours of its workers begin, if all of them sleep until then
     rows_before: int | None = None  # rows of others that are served before the next one of these
     budget: dict[str, float] | None = None  # most that it may use, by measure (tokens, gpu_seconds, joules)
     spent: dict[str, float] = field(default_factory=dict)  # of each measure of the budget
@@ -207,7 +208,6 @@ def make_status(
     *,
     served: bool = True,
     unserved: Sequence[str | None] = (),
-    rows_before: int | None = None,
 ) -> BatchStatus:
     """Build a status from counts.
 
@@ -250,7 +250,6 @@ def make_status(
         cancel_requested_at=record.cancel_requested_at,
         deleting_at=record.deleting_at,
         unserved=list(unserved),
-        rows_before=rows_before if state is BatchState.QUEUED else None,
         budget=record.budget,
         spent={measure: record.spent.get(measure, 0) for measure in record.budget or ()},
         max_failures=record.max_failures,
