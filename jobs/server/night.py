@@ -68,6 +68,16 @@ class NightEndpoints(BatchEndpoints):
             await self._object(await self._submission.retry(caller, request.path_params["batch_id"]))
         )
 
+    async def limited(self, request: Request) -> Response:
+        """POST /v1/night/ID/limits: change the budget, or the share of rows that may fail."""
+        caller = self._service.keys.caller(request)
+        given = await self._service.bodies.object(request, caller.name)
+        for name in given:
+            if name not in LIMIT_KEYS:
+                raise unknown_field(name, LIMIT_KEYS)
+        batch = await self._submission.set_limits(caller, request.path_params["batch_id"], given)
+        return JSONResponse(await self._object(batch))
+
     async def _object(self, batch: HttpBatch, *, listed: bool = False) -> JsonObject:
         """Build the object of a batch; in a list, without its errors."""
         status = await self._service.run(self._status, batch.batch, not listed)

@@ -109,6 +109,7 @@ def _job_body() -> JsonObject:
     return made | _nothing_or_echo(properties)
 
 
+_LIMITS: JsonObject = {name: {"type": ["string", "null"], "description": HELP[name]} for name in LIMIT_KEYS}
 _WEBHOOK: JsonObject = {"type": ["string", "null"], "format": "uri"}
 
 
@@ -116,7 +117,7 @@ def _night_body() -> JsonObject:
     properties = {name: _field(name) for name in sorted(OF_A_BATCH)}
     properties |= {"file": TEXT, "name": {"type": ["string", "null"], "minLength": 1, "maxLength": 200}}
     properties |= {"webhook": _WEBHOOK}
-    properties |= {name: {"type": ["string", "null"], "description": HELP[name]} for name in LIMIT_KEYS}
+    properties |= _LIMITS
     return _object(properties, optional=tuple(name for name in properties if name != "file"))
 
 
@@ -364,6 +365,7 @@ SCHEMAS: dict[str, JsonObject] = {
     "Batch": _BATCH,
     "Batches": _page_of("Batch"),
     "NightRequest": _night_body(),
+    "LimitsRequest": _object(_LIMITS, optional=LIMIT_KEYS),
     "Night": _NIGHT,
     "Nights": _page_of("Night"),
     "Piece": _object({"t": TEXT, "i": _NUMBER}),
