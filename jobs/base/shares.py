@@ -15,6 +15,7 @@ LEAST_ROWS = 16
 """Rows of a flow in the queue, on average, however many flows there are: smaller messages cost more."""
 _FEWEST = 4  # rows of a flow of little weight
 _MOST_WEIGHT = 100
+_SHOWN = 80  # characters of what cannot be read
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ def parse_shares(text: str) -> dict[str, int]:
         weight = int(number) if number.isascii() and number.isdigit() and len(number) <= 3 else 0
         if not (name and equals and 1 <= weight <= _MOST_WEIGHT) or name in found:
             raise ValueError(
-                f"{part.strip()!r} is not OWNER=WEIGHT; write alice=2,bob=1, each owner once, with whole "
+                f"{part.strip()[:_SHOWN]!r} is not OWNER=WEIGHT; write alice=2,bob=1, each owner once, with whole "
                 f"numbers from 1 to {_MOST_WEIGHT}"
             )
         found[name] = weight
