@@ -48,8 +48,8 @@ def parse_shares(text: str) -> dict[str, int]:
         weight = int(number) if number.isascii() and number.isdigit() and len(number) <= 3 else 0
         if not (name and equals and 1 <= weight <= _MOST_WEIGHT) or name in found:
             raise ValueError(
-                f"{part.strip()[:_SHOWN]!r} is not OWNER=WEIGHT; write alice=2,bob=1, each owner once, with whole "
-                f"numbers from 1 to {_MOST_WEIGHT}"
+                f"{part.strip()[:_SHOWN]!r} is not OWNER=WEIGHT; write alice=2,bob=1, each owner once, with "
+                f"whole numbers from 1 to {_MOST_WEIGHT}"
             )
         found[name] = weight
     return found

@@ -37,7 +37,10 @@ def within_hours(status: BatchStatus, workers: Sequence[Worker], now: datetime) 
 
 def served_models(store: BatchStore) -> frozenset[str]:
     """Return the names of models that live workers serve, or will once they are awake."""
-    return frozenset(worker.model for worker in workers_of(store))
+    in_turn = {
+        str(model) for worker in WorkerStore(store.database).could_serve() for model in worker.models or ()
+    }
+    return frozenset(worker.model for worker in workers_of(store)) | in_turn
 
 
 def unserved_models(

@@ -15,7 +15,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Row, and_, case, exists, func, or_, select, update
 
-from nightmill.jobs.base.contract import FINAL_STATES, JobState, StopReason
+from nightmill.jobs.base.contract import JobState, StopReason
 from nightmill.jobs.errors import BatchConflictError, InvalidParameterError
 from nightmill.jobs.reply.batch_status import group_errors
 from nightmill.jobs.request.limits import GPU_SECONDS, JOULES, TOKENS, Limits, exceeded
@@ -34,7 +34,6 @@ _MEASURED = {
 _NAMES = {GPU_SECONDS: "GPU time", JOULES: "energy"}
 _SPENT = {TOKENS: "spent_tokens", GPU_SECONDS: "spent_gpu_seconds", JOULES: "spent_joules"}
 _LIMITED = or_(BatchRow.budget.is_not(None), BatchRow.max_failures.is_not(None))
-_ENDED = tuple(map(str, sorted(FINAL_STATES)))
 
 
 def refuse_unmeasured(limits: Limits) -> None:
@@ -95,11 +94,14 @@ def before_end(connection: Connection, job_ids: Sequence[str]) -> dict[str, Befo
 
 
 def count_ended(connection: Connection, before: Mapping[str, Before], now: datetime) -> None:
-    """Count those of the rows of `before_end` that have ended since, and stop batches that meet a limit."""
+    """Count those of the rows of `before_end` that have ended since, and stop batches that meet a limit.
+
+    Of one that was handed back, only what its attempt cost is counted.
+    """
     rows: list[Row[Any]] = []
     for chunk in _chunks(list(before)):
         query = select(JobRow.id, JobRow.state, JobRow.stop_reason, *_measures())
-        rows += connection.execute(query.where(JobRow.id.in_(chunk), JobRow.state.in_(_ENDED)))
+        rows += connection.execute(query.where(JobRow.id.in_(chunk), JobRow.state != JobState.RUNNING))
     by_batch: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for row in rows:
         was, counters = before[row.id], by_batch[before[row.id].batch]

@@ -22,11 +22,11 @@ from nightmill.jobs.sql.activity import ActivityStore
 from nightmill.jobs.sql.claims import Claims
 from nightmill.jobs.sql.flows import Announcement, Flows
 from nightmill.jobs.sql.sweep import Sweep
+from nightmill.worker.runners.gpu.device.nvml import GpuProbe
 from nightmill.worker.service.activity import LOOK_SECONDS as ACTIVITY_SECONDS
 from nightmill.worker.service.activity import Activity
 from nightmill.worker.service.heart import Heart
 from nightmill.worker.service.load import Load
-from nightmill.worker.service.nvml import GpuProbe
 from nightmill.worker.service.shards import Service
 from nightmill.worker.service.suspects import LOOK_SECONDS, SuspectsTurn
 from nightmill.worker.watched import Rounds, end_threads, watched_thread

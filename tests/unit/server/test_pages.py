@@ -251,6 +251,25 @@ def test_a_night_is_handed_in_watched_and_downloaded(start: Start) -> None:
         assert (bad.status_code, "temperature: " in bad.text) == (400, True)
 
 
+def test_models_in_turn_and_what_rows_cost_are_shown(alone: Server) -> None:
+    claims = Claims(alone.client.database, "a" * 32)
+    claims.register("host", 1, "loaded", None)
+    claims.register_models(["loaded", "next", "third"], swap_for_interactive=False)
+    (job_id,) = alone.client.enqueue_many(["a"], batch="night")
+    (claim,) = claims.claim([job_id])
+    claims.finish(
+        [Outcome(job_id, claim.attempt, StopReason.EOS, "b", 1, 2, gpu_seconds=1800.0, energy_joules=7.2e6)]
+    )
+    browser = Browser(alone)
+    night = " ".join(browser.get("/").text.split())
+    assert "loaded <small>in turn with next, third</small>" in night
+    assert "<option>third</option>" in browser.get("/try").text
+    batch = browser.get("/batch", name="night").text
+    assert "<dt>GPU hours</dt><dd>0.50</dd>" in batch and "<dt>kWh</dt><dd>2.000</dd>" in batch
+    job = browser.get("/job", id=job_id).text
+    assert "<dt>GPU seconds</dt><dd>1800.000</dd>" in job and "<dt>Joules</dt><dd>7200000.0</dd>" in job
+
+
 def test_a_prompt_is_tried_and_repeated_to_the_letter(start: Start) -> None:
     with start() as server:
         browser = Browser(server, OPS)

@@ -10,6 +10,7 @@ import numpy as np
 from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.base.hours import Hours, begin_within, end_within
 from nightmill.jobs.formats import InputFile
+from nightmill.jobs.reply.batch_status import JOULES_PER_KWH
 from nightmill.jobs.request.spec import JobSpec
 from nightmill.worker.assembly.forecast import Forecast
 from nightmill.worker.commands.planning.measure import WARM_UP, Measurement, measure
@@ -42,6 +43,18 @@ class Estimate:
     measured_seconds: float
     hours: Hours | None = None
     """The times of day at which the workers serve."""
+    watts: float | None = None
+    """Power of a worker's GPU while it computed; None if it did not tell."""
+
+    @property
+    def gpu_seconds(self) -> float:
+        """Time of all workers' GPUs."""
+        return self.played.seconds * self.workers
+
+    @property
+    def energy_kwh(self) -> float | None:
+        """Energy of all workers' GPUs, at the measured power; None if that is not known."""
+        return None if self.watts is None else self.watts * self.gpu_seconds / JOULES_PER_KWH
 
     @property
     def done_at(self) -> datetime:
@@ -194,6 +207,7 @@ def make_plan(
             measured_rows=measured.rows,
             measured_seconds=measured.seconds,
             hours=schedule.hours,
+            watts=measured.watts,
         )
     return Plan(
         file=file,
@@ -229,6 +243,8 @@ def _estimate_json(estimate: Estimate) -> JsonObject:
         "done_at": estimate.done_at.isoformat(),
         "deadline_at": None if deadline_at is None else deadline_at.isoformat(),
         "fits": estimate.fits,
+        "gpu_seconds": round(estimate.gpu_seconds, 3),
+        "energy_kwh": None if estimate.energy_kwh is None else round(estimate.energy_kwh, 6),
         "measured_rows": estimate.measured_rows,
         "measured_seconds": round(estimate.measured_seconds, 3),
     }

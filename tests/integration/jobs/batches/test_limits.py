@@ -177,8 +177,6 @@ def test_workers_that_finish_at_once_lose_no_token(client: Client, many: Path) -
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"budget": "5kWh"}, "budget: energy is not recorded by this version"),
-        ({"budget": "4gpu-hours"}, "budget: GPU time is not recorded by this version"),
         ({"budget": "much"}, "budget: 'much' is not a budget; write 20M-tokens, 4gpu-hours or 5kWh"),
         ({"budget": "0-tokens"}, "give more than nothing"),
         ({"budget": "1-tokens,2-tokens"}, "name each measure once"),
@@ -190,13 +188,39 @@ def test_workers_that_finish_at_once_lose_no_token(client: Client, many: Path) -
 def test_limits_that_cannot_be_are_refused_before_a_row_is_entered(
     client: Client, many: Path, settings: dict[str, object], said: str
 ) -> None:
-    from nightmill.jobs.sql import limits
-
-    if "recorded" in said and limits._MEASURED:
-        pytest.skip("rows record it")
     with pytest.raises(InvalidParameterError, match=said):
         client.submit_batch(many, name="night", **settings)  # type: ignore[arg-type]
     assert client.list_batches() == []
+
+
+def test_gpu_time_and_energy_count_what_every_attempt_cost(
+    client: Client, worker: Claims, many: Path
+) -> None:
+    batch = client.submit_batch(many, name="night", budget="1gpu-hours,1kWh")
+    rows = queued(batch)
+
+    def cost(jobs: Iterable[Job], seconds: float, joules: float | None) -> None:
+        claims = worker.claim([job.id for job in jobs])
+        worker.finish([
+            Outcome(c.job_id, c.attempt, StopReason.EOS, "t", 3, 7, gpu_seconds=seconds, energy_joules=joules)
+            for c in claims
+        ])  # fmt: skip
+
+    cost(rows[:10], 100.0, 2e4)
+    cost(rows[10:12], 50.0, None)  # a GPU that does not tell
+    (claim,) = worker.claim([rows[12].id])
+    key = (claim.job_id, claim.attempt)
+    worker.hand_back([key], {key: (400.0, 1e5)})
+    assert batch.status().spent == {"gpu_seconds": 1500.0, "joules": 3e5}
+    cost([rows[12]], 100.0, 1e5)
+    assert batch.status().spent == {"gpu_seconds": 1600.0, "joules": 4e5}
+    cost(rows[13:14], 1.0, 3.2e6)
+    assert batch.status().stopped_because == "its budget of 1 kWh is used up (1 kWh spent)"
+    assert batch.set_limits(budget="2kWh").stopped_because is None
+    assert batch.set_limits(budget="none").queued == 0
+    assert batch.set_limits(budget="0.1gpu-hours").stopped_because == (
+        "its budget of 0.1 GPU hours is used up (0.4447 GPU hours spent)"
+    )
 
 
 def test_amounts_are_read_as_people_write_them() -> None:
