@@ -17,7 +17,7 @@ from typing import Any
 
 from nightmill.jobs.base.contract import JobState, JsonObject
 from nightmill.jobs.batches.comparing import Difference, compare
-from nightmill.jobs.batches.limits import LimitsChanged, change_limits, checked_limits
+from nightmill.jobs.batches.limits import LimitsChanged, change_limits
 from nightmill.jobs.batches.requeueing import (
     QueuedAgain,
     Where,
@@ -49,6 +49,7 @@ from nightmill.jobs.messages.announcing import Announcer
 from nightmill.jobs.reply.batch_status import BatchRecord, BatchState, BatchStatus, RowCount, make_status
 from nightmill.jobs.reply.job import Job
 from nightmill.jobs.request.fields import deadline_moment
+from nightmill.jobs.request.limits import Limits
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.deletion import Deletion
 from nightmill.jobs.sql.flows import rows_before
@@ -304,7 +305,7 @@ class Batch:
         batch if that is still to come, or with this one. Raises InvalidParameterError, and BatchConflictError
         if the batch is being deleted.
         """
-        limits = checked_limits({"budget": budget, "max_failures": max_failures})
+        limits = Limits.of({"budget": budget, "max_failures": max_failures})
         return change_limits(self.store, self._announcer, self.name, limits, deadline)
 
     def delete(self, on_rows: OnRows | None = None) -> int:

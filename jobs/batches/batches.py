@@ -10,7 +10,7 @@ from nightmill.jobs.base.ids import IdSource
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.base.stepping import exhaust
 from nightmill.jobs.batches.batch import Batch
-from nightmill.jobs.batches.limits import change_limits, checked_limits, columns_of, differ
+from nightmill.jobs.batches.limits import change_limits, columns_of, differ
 from nightmill.jobs.batches.result_files import vet
 from nightmill.jobs.batches.sameness import check_same, file_batch_name
 from nightmill.jobs.batches.submission import OnRows, Submission
@@ -26,7 +26,7 @@ from nightmill.jobs.formats.together import open_input
 from nightmill.jobs.messages.announcing import Announcer
 from nightmill.jobs.reply.batch_status import BatchRecord
 from nightmill.jobs.request.fields import OF_A_BATCH, deadline_moment, moment
-from nightmill.jobs.request.limits import without_limits
+from nightmill.jobs.request.limits import Limits, without_limits
 from nightmill.jobs.request.spec import JobSpec
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.deletion import Deletion
@@ -107,7 +107,7 @@ class Batches:
 
         asker  the name of the key that it came with over HTTP
         """
-        limits = checked_limits(settings)
+        limits = Limits.of(settings)
         settings = without_limits(settings)
         table: Table | None = None
         if (options := TableOptions.of(settings)) is not None:

@@ -1,6 +1,5 @@
 """The keywords of a batch's limits, and their change later on."""
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -11,7 +10,6 @@ from nightmill.jobs.reply.batch_status import BatchRecord
 from nightmill.jobs.request.fields import deadline_moment
 from nightmill.jobs.request.limits import Limits
 from nightmill.jobs.sql.batches import BatchStore
-from nightmill.jobs.sql.limits import refuse_unmeasured
 from nightmill.jobs.sql.raising import Raising
 from nightmill.jobs.tables.options import TableSettings
 
@@ -33,13 +31,6 @@ class LimitsChanged:
     def values(self) -> dict[str, Any]:
         """Return it as a JSON object."""
         return asdict(self)
-
-
-def checked_limits(settings: Mapping[str, Any]) -> Limits:
-    """Read the limits among the settings of a batch; raises InvalidParameterError."""
-    limits = Limits.of(settings)
-    refuse_unmeasured(limits)
-    return limits
 
 
 def columns_of(limits: Limits) -> dict[str, Any]:

@@ -23,7 +23,10 @@ def within_hours(status: BatchStatus, workers: Sequence[Worker], now: datetime) 
 
     A batch goes on while one of them is awake, at the speed that it has now.
     """
-    serving = [worker for worker in workers if status.model in (None, worker.model)]
+    model = status.model
+    serving = [
+        worker for worker in workers if model in (None, worker.model) or worker.could_serve(str(model))
+    ]
     if serving and all(worker.wakes_at(now) is not None for worker in serving):
         openings = [moment for worker in serving if (moment := worker.wakes_at(now)) is not None]
         status = replace(status, wakes_at=min(openings))

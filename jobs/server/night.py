@@ -7,11 +7,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from nightmill.jobs.base.contract import JsonObject
-from nightmill.jobs.batches.limits import checked_limits
 from nightmill.jobs.errors import BatchNotFoundError, InvalidParameterError
 from nightmill.jobs.reply.batch_status import BatchStatus
 from nightmill.jobs.request.fields import OF_A_BATCH, check_option, deadline_moment, unknown_field
-from nightmill.jobs.request.limits import LIMIT_KEYS
+from nightmill.jobs.request.limits import LIMIT_KEYS, Limits
 from nightmill.jobs.request.spec import JobSpec
 from nightmill.jobs.server.batch_endpoints import BatchEndpoints
 from nightmill.jobs.server.batches import text_of, unlisted_errors, waiting_note
@@ -44,7 +43,7 @@ class NightEndpoints(BatchEndpoints):
             raise invalid("deadline", "must be after scheduled_at")
         settings = {name: value for name, value in body.items() if name in OF_A_BATCH and name not in TIMES}
         defaults = JobSpec.defaults(settings, OF_A_BATCH)
-        checked_limits(body)
+        Limits.of(body)
         settings |= {name: body[name] for name in LIMIT_KEYS if name in body}
         if defaults.model is not None:
             await self._service.run(self._service.client.check_model, defaults.model)

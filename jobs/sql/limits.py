@@ -16,7 +16,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Row, and_, case, exists, func, or_, select, update
 
 from nightmill.jobs.base.contract import JobState, StopReason
-from nightmill.jobs.errors import BatchConflictError, InvalidParameterError
+from nightmill.jobs.errors import BatchConflictError
 from nightmill.jobs.reply.batch_status import group_errors
 from nightmill.jobs.request.limits import GPU_SECONDS, JOULES, TOKENS, Limits, exceeded
 from nightmill.jobs.sql.tables import RUNNING, BatchRow, JobRow
@@ -25,26 +25,9 @@ _CHUNK = 500
 _MOST_KINDS = 3  # of failures that are named
 _MOST_MESSAGES = 2_000
 
-# A measure can be limited where rows store it; tokens they have had from the beginning.
-_MEASURED = {
-    measure: getattr(JobRow, column)
-    for measure, column in ((GPU_SECONDS, "gpu_seconds"), (JOULES, "energy_joules"))
-    if hasattr(JobRow, column)
-}
-_NAMES = {GPU_SECONDS: "GPU time", JOULES: "energy"}
+_MEASURED = {GPU_SECONDS: JobRow.gpu_seconds, JOULES: JobRow.energy_joules}
 _SPENT = {TOKENS: "spent_tokens", GPU_SECONDS: "spent_gpu_seconds", JOULES: "spent_joules"}
 _LIMITED = or_(BatchRow.budget.is_not(None), BatchRow.max_failures.is_not(None))
-
-
-def refuse_unmeasured(limits: Limits) -> None:
-    """Raise InvalidParameterError for a budget of what no row records."""
-    for measure in limits.budget or {}:
-        if measure in _NAMES and measure not in _MEASURED:
-            raise InvalidParameterError(
-                f"budget: {_NAMES[measure]} is not recorded by this version, which has no column for it in "
-                "jobs; give a budget of tokens, such as 20M-tokens",
-                field="budget",
-            )
 
 
 def batch_goes_on() -> ColumnElement[bool]:

@@ -26,7 +26,7 @@ from nightmill.jobs.sql.tables import JobRow
 
 _MOST_KINDS = 10
 _MOST_MESSAGES = 2_000
-_RECORDED = tuple(name for name in ("energy_joules", "gpu_seconds") if hasattr(JobRow, name))
+_RECORDED = ("energy_joules", "gpu_seconds")
 
 
 class Nights:

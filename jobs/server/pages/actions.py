@@ -8,11 +8,10 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from nightmill.jobs.base.ids import IdSource
-from nightmill.jobs.batches.limits import checked_limits
 from nightmill.jobs.errors import NightmillError
 from nightmill.jobs.reply.job import Job
 from nightmill.jobs.request.fields import FIELDS, OF_A_BATCH, FieldKind, check_option, deadline_moment
-from nightmill.jobs.request.limits import LIMIT_KEYS
+from nightmill.jobs.request.limits import LIMIT_KEYS, Limits
 from nightmill.jobs.request.spec import JobSpec
 from nightmill.jobs.server.batch_submission import UploadedBatchSubmission
 from nightmill.jobs.server.bodies import TIMES, read_times
@@ -119,7 +118,7 @@ class Actions:
         settings = {name: value for name, value in said.items() if name not in TIMES}
         defaults = JobSpec.defaults(settings, OF_A_BATCH)
         limits = {name: form[name].strip() for name in LIMIT_KEYS if form.get(name, "").strip()}
-        checked_limits(limits)
+        Limits.of(limits)
         settings |= limits
         if defaults.model is not None:
             await self._service.run(self._service.client.check_model, defaults.model)
