@@ -26,8 +26,8 @@ from tests.support.specs import mixture
 
 Array = npt.NDArray[Any]
 
-SUMS = 1e-11
-"""NMSE allowed to sums in float; those of 2,880 products in order have 1e-12."""
+SUMS = 1e-10
+"""NMSE allowed to sums in float, as to those of other products (`test_reference_kernels`)."""
 PADDING = 77  # slot of tokens of padding
 NORM = Norm(1e-6)
 QWEN = Experts(count=8, used=2, width=96, normalise=True)
