@@ -35,7 +35,7 @@ CONTEXT, PROMPT, DECODED = 256, 80, 8
 Array = npt.NDArray[Any]
 TINY = EXPERTS
 CLEAR = {"gptoss-q8_0": 3}
-"""Of its prompts, those on which routers decide by more than half rounds; by 0.0007 to 0.0009 on the others."""
+"""Of its prompts, those on which routers decide by more than half rounds; on others by 0.0007 to 0.0009."""
 PRECISIONS = {"half": Precision(), "weights as in the file": Precision(weights=WeightsFormat.FILE)}
 """In others tokens of so small models go to other experts than those of float."""
 CHUNKS = {"whole": [80], "in pieces": [64, 16], "with rows that do not draw": [64, 16]}
