@@ -152,7 +152,7 @@ class Supervisor:
             for worker in self._workers:
                 worker.look(now, ending=ending)
             if all(worker.over is not None for worker in self._workers):
-                return next((worker.over for worker in self._workers if worker.over), 0)
+                return next((worker.over for worker in self._workers if worker.over != 0), 0)
             if silence is not None and silence.too_long():
                 for worker in self._workers:
                     worker.signal(signal.SIGKILL)

@@ -53,7 +53,8 @@ PIECES = [
     b"!",
 ]
 EOS = len(PIECES) - 1
-LOOPS = 5
+LOOPING = range(0, 100, 5)
+"""Seeds of texts that repeat."""
 VOCAB = len(PIECES)
 ARITHMETIC = Arithmetic(
     runner="scripted", device="none", weights="none", kv="none", kernels="hash", model="none"
@@ -86,10 +87,9 @@ def hashed(key: int, tokens: list[int]) -> int:
 def next_token(seed: int, tokens: list[int], allowed: list[int] | None = None) -> int:
     """A pseudo-random token that depends on every token before it; EOS about one time in twenty.
 
-    allowed: what a mask leaves, one of which it is. With a seed that LOOPS divides it depends on the last two
-    alone, so that texts repeat.
+    allowed: what a mask leaves, one of which it is. With a seed of LOOPING it depends on the last two alone.
     """
-    number = hashed(seed, tokens if seed % LOOPS else tokens[-2:])
+    number = hashed(seed, tokens[-2:] if seed in LOOPING else tokens)
     if allowed is not None:
         return allowed[number % len(allowed)]
     return EOS if number % 20 == 0 else number // 20 % EOS
