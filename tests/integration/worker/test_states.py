@@ -17,7 +17,7 @@ PATIENCE = 240.0
 
 
 @on_sqlite
-@pytest.mark.parametrize("name", ["qwen35-q8_0", "lfm2-bf16", "gptoss-q8_0"])
+@pytest.mark.parametrize("name", ["qwen35-q8_0", "lfm2-bf16", "gptoss-q8_0", "gemma4-bf16"])
 def test_rows_of_a_file_become_the_tokens_of_transformers(
     name: str, jobs_client: Client, quick: Settings, tmp_path: Path
 ) -> None:

@@ -52,8 +52,8 @@ class Places:
 class ReferenceKvCache:
     """Keys and values of each layer of attention: what `kv` leaves of them.
 
-    They are float32 (cache rows, kv_heads, head_dim); other layers have no heads. Latent attention has one
-    head of what it keeps, whose keys are its values, too.
+    They are float32 (cache rows, kv_heads, head_dim); layers that keep none have no heads. Latent attention
+    has one head of what it keeps, whose keys are its values, too.
 
     The row after the last page is never written: padding reads zeros there.
     """
@@ -74,7 +74,7 @@ class ReferenceKvCache:
         ]
 
     def _empty(self, spec: ModelSpec, index: int) -> npt.NDArray[np.float32]:
-        mixer = spec.layers[index].mixer
+        mixer = spec.caches[index]
         heads = (mixer.kv_heads, mixer.head_dim) if isinstance(mixer, Attention) else (0, 0)
         if isinstance(mixer, LatentAttention):
             heads = (1, mixer.kept)
@@ -84,15 +84,15 @@ class ReferenceKvCache:
         """Drop it all."""
         self.keys, self.values = [], []
 
-    def attend(
-        self, layer: int, q: ops.FloatArray, k: ops.FloatArray, v: ops.FloatArray, places: Places,
-        how: ops.Scores,
-    ) -> ops.FloatArray:  # fmt: skip
-        """Write keys and values (T, kv_heads, head_dim), then let queries (T, heads, head_dim) read them."""
-        keys, values = self.keys[layer], self.values[layer]
+    def write(self, layer: int, k: ops.FloatArray, v: ops.FloatArray, places: Places) -> None:
+        """Write a layer's keys and values (T, kv_heads, head_dim)."""
         if self._kv is KvFormat.FP8:
             k, v = as_kept(k), as_kept(v)
-        keys[places.written], values[places.written] = k, v
+        self.keys[layer][places.written], self.values[layer][places.written] = k, v
+
+    def attend(self, layer: int, q: ops.FloatArray, places: Places, how: ops.Scores) -> ops.FloatArray:
+        """Let queries (T, heads, head_dim) read the keys and values of a layer."""
+        keys, values = self.keys[layer], self.values[layer]
         mixed, positions = np.empty_like(q), places.positions
         if places.single.size:
             single = places.single
