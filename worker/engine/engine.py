@@ -89,7 +89,10 @@ class Engine:
             raise ValueError(f"max_sequences is {max_sequences}, but the runner has {runner.slots} slots")
         if context_length < 2:
             raise ValueError(f"a context of {context_length} has no room for a prompt and an answer")
-        prefix_sharing = prefix_sharing and (runner.prompt_grid == 1 or runner.snapshots > 0)
+        self._pool = PagePool(runner.kv_pages, runner.page_size, runner.page_kinds)
+        grid, needs = runner.prompt_grid, self._pool.needs
+        if grid > 1 and (not runner.snapshots or grid % needs.segment):
+            prefix_sharing = False
         self._runner = runner
         self._max_sequences = max_sequences
         self._text_stream = text_stream = text.text_stream
@@ -97,11 +100,11 @@ class Engine:
         self._eos_ids = text.eos_ids
         self.constraints: GrammarBackend = constraints or NoGrammars()
         self._limits = RequestLimits(
-            runner.vocab, context_length, runner.page_size, runner.kv_pages, sizes.model_context
-        )
+            runner.vocab, context_length, runner.page_size, runner.kv_pages, sizes.model_context,
+            cache_tokens=needs.most_tokens(runner.kv_pages),
+        )  # fmt: skip
         self._token_masks = TokenMasks(self.constraints, runner.vocab)
         self._clock = clock
-        self._pool = PagePool(runner.kv_pages, runner.page_size)
         self._scheduler = Scheduler(
             self._pool, max_sequences=max_sequences, token_budget=sizes.token_budget,
             prefix_sharing=prefix_sharing, interactive_slots=sizes.interactive_slots,
@@ -109,8 +112,7 @@ class Engine:
             snapshots=runner.snapshots,
         )  # fmt: skip
         self._groups = PrefixGroups() if prefix_sharing else None
-        pages = self._pool.pages_for(self._limits.cache_context)
-        self._builder = BatchBuilder(slots=runner.slots, pages=pages, page_size=runner.page_size)
+        self._builder = BatchBuilder(self._pool, slots=runner.slots, context=self._limits.cache_context)
         self._sequences: dict[str, Sequence] = {}  # by job id; unfinished
         self._cancelled: list[Sequence] = []
         self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap; may hold finished sequences

@@ -23,6 +23,7 @@ from nightmill.worker.runners.base import (
     DrawArray,
     Drawn,
     IntArray,
+    PageKind,
     StepBatch,
     masked_draws,
     wants_logprobs,
@@ -115,6 +116,7 @@ class CudaRunner:
             raise ValueError(f"a step of {max_tokens} tokens cannot hold one token of each of {slots} slots")
         began = time.monotonic()
         self.page_size = PAGE
+        self.page_kinds: tuple[PageKind, ...] = ()
         self.slots = slots
         self.depth = sizes.depth
         self.prompt_grid, self.snapshots = prompt_grid(spec), 0
