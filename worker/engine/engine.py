@@ -43,6 +43,7 @@ _NO_NUMBERS = (
     "is damaged. A worker that is started with --dtype bf16 has room for larger numbers; or try a shorter or "
     "different prompt. If every prompt fails like this, the file is damaged: download it again"
 )
+_USUAL_TOKENS = 1024  # of a sequence, by which it is said how many tokens a cache holds
 _NOT_COMPILED = "what the answer must be was not compiled: a fault of the worker, retry the job"
 
 
@@ -230,6 +231,7 @@ class Engine:
             waiting=self._scheduler.waiting,
             free_pages=self._pool.free,
             pages=self._pool.pages,
+            cache_tokens=self._pool.needs.tokens_in(self._pool.pages, _USUAL_TOKENS),
             context=self._limits.cache_context,
             sequences=self._max_sequences,
         )

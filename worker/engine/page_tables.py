@@ -57,7 +57,11 @@ class PageNeeds:
 
     def pages_for(self, tokens: int) -> int:
         """Pages of all kinds that hold `tokens` tokens."""
-        return sum(-(-tokens // size) for size in self._sizes)
+        return sum(kind.pages_for(tokens) for kind in self.kinds)
+
+    def tokens_in(self, pages: int, length: int) -> int:
+        """The tokens that so many pages hold of sequences of `length` tokens, which are computed."""
+        return int(pages * length / sum(kind.pages_at(length) for kind in self.kinds))
 
     def most_tokens(self, pages: int) -> int:
         """The most tokens of a sequence that so many pages hold, all of its tokens at once."""

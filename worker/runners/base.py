@@ -130,6 +130,14 @@ class PageKind:
         """The first position that the token at a position sees."""
         return 0 if self.window is None else max(0, position - self.window + 1)
 
+    def pages_for(self, tokens: int) -> int:
+        """Pages of it that hold `tokens` tokens."""
+        return -(-tokens // self.tokens)
+
+    def pages_at(self, tokens: int) -> int:
+        """Pages of it that a sequence of so many tokens keeps for those to come."""
+        return self.pages_for(tokens) - self.first_seen(tokens) // self.tokens
+
 
 @dataclass(frozen=True, slots=True)
 class KindRows:

@@ -45,11 +45,11 @@ class PageLayout:
 
     def pages_for(self, tokens: int) -> int:
         """Pages of all kinds for a sequence that has so many tokens, none of which is computed yet."""
-        return sum(-(-tokens // kind.tokens) for kind in self.kinds)
+        return sum(kind.pages_for(tokens) for kind in self.kinds)
 
     def pages_at(self, tokens: int) -> int:
-        """Pages that a sequence has once it has computed so many tokens, but for a window's last ones."""
-        return sum(-(-tokens // kind.tokens) - kind.first_seen(tokens) // kind.tokens for kind in self.kinds)
+        """Pages of all kinds that a sequence of so many tokens keeps for those to come."""
+        return sum(kind.pages_at(tokens) for kind in self.kinds)
 
 
 def page_layout(

@@ -78,8 +78,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[GgufFile,
 @settings(max_examples=6, deadline=None)
 @given(
     name=st.sampled_from(sorted(SPECS)), slots=st.integers(2, REQUESTS),
-    budget=st.sampled_from([12, 40, 300]), spare=st.integers(0, 30), depth=st.integers(1, 3), page_size=st.sampled_from([4, 16]),
-    sharing=st.booleans(), order=st.permutations(range(REQUESTS)),
+    budget=st.sampled_from([12, 40, 300]), spare=st.integers(0, 30), depth=st.integers(1, 3),
+    page_size=st.sampled_from([4, 16]), sharing=st.booleans(), order=st.permutations(range(REQUESTS)),
 )  # fmt: skip
 def test_any_schedule_gives_the_tokens_of_a_text_alone(
     alone: dict[str, tuple[GgufFile, dict[str, tuple[int, ...]]]], name: str, slots: int, budget: int,
