@@ -40,9 +40,11 @@ class SlotTables:
         self.entries[slot, : len(pages) * self._each] = self._entries_of(pages)
 
     def extend(self, slot: int, pages: list[int]) -> None:
-        """Write the last page of a sequence that has grown, in a kind that may have had room."""
-        last = len(pages) * self._each
-        self.entries[slot, last - self._each : last] = self._entries_of(pages[-1:])
+        """Write the last page of a sequence that has grown, if it is new: another kind may have had room."""
+        first = (len(pages) - 1) * self._each
+        if self.entries[slot, first] < 0:
+            for part in range(self._each):
+                self.entries[slot, first + part] = pages[-1] * self._stride + part
 
     def cache_rows(self, slots: IntArray, positions: IntArray) -> IntArray:
         """Where the tokens at these positions go."""

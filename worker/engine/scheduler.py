@@ -338,7 +338,9 @@ class Scheduler:
                 promised += pages - self._pool.pages_for(sequence.follows[1] * self._pool.needs.segment)
                 following.append(heapq.heappop(self._waiting)[1])
                 continue
-            taken = pages - self._pool.pages_for(len(nodes) * self._pool.needs.segment) + self._idle(nodes)
+            taken = pages - self._pool.pages_for(len(nodes) * self._pool.needs.segment)
+            if self._sharing is not None:
+                taken += self._sharing.idle_pages(nodes)
             kept = 0 if sequence.request.interactive else len(self._running) + len(following)
             kept *= len(self._pool.needs.kinds)
             if taken + promised + kept > self._pool.free:
@@ -357,13 +359,6 @@ class Scheduler:
             return 0
         interactive = takewhile(lambda one: one.request.interactive, self._running)
         return max(0, self._interactive_slots - sum(1 for _ in interactive))
-
-    def _idle(self, nodes: list[PrefixNode]) -> int:
-        """Count the pages without owners that a sequence takes which goes on from these nodes."""
-        if self._sharing is None:
-            return 0
-        tables = self._sharing.tables_of(nodes)
-        return sum(not self._pool.owners(page) for table in tables for page in table.held)
 
     def _give_place(self, sequence: Sequence, nodes: list[PrefixNode]) -> None:
         self._waiting_count -= 1

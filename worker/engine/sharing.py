@@ -141,6 +141,23 @@ class PrefixSharing:
             tables.append(table)
         return tables
 
+    def idle_pages(self, nodes: list[PrefixNode]) -> int:
+        """Count the pages without owners among those that a sequence takes which goes on from these nodes.
+
+        Those of a kind without a window come last: who owns a page owns those before.
+        """
+        idle, needs = 0, self._pool.needs
+        for kind, each in enumerate(needs.per_segment):
+            whole = needs.kinds[kind].window is None
+            for place in range(
+                len(nodes) * each - 1, needs.first_page(kind, len(nodes) * self._segment) - 1, -1
+            ):
+                owned = self._pool.owners(nodes[place // each].pages[kind][place % each]) > 0
+                idle += not owned
+                if owned and whole:
+                    break
+        return idle
+
     def adopt(self, sequence: Sequence, nodes: list[PrefixNode]) -> list[KindTable]:
         """Give the pages that were found to a sequence that is admitted; returns them as tables."""
         tables = self.tables_of(nodes)
