@@ -51,7 +51,8 @@ def spec_of(name: str, layers: tuple[Layers, ...]) -> ModelSpec:
     """A model with these layers, as far as its cache goes."""
     rope = Rope(style=RopeStyle.HALVES, dim=64, base=10_000.0)
     return ModelSpec(
-        family="gemma3", name=name, width=64, vocab=256, context_length=131_072, output_norm=NORM, tied_head=True,
+        family="gemma3", name=name, width=64, vocab=256, context_length=131_072, output_norm=NORM,
+        tied_head=True,
         layers=tuple(
             LayerSpec(
                 attention_norm=NORM,

@@ -23,6 +23,7 @@ __all__ = ["CARDS", "GIB", "Card", "Forecast", "Room", "card_here", "card_of", "
 
 GIB = 1 << 30
 LENGTHS = (1024, 4096)  # tokens of sequences, for which it is said how many fit
+_UNSEEN = " (which layers with a window keep, too)"
 _FREE_SHARE = 0.95  # of a card's memory, before Nightmill comes: the driver and its context have the rest
 
 
@@ -92,6 +93,8 @@ class Forecast:
     slots            sequences that run at once, at most: fewer than asked for where states take too much
     states           of layers that keep a state for each sequence, with copies of states that are kept
     sequences, rate  as in `Room`
+    keeps_unseen     layers with a window keep the keys of tokens behind it, too: the kernels have one kind of
+                     pages
     """
 
     weights: int
@@ -102,6 +105,7 @@ class Forecast:
     cache_tokens: int
     sequences: dict[int, int]
     rate: int
+    keeps_unseen: bool = False
 
     @property
     def room(self) -> Room:
@@ -113,7 +117,7 @@ class Forecast:
         return (
             f"{self.weights / GIB:.2f} GiB of weights {kept}, {self.workspace / GIB:.2f} of workspace, "
             f"{f'{self.states / GIB:.2f} of states, ' if self.states else ''}and a cache of "
-            f"{self.cache_tokens:,} tokens, for {self.room}"
+            f"{self.cache_tokens:,} tokens{_UNSEEN if self.keeps_unseen else ''}, for {self.room}"
         )
 
 
@@ -159,4 +163,5 @@ def forecast_of(
         cache_tokens=pages * PAGE,
         sequences=sequences,
         rate=int(float(f"{rate:.1e}")),  # two figures: more are not known
+        keeps_unseen=any((one.window or context) < context for one in spec.attentions),
     )
