@@ -46,13 +46,15 @@ def held_pages(tables: Sequence[KindTable]) -> int:
 class PageNeeds:
     """How sequences fill pages of these kinds.
 
-    segment  so many tokens end pages of all kinds: equal beginnings are shared by segments
+    segment   so many tokens end pages of all kinds: equal beginnings are shared by segments
+    windowed  pages of some kind are given back
     """
 
     def __init__(self, kinds: tuple[PageKind, ...]) -> None:
         self.kinds = kinds
         self.segment = math.lcm(*(kind.tokens for kind in kinds))
         self.per_segment = [self.segment // kind.tokens for kind in kinds]
+        self.windowed = any(kind.window is not None for kind in kinds)
         self._sizes = [kind.tokens for kind in kinds]
 
     def pages_for(self, tokens: int) -> int:
@@ -73,10 +75,14 @@ class PageNeeds:
 
     def room(self, tables: Sequence[KindTable]) -> int:
         """Tokens for which all of these tables have pages."""
+        if len(tables) == 1:
+            return len(tables[0].pages) * self._sizes[0]
         return min(len(table.pages) * size for table, size in zip(tables, self._sizes, strict=True))
 
     def lacking(self, tables: Sequence[KindTable], tokens: int) -> list[KindTable]:
-        """Those of the tables whose pages hold no more than `tokens` tokens."""
+        """Those of the tables whose pages hold no more than `tokens` tokens; of one alone that is known."""
+        if len(tables) == 1:
+            return list(tables)
         sized = zip(tables, self._sizes, strict=True)
         return [table for table, size in sized if len(table.pages) * size <= tokens]
 

@@ -70,6 +70,7 @@ class Scheduler:
                 f"that runs needs one token a step, and one of them {prompt_grid} of its prompt"
             )
         self._pool = pool
+        self._windowed = pool.needs.windowed
         self._sharing = PrefixSharing(pool, grid=prompt_grid, snapshots=snapshots) if prefix_sharing else None
         self._token_budget = token_budget
         self._max_sequences = max_sequences
@@ -204,7 +205,8 @@ class Scheduler:
             sequence.last_launch = number
             if self._sharing is not None:
                 self._sharing.advance(chunk)
-            self._give_back(sequence)
+            if self._windowed:
+                self._give_back(sequence)
 
     def _give_back(self, sequence: Sequence) -> None:
         """Release the pages that hold nothing which launches after the queued ones read."""
@@ -254,19 +256,21 @@ class Scheduler:
 
         urgent: only interactive ones may have further pages
         """
+        needs = self._pool.needs
         for sequence in self._running:  # which becomes shorter at its end where sequences give way
             if not sequence.decoding or sequence.computed >= sequence.reach:
                 continue  # the latter waits for the token that is being drawn, or that is its last
             if sequence.computed == sequence.room:
                 if urgent and not sequence.request.interactive:
                     continue
-                self._give_back(sequence)
-                lacking = self._pool.needs.lacking(sequence.tables, sequence.computed)
+                if self._windowed:
+                    self._give_back(sequence)
+                lacking = needs.lacking(sequence.tables, sequence.computed)
                 if self._pool.free < len(lacking) and not self._make_room(sequence, len(lacking), preempted):
                     continue
                 for table in lacking:
                     table.pages += self._pool.allocate(1)
-                sequence.room = self._pool.needs.room(sequence.tables)
+                sequence.room = needs.room(sequence.tables)
                 grown.append(sequence)
             decodes.append(sequence)
 
