@@ -7,7 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.errors import ModelFileError
+from nightmill.worker.assembly.model import load_model
+from nightmill.worker.commands.inspection import inspect
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import Role
@@ -113,6 +116,14 @@ def test_keys_of_layers_that_read_others_are_left_out(tmp_path: Path) -> None:
 def test_the_embeddings_of_layers_are_no_active_parameters() -> None:
     spec = GEMMA4_FILES["gemma4"][1]
     assert spec.parameters - spec.active_parameters == spec.vocab * 24 * len(spec.layers)
+
+
+def test_check_says_why_not_all_parameters_are_active(tmp_path: Path) -> None:
+    said = inspect(load_model(Settings(model=unpacked("gemma4-bf16", tmp_path)))).lines()["model"]
+    assert (
+        "0.54 million parameters (0.441 million active: of the embeddings of layers a token has a row)"
+        in said
+    )
 
 
 def test_only_rows_of_the_table_are_read(tmp_path: Path) -> None:
