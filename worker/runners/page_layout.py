@@ -7,7 +7,8 @@ none.
 
 A table of a kind names parts of pages, each of `page_size` tokens of a layer. A page is as long as a whole
 number of such parts, whatever the kind: so a layer finds its keys at the part that the table names, counted
-in parts of its own size from where its own first one is.
+in parts of its own size from where its own first one is. Where there is one kind, nothing is shared out: a
+page is a part, and each layer has its parts one behind the other, apart from those of other layers.
 """
 
 import math
@@ -42,6 +43,11 @@ class PageLayout:
     kinds: tuple[PageKind, ...]
     numbers: int
     layers: tuple[LayerPart | None, ...]
+
+    @property
+    def apart(self) -> bool:
+        """Whether each layer has its parts apart from those of others, since there is one kind of pages."""
+        return len(self.kinds) == 1
 
     def pages_for(self, tokens: int) -> int:
         """Pages of all kinds for a sequence that has so many tokens, none of which is computed yet."""
@@ -79,7 +85,7 @@ def page_layout(
     numbers = -(-max(each * count for each, count in zip(kept, parts, strict=True)) // whole) * whole
     parts = [max(1, min(_MOST_PARTS, numbers // each)) for each in kept]  # some more, if there is room
     kinds = tuple(
-        PageKind(window or None, page_size * count, numbers // number)
+        PageKind(window or None, page_size * count, 1 if len(found) == 1 else numbers // number)
         for (window, number), count in zip(found, parts, strict=True)
     )
     layers: list[LayerPart | None] = []

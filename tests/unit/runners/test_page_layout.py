@@ -35,7 +35,8 @@ def stacked(*layers: tuple[int, dict[str, Any]]) -> ModelSpec:
 
 def test_layers_that_see_all_and_are_alike_have_pages_as_long_as_a_table_s_entry() -> None:
     layout = page_layout(PLAIN, 16, numbers)
-    assert layout.kinds == (PageKind(None, 16, 4),)  # 2 layers of keys and values: 4 parts are a page
+    assert layout.kinds == (PageKind(None, 16),)
+    assert layout.apart
     assert layout.numbers == 2 * 2 * 16 * 32
 
 
@@ -82,9 +83,9 @@ def test_no_two_parts_of_pages_meet(name: str) -> None:
     """Each number of each page is written once by the layers of each kind, and by no other page's."""
     spec, pages, page_size = ALL[name], 3, 4
     cache = ReferenceKvCache(spec, pages=pages, page_size=page_size)
-    layout = cache.layout
+    layout, memory = cache.layout, cache._memory
     for number, kind in enumerate(layout.kinds):
-        written = np.zeros_like(cache.pages, dtype=np.int32)
+        written = np.zeros(len(memory), dtype=np.int32)
         for page in range(pages):
             parts = page * kind.stride + np.arange(kind.tokens // page_size)
             rows = (parts[:, None] * page_size + np.arange(page_size)).reshape(-1)
@@ -95,15 +96,18 @@ def test_no_two_parts_of_pages_meet(name: str) -> None:
                 if part.values != part.keys:
                     arrays.append(cache.values[index])
                 for array in arrays:
-                    cache.pages[:] = 0
+                    memory[:] = 0
                     array[rows] = 1
-                    assert set(np.nonzero(cache.pages)[0].tolist()) == {page}
-                    assert np.count_nonzero(cache.pages) == len(rows) * array[0].size
-                    written += cache.pages.astype(np.int32)
-        assert written.max() == 1 and not written[-1].any()
-    cache.pages[:] = 1
-    cache.pages[-1] = 0
+                    if not layout.apart:
+                        assert set((np.flatnonzero(memory) // layout.numbers).tolist()) == {page}
+                    assert np.count_nonzero(memory) == len(rows) * array[0].size
+                    written += memory.astype(np.int32)
+        assert written.max() == 1
+    memory[:] = 0
+    cache.fill(1)
+    assert memory.sum() == pages * layout.numbers
     for index, part in enumerate(layout.layers):
         if part is not None:
             zeros = pages * layout.kinds[part.kind].stride * page_size
             assert not cache.keys[index][zeros].any() and not cache.values[index][zeros].any()
+    assert not any(zeros.any() for zeros in cache.zeros)

@@ -89,7 +89,7 @@ def test_any_schedule_gives_the_tokens_of_a_text_alone(
     spec = SPECS[name]
     pages = reference_layout(spec, page_size).pages_for(CONTEXT) + spare
     runner = ReferenceRunner(file, spec, kv_pages=pages, slots=slots, page_size=page_size, depth=depth)
-    runner._cache.pages[:-1] = np.nan  # of what nobody has written, or sees, nothing may count
+    runner._cache.fill(np.nan)  # of what nobody has written, or sees, nothing may count
     asked = requests()
     drawn, _ = generate(runner, [asked[place] for place in order], budget=budget, sharing=sharing)
     assert drawn == expected

@@ -67,11 +67,11 @@ class Places:
 class ReferenceKvCache:
     """Keys and values of each layer of attention: what `kv` leaves of them.
 
-    They are float32 (cache rows, kv_heads, head_dim), views of the pages, which have as many numbers whatever
-    their kind; layers that keep none have no rows. Latent attention has one head of what it keeps, whose keys
-    are its values, too.
+    They are float32 (cache rows, kv_heads, head_dim), views of the memory of all pages, which have as many
+    numbers whatever their kind; layers that keep none have no rows. Latent attention has one head of what it
+    keeps, whose keys are its values, too.
 
-    pages  (pages + 1, numbers). The last is never written: padding, and what a window hides, reads zeros
+    The page after the last is never written: padding, and what a window hides, reads zeros there.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class ReferenceKvCache:
         self._page_size = page_size
         self._zero_page = pages
         self.layout = reference_layout(spec, page_size)
-        self.pages = np.zeros((pages + 1, self.layout.numbers), dtype=np.float32)
+        self._memory = np.zeros((pages + 1) * self.layout.numbers, dtype=np.float32)
         self.keys: list[npt.NDArray[np.float32]] = []
         self.values: list[npt.NDArray[np.float32]] = []
         for mixer, part in zip(spec.caches, self.layout.layers, strict=True):
@@ -89,15 +89,38 @@ class ReferenceKvCache:
                 (self.keys, 0 if part is None else part.keys),
                 (self.values, 0 if part is None else part.values),
             ):
-                shape = (0, 0) if mixer is None else (_heads(mixer), _size(mixer))
-                numbers = self.pages.reshape(-1)[first:]
-                rows = len(numbers) // (shape[0] * shape[1]) if mixer is not None else 0
-                kept.append(numbers[: rows * shape[0] * shape[1]].reshape(rows, *shape))
+                kept.append(self._rows_of(mixer, first))
+
+    def _rows_of(self, mixer: Attention | LatentAttention | None, first: int) -> npt.NDArray[np.float32]:
+        """Rows of keys, or of values, which begin at the number `first` of a page."""
+        if mixer is None:
+            return np.zeros((0, 0, 0), dtype=np.float32)
+        heads, size, pages = _heads(mixer), _size(mixer), self._zero_page + 1
+        if self.layout.apart:
+            first, rows = first * pages, pages * self._page_size
+        else:
+            rows = (len(self._memory) - first) // (heads * size)
+        return self._memory[first : first + rows * heads * size].reshape(rows, heads, size)
+
+    def fill(self, value: float) -> None:
+        """Write a value to all pages but the one of zeros; for tests."""
+        if not self.layout.apart:
+            self._memory[: -self.layout.numbers] = value
+            return
+        for rows in (*self.keys, *self.values):
+            rows[: -self._page_size] = value
+
+    @property
+    def zeros(self) -> list[npt.NDArray[np.float32]]:
+        """The numbers that are never written; for tests."""
+        if not self.layout.apart:
+            return [self._memory[-self.layout.numbers :]]
+        return [rows[-self._page_size :] for rows in (*self.keys, *self.values)]
 
     def close(self) -> None:
         """Drop it all."""
         self.keys, self.values = [], []
-        self.pages = np.zeros((1, 0), dtype=np.float32)
+        self._memory = np.zeros(0, dtype=np.float32)
 
     def write(self, layer: int, k: ops.FloatArray, v: ops.FloatArray, places: Places) -> None:
         """Write a layer's keys and values (T, kv_heads, head_dim)."""
