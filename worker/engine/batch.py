@@ -5,6 +5,7 @@ from itertools import compress
 import numpy as np
 
 from nightmill.worker.engine.kv_cache import PagePool
+from nightmill.worker.engine.page_tables import KindTable
 from nightmill.worker.engine.plan import Chunk, StepPlan
 from nightmill.worker.engine.request import Sequence
 from nightmill.worker.runners.base import (
@@ -24,20 +25,30 @@ from nightmill.worker.runners.base import (
 class SlotTables:
     """The page tables of all slots for a kind of pages.
 
-    entries  (slots, B), one for `page_size` tokens; -1 behind them
+    entries  (slots, B), one for `page_size` tokens; -1 behind them. Those of a page that was given back name
+             the page behind the last one
     """
 
-    def __init__(self, kind: PageKind, page_size: int, slots: int, context: int) -> None:
-        self._page_size, self._stride = page_size, kind.stride
+    def __init__(self, kind: PageKind, pool: PagePool, slots: int, context: int) -> None:
+        self._page_size = page_size = pool.page_size
+        self._stride, self._given_back = kind.stride, pool.pages
         self._each = kind.tokens // page_size
         self._places = np.arange(self._each, dtype=np.int32)
         width = -(-context // kind.tokens) * self._each
         self.entries: IntArray = np.full((slots, width), -1, dtype=np.int32)
+        self._first = [0] * slots  # page that is not given back
 
-    def enter(self, slot: int, pages: list[int]) -> None:
+    def enter(self, slot: int, table: KindTable) -> None:
         """Write the pages of the sequence that takes a slot."""
         self.entries[slot] = -1
-        self.entries[slot, : len(pages) * self._each] = self._entries_of(pages)
+        self.entries[slot, : len(table.pages) * self._each] = self._entries_of(table.pages)
+        self._first[slot] = 0
+        self.trim(slot, table)
+
+    def trim(self, slot: int, table: KindTable) -> None:
+        """Overwrite what a sequence has given back."""
+        first, self._first[slot] = self._first[slot], table.first
+        self.entries[slot, first * self._each : table.first * self._each] = self._given_back * self._stride
 
     def extend(self, slot: int, pages: list[int]) -> None:
         """Write the last page of a sequence that has grown, if it is new: another kind may have had room."""
@@ -65,7 +76,7 @@ class BatchBuilder:
 
     def __init__(self, pool: PagePool, *, slots: int, context: int) -> None:
         self._page_size = pool.page_size
-        self._tables = [SlotTables(kind, pool.page_size, slots, context) for kind in pool.needs.kinds]
+        self._tables = [SlotTables(kind, pool, slots, context) for kind in pool.needs.kinds]
         self._masked_from = np.zeros(slots, dtype=np.int32)
         self._masked_until = np.zeros(slots, dtype=np.int32)
         self._likely = np.full(slots, NO_LOGPROBS, dtype=np.int32)
@@ -145,10 +156,14 @@ class BatchBuilder:
             self._masked_until[sequence.slot] = sequence.masked_until
 
     def _enter(self, plan: StepPlan) -> None:
+        for sequence in plan.trimmed:
+            for tables, own in zip(self._tables, sequence.tables, strict=False):  # it may have left: none
+                if sequence.slot is not None:
+                    tables.trim(sequence.slot, own)
         for sequence in plan.admitted:
             assert sequence.slot is not None
             for tables, own in zip(self._tables, sequence.tables, strict=True):
-                tables.enter(sequence.slot, own.pages)
+                tables.enter(sequence.slot, own)
             self.mask(sequence)
             self._likely[sequence.slot] = sequence.likely
         for sequence in plan.grown:

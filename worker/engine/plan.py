@@ -1,6 +1,6 @@
 """A step as the scheduler plans it: which tokens of which sequences are computed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nightmill.worker.engine.request import Sequence
 from nightmill.worker.runners.base import NO_SNAPSHOT
@@ -36,10 +36,11 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: what to compute, who took a slot for it, who got further pages, and who lost theirs.
+    """One step: what to compute, who took a slot for it, who got further pages, and who lost some or all.
 
     decodes   sequences of which the token at `computed`, the one last drawn, is computed and the next drawn
     chunks    pieces of prompts, and drawn tokens where a sequence is computed again
+    trimmed   sequences that have given pages back which no later token sees
     """
 
     decodes: list[Sequence]
@@ -47,6 +48,7 @@ class StepPlan:
     admitted: list[Sequence]
     grown: list[Sequence]
     preempted: list[Sequence]
+    trimmed: list[Sequence] = field(default_factory=list)
 
     @property
     def empty(self) -> bool:

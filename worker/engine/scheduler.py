@@ -71,6 +71,7 @@ class Scheduler:
             )
         self._pool = pool
         self._windowed = pool.needs.windowed
+        self._trimmed: list[Sequence] = []  # since the last plan
         self._sharing = PrefixSharing(pool, grid=prompt_grid, snapshots=snapshots) if prefix_sharing else None
         self._token_budget = token_budget
         self._max_sequences = max_sequences
@@ -190,7 +191,8 @@ class Scheduler:
             chunks.append(chunk)
             budget -= chunk.length
             spare -= bool(chunk.of_prompt) + chunk.length - chunk.of_prompt - 1
-        return StepPlan(decodes, chunks, admitted, grown, preempted)
+        trimmed, self._trimmed = self._trimmed, []
+        return StepPlan(decodes, chunks, admitted, grown, preempted, trimmed)
 
     def launched(self, plan: StepPlan, number: int) -> None:
         """The step is queued as launch `number`: advance what it computes."""
@@ -212,6 +214,7 @@ class Scheduler:
         """Release the pages that hold nothing which launches after the queued ones read."""
         for pages in self._pool.needs.unseen(sequence.tables, sequence.computed):
             self._pool.release(pages)
+            self._trimmed.append(sequence)
 
     def _prompt_budget(self, tokens: int) -> int:
         """Return how many prompt tokens to compute in a step that has room for `tokens`.

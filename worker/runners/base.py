@@ -37,7 +37,8 @@ launch and only read.
 Kinds of pages: layers that need other tokens of a sequence, or keep other amounts of each, have pages of
 their own (`PageKind`). All pages are equally large, so that any may become one of any kind; how many tokens a
 page holds is a matter of its kind. Of a kind with a window, a sequence has only the pages that later tokens
-can still see: entries of its tables before these name anything, and are never read.
+can still see. Entries of its tables before these name the page behind the last one, in which a runner with
+such kinds keeps finite numbers: what it holds never counts.
 """
 
 from dataclasses import dataclass

@@ -226,6 +226,8 @@ class ScriptedRunner:
         known: list[tuple[int, list[int]] | None] = []
         readers: dict[int, set[int]] = {}
         contexts = []
+        hidden: list[tuple[int, int]] = []  # slots, and cells that their tables still name
+        writers: dict[int, int] = {}
         texts: list[list[int]] = []
         for s, slot in enumerate(batch.slots):
             part = slice(starts[s], starts[s + 1])
@@ -240,6 +242,10 @@ class ScriptedRunner:
                 rows = given.page_tables[s][places // self.page_size] * self.page_size
                 rows = rows + places % self.page_size
                 assert (rows >= 0).all()
+                unseen = given.page_tables[s][: kind.first_seen(length - len(tokens)) // self.page_size]
+                assert (unseen >= 0).all(), "what nobody sees has no address"
+                hidden += [(int(slot), int(entry) * self.page_size) for entry in unseen]
+                writers |= dict.fromkeys(given.cache_rows[part].tolist(), int(slot))
                 for row in rows.tolist():
                     readers.setdefault(row, set()).add(int(slot))
                 assert given.cache_rows[part].tolist() == rows[len(rows) - len(tokens) :].tolist()
@@ -276,6 +282,9 @@ class ScriptedRunner:
                 known.append(None if spoilt else (admitted[0], text))
                 drawing.append((slot, len(text)))
         assert all(len(readers[row]) == 1 for row in written), "a page is written that another sequence reads"
+        for slot, cell in hidden:
+            others = {writers.get(cell + place, slot) for place in range(self.page_size)}
+            assert others == {slot}, "a table names a page that was given back, and that another writes"
         assert len(batch.draws) <= self.max_draws
         drawn, given = np.split(batch.draws, [len(drawing)])
         assert drawing == drawn[["slot", "position"]].tolist()

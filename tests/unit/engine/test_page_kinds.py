@@ -73,7 +73,8 @@ def test_a_beginning_is_shared_by_whole_segments_and_the_last_window() -> None:
     assert done[0].cached_tokens == 24
     assert len(runner.batches[-3].tokens) == len(system) + 1 - 24
     table = runner.batches[-3].further[0].page_tables[0]
-    assert (table[:4] < 0).all() and (table[4:] >= 0).all()
+    assert (table[:4] == 60 * 2).all()  # the page behind the last one
+    assert (table[4:] < 60 * 2).all() and (table[4:] >= 0).all()
 
 
 def test_a_beginning_whose_window_is_gone_is_computed_again_and_found_afterwards() -> None:
