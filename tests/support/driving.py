@@ -22,6 +22,8 @@ from nightmill.worker.runners.base import (
     StepBatch,
     make_draws,
 )
+from nightmill.worker.runners.gpu.kv_cache import kinds_layout
+from nightmill.worker.runners.gpu.precision import HALF
 from nightmill.worker.runners.kv_format import KvFormat
 from nightmill.worker.runners.reference import ReferenceRunner, Rounding
 from nightmill.worker.runners.reference.kv_cache import reference_layout
@@ -121,6 +123,8 @@ class Cuda:
     """The CUDA runner, with its logits."""
 
     def __init__(self, file: GgufFile, spec: ModelSpec, **options: Any) -> None:
+        if (layout := kinds_layout(spec, options.get("precision", HALF).kv)) is not None:
+            options["kv_pages"] *= len(layout.kinds)
         self.runner = cuda_runner(file, spec, **options)
 
     def show(self, rows: int) -> Logits:

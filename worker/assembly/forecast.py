@@ -13,7 +13,7 @@ from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.catalogue import check_spec
 from nightmill.worker.runners.gpu.device.device import Device, NoDeviceError
 from nightmill.worker.runners.gpu.device.peaks import Peaks
-from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
+from nightmill.worker.runners.gpu.kv_cache import PAGE, kinds_layout, page_bytes
 from nightmill.worker.runners.gpu.memory import MemoryPlan, allowed
 from nightmill.worker.runners.gpu.planning import RunnerPlanner
 from nightmill.worker.runners.gpu.precision import HALF, Precision, WeightsFormat
@@ -149,8 +149,14 @@ def forecast_of(
     context    the most tokens of a sequence
     """
     slots, pages, page = memory.states.slots, memory.kv_pages, page_bytes(spec, precision.kv)
+    layout = kinds_layout(spec, precision.kv)
+
+    def pages_of(length: int) -> int:
+        """Those that a sequence of so many tokens has."""
+        return -(-length // PAGE) if layout is None else layout.pages_at(length)
+
     lengths = sorted({*(length for length in LENGTHS if length < context), context})
-    sequences = {length: min(slots, pages // -(-length // PAGE)) for length in lengths}
+    sequences = {length: min(slots, pages // pages_of(length)) for length in lengths}
     length = lengths[0]
     load = EqualSequences(max(1, sequences[length]), prompt=length - length // 4, answer=length // 4)
     rate = expected_rate(spec, gpu, WeightsAndCache(memory.weights, page, precision.weights), load)
@@ -160,8 +166,8 @@ def forecast_of(
         workspace=memory.workspace,
         slots=slots,
         states=memory.states.bytes,
-        cache_tokens=pages * PAGE,
+        cache_tokens=int(pages * LENGTHS[0] / pages_of(LENGTHS[0])),
         sequences=sequences,
         rate=int(float(f"{rate:.1e}")),  # two figures: more are not known
-        keeps_unseen=any((one.window or context) < context for one in spec.attentions),
+        keeps_unseen=layout is None and any((one.window or context) < context for one in spec.attentions),
     )

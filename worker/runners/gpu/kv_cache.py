@@ -6,7 +6,7 @@ It knows of which tokens its keys and values are, since they are kept beside the
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -14,8 +14,9 @@ from nightmill.worker.model.spec import Attention, ModelSpec
 from nightmill.worker.runners.gpu.device.device import Arena, Device, aligned
 from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, Buffer
 from nightmill.worker.runners.kv_format import KvFormat
+from nightmill.worker.runners.page_layout import PageLayout, page_layout
 
-__all__ = ["PAGE", "KvCache", "LayerCache", "page_bytes", "part_numbers"]
+__all__ = ["PAGE", "KvCache", "LayerCache", "kinds_layout", "page_bytes", "part_numbers", "pool_page_bytes"]
 
 PAGE = 16
 """Tokens in a page, as in `kv_cache.cuh`."""
@@ -29,6 +30,8 @@ class LayerCache:
 
     keys: Buffer
     values: Buffer
+    kind: int = field(default=0, kw_only=True)
+    """Of its pages, and so of the tables that name them."""
 
     @property
     def pages(self) -> int:
@@ -49,6 +52,8 @@ class KvCache:
     @classmethod
     def allocate(cls, device: Device, spec: ModelSpec, pages: int) -> "KvCache":
         """Take the memory, zeroed: what is behind a context must be finite. Raises DeviceMemoryError."""
+        if (layout := kinds_layout(spec, device.kv)) is not None:
+            return cls._of_kinds(device, spec, layout, pages)
         kind = _NUMBERS[device.kv]
         shapes = [
             (pages, mixer.kv_heads, part_numbers(mixer.head_dim, device.kv))
@@ -69,9 +74,50 @@ class KvCache:
         address = device.allocate(pages * PAGE * tokens.itemsize, "the tokens of the KV cache")
         return cls(layers, Buffer(address, (pages, PAGE), tokens))
 
+    @classmethod
+    def _of_kinds(cls, device: Device, spec: ModelSpec, layout: PageLayout, pages: int) -> "KvCache":
+        """Pages that any kind of layers may have: each is as long as a whole number of any layer's parts."""
+        kind, size = _NUMBERS[device.kv], pages * layout.numbers
+        base = device.allocate(size * _NUMBERS[device.kv].itemsize, "the KV cache")
+        device.fill(base, 0, size * kind.itemsize)
+
+        def held(first: int, mixer: Attention) -> Buffer:
+            part = (mixer.kv_heads, part_numbers(mixer.head_dim, device.kv))
+            return Buffer(base + first * kind.itemsize, ((size - first) // math.prod(part), *part), kind)
+
+        layers = tuple(
+            LayerCache(held(part.keys, mixer), held(part.values, mixer), kind=part.kind)
+            if isinstance(mixer, Attention) and part is not None
+            else NO_PAGES
+            for mixer, part in zip(spec.caches, layout.layers, strict=True)
+        )
+        parts, tokens = pages * layout.kinds[0].stride, np.dtype(np.int32)
+        address = device.allocate(parts * PAGE * tokens.itemsize, "the tokens of the KV cache")
+        return cls(layers, Buffer(address, (parts, PAGE), tokens))
+
+
+def kinds_layout(spec: ModelSpec, kv: KvFormat = KvFormat.ELEMENT) -> PageLayout | None:
+    """How pages of several kinds lie; None: there is one kind, and each layer has its pages apart.
+
+    So it is, too, in FP8, whose pages become elements by one table, and where all layers have windows: what
+    is behind these may be asked about.
+    """
+    if kv is not KvFormat.ELEMENT or not all(isinstance(one, Attention | None) for one in spec.caches):
+        return None
+    layout = page_layout(spec, PAGE, lambda mixer: PAGE * mixer.kv_heads * mixer.head_dim)
+    return None if layout.apart or layout.kinds[0].window is not None else layout
+
+
+def pool_page_bytes(spec: ModelSpec, kv: KvFormat = KvFormat.ELEMENT) -> int:
+    """Bytes of a page of the pool: of any kind, with the tokens; of one kind as `page_bytes`."""
+    layout = kinds_layout(spec, kv)
+    if layout is None:
+        return page_bytes(spec, kv)
+    return layout.numbers * _NUMBERS[kv].itemsize + 4 * PAGE * layout.kinds[0].stride
+
 
 def page_bytes(spec: ModelSpec, kv: KvFormat = KvFormat.ELEMENT) -> int:
-    """Bytes of a page: keys and values of all layers, and the tokens."""
+    """Bytes of `PAGE` tokens: keys and values of all layers, and the tokens."""
     mixers = (layer.mixer for layer in spec.layers)
     return sum(2 * _part_bytes(one, kv) for one in mixers if isinstance(one, Attention)) + 4 * PAGE
 
