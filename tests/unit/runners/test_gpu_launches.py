@@ -491,7 +491,8 @@ def test_layers_may_differ_in_what_a_spec_says_but_for_their_heads(
         one, other = (layer.kernels for layer in runner._model.layers)
         assert not {*_attention(one)} & {*_attention(other)}
         launched = hopper.launches["hopper_attention"]
-        runner.launch(Pages(4, CONTEXT // 16).batch([Chunk(0, [1] * CONTEXT, 0, 70)], admit=True))
+        pages, prompt = Pages(4, CONTEXT // 16), [Chunk(0, [1] * CONTEXT, 0, 70)]
+        runner.launch(pages.batch(prompt, admit=True, kinds=runner.page_kinds))
         assert runner.collect() is not None
         assert hopper.launches["hopper_attention"] == launched + 2
     with pytest.raises(RunnerError, match="layers with different heads"):

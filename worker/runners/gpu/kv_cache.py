@@ -14,7 +14,7 @@ from nightmill.worker.model.spec import Attention, ModelSpec
 from nightmill.worker.runners.gpu.device.device import Arena, Device, aligned
 from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, Buffer
 from nightmill.worker.runners.kv_format import KvFormat
-from nightmill.worker.runners.page_layout import PageLayout, page_layout
+from nightmill.worker.runners.page_layout import LayerPart, PageLayout, page_layout
 
 __all__ = ["PAGE", "KvCache", "LayerCache", "kinds_layout", "page_bytes", "part_numbers", "pool_page_bytes"]
 
@@ -81,14 +81,18 @@ class KvCache:
         base = device.allocate(size * _NUMBERS[device.kv].itemsize, "the KV cache")
         device.fill(base, 0, size * kind.itemsize)
 
-        def held(first: int, mixer: Attention) -> Buffer:
-            part = (mixer.kv_heads, part_numbers(mixer.head_dim, device.kv))
-            return Buffer(base + first * kind.itemsize, ((size - first) // math.prod(part), *part), kind)
+        def held(mixer: Attention, part: LayerPart) -> LayerCache:
+            """Keys and values from where they begin on, as far as both reach: all parts that tables name."""
+            shape = (mixer.kv_heads, part_numbers(mixer.head_dim, device.kv))
+            count = (size - max(part.keys, part.values)) // math.prod(shape)
+            keys, values = (
+                Buffer(base + first * kind.itemsize, (count, *shape), kind)
+                for first in (part.keys, part.values)
+            )
+            return LayerCache(keys, values, kind=part.kind)
 
         layers = tuple(
-            LayerCache(held(part.keys, mixer), held(part.values, mixer), kind=part.kind)
-            if isinstance(mixer, Attention) and part is not None
-            else NO_PAGES
+            held(mixer, part) if isinstance(mixer, Attention) and part is not None else NO_PAGES
             for mixer, part in zip(spec.caches, layout.layers, strict=True)
         )
         parts, tokens = pages * layout.kinds[0].stride, np.dtype(np.int32)
