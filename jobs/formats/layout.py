@@ -3,18 +3,18 @@
 import csv
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.formats.parquet import ParquetWriter, read_ids
-from nightmill.jobs.formats.results import ERROR_COLUMNS, READ, RESULT_COLUMNS, error_row, result_row
+from nightmill.jobs.formats.results import COSTS, ERROR_COLUMNS, READ, RESULT_COLUMNS, error_row, result_row
 from nightmill.jobs.formats.rows import FileFormat
 from nightmill.jobs.reply.job import Job
 
 _OPENAI_KEYS = {"id", "custom_id", "response", "error"}
-_SOMETIMES = {"answers", *READ}
+_SOMETIMES = {"answers", "embedding", *READ, *COSTS}
 _RESULT_KEYS = RESULT_COLUMNS.keys() - _SOMETIMES
 _ERROR_KEYS = {"custom_id", "id", "line", "error", "text"} | _SOMETIMES
 
@@ -65,7 +65,28 @@ class Layout:
 
     def read_ids(self, path: Path) -> Iterator[str] | None:
         """The job ids of a file that does not grow; None if its columns are others."""
-        return read_ids(path, self.columns)
+        found = read_ids(path, self.columns)
+        return read_ids(path, self._older) if found is None else found
+
+    @property
+    def _older(self) -> Mapping[str, str]:
+        """The columns of files that earlier versions wrote."""
+        return {name: kind for name, kind in self.columns.items() if name not in COSTS}
+
+    def adopt(self, head: Callable[[int], bytes]) -> bool:
+        """Return True if a CSV file begins with the names of these columns, or of those before COSTS.
+
+        Such an older file keeps its columns, also for rows that are added to it.
+
+        head  returns so many bytes of the file's beginning
+        """
+        for columns in (self.columns, self._older):
+            expected = self._csv_line(columns).rstrip(b"\r\n")
+            after = head(len(expected) + 2)[len(expected) :]
+            if head(len(expected)) == expected and after[:1] in (b"", b"\n", b"\r"):
+                self.columns = columns
+                return True
+        return False
 
     def head(self) -> bytes:
         """The beginning of a file that grows, before its rows: in CSV the names of columns, else empty."""

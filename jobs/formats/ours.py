@@ -54,10 +54,17 @@ def _json_ids(path: Path, layout: Layout) -> Iterator[str]:
 
 def _csv_ids(path: Path, layout: Layout) -> Iterator[str]:
     csv.field_size_limit(max(csv.field_size_limit(), LINE_LIMIT))
-    head = layout.head().rstrip(b"\r\n")
-    columns = list(layout.columns)
     with path.open("rb") as file:
-        if file.read(len(head)) != head or file.readline(3) not in (b"\r\n", b"\n", b""):
+
+        def beginning(length: int) -> bytes:
+            file.seek(0)
+            return file.read(length)
+
+        if not layout.adopt(beginning):
+            raise ForeignFileError
+        columns = list(layout.columns)
+        beginning(len(layout.head().rstrip(b"\r\n")))
+        if file.readline(3) not in (b"\r\n", b"\n", b""):
             raise ForeignFileError
         try:
             for cells in csv.reader(_whole_records(file), delimiter=layout.delimiter, strict=True):

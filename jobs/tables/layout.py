@@ -1,7 +1,7 @@
 """Answers as a table: the columns that were kept, in their types, and ours behind them."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.formats.layout import Layout, WholeWriter
 from nightmill.jobs.formats.results import READ, answer_values, error_of, reply_values
 from nightmill.jobs.formats.rows import FileFormat
+from nightmill.jobs.reply.embeddings import written
 from nightmill.jobs.reply.job import Job
 from nightmill.jobs.tables.kinds import cell, flat
 from nightmill.jobs.tables.shape import ID, Shape
@@ -58,6 +59,11 @@ class TableLayout(Layout):
 
         return read_ids(path, self)
 
+    @property
+    def _older(self) -> Mapping[str, str]:
+        """The columns themselves: tables of all versions have the same."""
+        return self.columns
+
     def head(self) -> bytes:
         """The names of the columns, in CSV."""
         return self._csv_line(self.columns) if self.format is FileFormat.CSV else b""
@@ -90,6 +96,8 @@ class TableLayout(Layout):
         }
         if self.errors:
             return made | {"line": job.row} | error_of(job)
+        if job.packed_embedding is not None:
+            made["embedding"] = written(job.packed_embedding)
         parsed = job.parsed if self.shape.spread else None
         spread = spread_values(parsed, self.shape.spread)
         return (
