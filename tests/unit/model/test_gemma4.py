@@ -164,7 +164,7 @@ def test_no_kernel_computes_it_and_says_so() -> None:
     )
     experts = refusal(GEMMA4_FILES["gemma4, with experts"][1])
     assert experts is not None
-    assert "layers with mixtures of experts" in experts and "values made of keys" in experts
+    assert "experts beside a dense network" in experts and "values made of keys" in experts
     suppressed = replace(GEMMA4_FILES["gemma4"][1], suppressed=(3,))
     assert "suppressed tokens" in str(refusal(suppressed))
 
