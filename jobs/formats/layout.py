@@ -3,13 +3,21 @@
 import csv
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.formats.parquet import ParquetWriter, read_ids
-from nightmill.jobs.formats.results import COSTS, ERROR_COLUMNS, READ, RESULT_COLUMNS, error_row, result_row
+from nightmill.jobs.formats.results import (
+    COSTS,
+    ERROR_COLUMNS,
+    LATER,
+    READ,
+    RESULT_COLUMNS,
+    error_row,
+    result_row,
+)
 from nightmill.jobs.formats.rows import FileFormat
 from nightmill.jobs.reply.job import Job
 
@@ -71,10 +79,16 @@ class Layout:
     @property
     def _older(self) -> Mapping[str, str]:
         """The columns of files that earlier versions wrote."""
-        return {name: kind for name, kind in self.columns.items() if name not in COSTS}
+        return {name: kind for name, kind in self.columns.items() if name not in LATER}
+
+    def narrow(self, there: Collection[str]) -> list[str]:
+        """Leave out columns that tables of earlier versions lack; returns others that this one lacks."""
+        older = self._older
+        self.columns = {name: kind for name, kind in self.columns.items() if name in there or name in older}
+        return [name for name in self.columns if name not in there]
 
     def adopt(self, head: Callable[[int], bytes]) -> bool:
-        """Return True if a CSV file begins with the names of these columns, or of those before COSTS.
+        """Return True if a CSV file begins with the names of these columns, or of those without LATER.
 
         Such an older file keeps its columns, also for rows that are added to it.
 

@@ -38,7 +38,8 @@ RESULT_COLUMNS = {
 }
 """Columns of results in a table, with types."""
 COSTS = ("gpu_seconds", "energy_joules")
-"""Columns, and keys, that results of earlier versions do not have."""
+LATER = ("embedding", *COSTS)
+"""Columns that results of earlier versions do not have."""
 ERROR_COLUMNS = {
     "custom_id": "string",
     "id": "string",
@@ -59,9 +60,10 @@ ENCODING, BASE64 = "encoding_format", "base64"
 
 # OpenAI has only two reasons for a text: it ended by itself, or it was cut.
 _FINISH_REASONS = {StopReason.EOS: "stop", StopReason.STOP_SEQUENCE: "stop"}
-_STATUS_CODES = {StopReason.DEADLINE: 408, StopReason.CANCELLED: 499}
+_STATUS_CODES = {StopReason.DEADLINE: 408, StopReason.BUDGET: 402, StopReason.CANCELLED: 499}
 _MESSAGES = {
     StopReason.DEADLINE: "the deadline passed before the answer was complete; retry it with a later one",
+    StopReason.BUDGET: "a limit of the batch was met before the answer began; raise it to have it",
     StopReason.CANCELLED: "the job was cancelled before the answer was complete; retry it to have it",
 }
 
