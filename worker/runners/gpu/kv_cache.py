@@ -59,8 +59,8 @@ class KvCache:
             return cls._of_kinds(device, spec, layout, pages)
         kind = _NUMBERS[device.kv]
         shapes = [
-            [(pages, heads, part_numbers(size, device.kv)) for heads, size in _parts(layer.mixer)]
-            for layer in spec.layers
+            [(pages, heads, part_numbers(size, device.kv)) for heads, size in _parts(mixer)]
+            for mixer in spec.caches
         ]
         sizes = (math.prod(shape) * kind.itemsize for parts in shapes for shape in parts)
         arena = Arena(device, sum(map(aligned, sizes)), "the KV cache")
@@ -121,7 +121,7 @@ def pool_page_bytes(spec: ModelSpec, kv: KvFormat = KvFormat.ELEMENT) -> int:
 
 def page_bytes(spec: ModelSpec, kv: KvFormat = KvFormat.ELEMENT) -> int:
     """Bytes of `PAGE` tokens: keys and values of all layers, and the tokens."""
-    parts = (part for layer in spec.layers for part in _parts(layer.mixer))
+    parts = (part for mixer in spec.caches for part in _parts(mixer))
     return sum(heads * part_numbers(size, kv) for heads, size in parts) * _NUMBERS[kv].itemsize + 4 * PAGE
 
 
