@@ -215,7 +215,7 @@ def _make(
                         context=context_length(settings, model.spec),
                         page_size=PAGE_SIZE,
                         model_context=model.spec.context_length,
-                        pages=None if engine is None else engine.stats.pages,
+                        pages=None if engine is None else engine.stats.cache_tokens // PAGE_SIZE,
                     ),
                     slots=_slots(settings, model, memory, engine),
                     memory=memory,
