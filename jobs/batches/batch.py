@@ -87,12 +87,20 @@ class Batch:
         counts = self.store.counts(self.name)
         pace = self.store.recent_pace(self.name)
         groups = self.store.error_groups(self.name) if errors else []
+        held = self.store.held(self.name)
         now = self.store.database.now()
         served = served_models(self.store)
         asked = errors or record.model is not None or stalled(pace)
         unserved = unserved_models(self.store, record, counts, served) if asked else []
         status = make_status(
-            record, counts, pace, groups, now, served=takes(served, record.model), unserved=unserved
+            record,
+            counts,
+            pace,
+            groups,
+            now,
+            served=takes(served, record.model),
+            unserved=unserved,
+            held=held,
         )
         if not status.state.final:
             return status

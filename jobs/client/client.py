@@ -141,7 +141,7 @@ class Client:
 
     def submit_batch(
         self,
-        source: BatchSource,
+        source: BatchSource | None = None,
         *,
         name: str | None = None,
         on_rows: OnRows | None = None,
@@ -163,6 +163,10 @@ class Client:
         `system` and the filled template (with `plain` a plain prompt). The columns of `keep` ("all", "none",
         or names) come back beside the answers, which are in `column`, and with `spread` in a column for each
         top property of their schema. `empty` ("error", "skip", "keep") is for rows that lack a value.
+
+        With `after`, the name of a batch, and no source, each row follows one of that batch: it waits until
+        that row has ended, and its template takes the answer (`{{ prior.content }}`). docs/tables.md says
+        which parts there are, and what becomes of rows whose priors fail or are cancelled.
 
         Raises BatchFileError, BatchConflictError (the name belongs to other rows), InvalidParameterError,
         UnknownModelError and DatabaseError.

@@ -132,6 +132,7 @@ class BatchStatus:
     cached_tokens: int = 0  # of those of prompts, found computed
     reasoning_tokens: int = 0  # of those of answers
     unserved: list[str | None] = field(default_factory=list)
+    held: int = 0  # queued rows that wait for the ones that they follow
 
     @property
     def unlisted_errors(self) -> int:
@@ -184,6 +185,7 @@ def make_status(
     *,
     served: bool = True,
     unserved: Sequence[str | None] = (),
+    held: int = 0,
 ) -> BatchStatus:
     """Build a status from counts.
 
@@ -226,6 +228,7 @@ def make_status(
         cancel_requested_at=record.cancel_requested_at,
         deleting_at=record.deleting_at,
         unserved=list(unserved),
+        held=held,
     )
 
 

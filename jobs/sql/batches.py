@@ -6,7 +6,7 @@ Changes to up to a million rows are made in groups, a transaction each, so that 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from sqlalchemy import Connection, Table, func, or_, select, text, update
 from sqlalchemy.orm import InstrumentedAttribute
@@ -16,7 +16,7 @@ from nightmill.jobs.base.stepping import exhaust
 from nightmill.jobs.errors import BatchNotFoundError
 from nightmill.jobs.reply.batch_status import BatchRecord, ErrorGroup, Pace, RowCount, group_errors
 from nightmill.jobs.reply.job import Job
-from nightmill.jobs.sql import answers, logprobs, partials
+from nightmill.jobs.sql import answers, followers, logprobs, partials
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.jobs import (
     CHUNK,
@@ -56,6 +56,15 @@ class Finished:
     row: int
     job_id: str
     finished_at: datetime
+
+
+class Prior(NamedTuple):
+    """A row that others may follow."""
+
+    row: int
+    job_id: str
+    custom_id: str | None
+    metadata: dict[str, Any] | None
 
 
 class BatchStore:
@@ -105,10 +114,15 @@ class BatchStore:
             if cancelled:
                 values = cancelled_values(self.database.now())
                 rows = [row if row["state"] in FINAL else row | values for row in rows]
+            if any(row.get("prior") for row in rows):
+                rows = _with_known(connection, name, rows)
+            priors = sorted({row["prior"] for row in rows if row.get("prior")})
+            followers.lock_priors(connection, priors)
             statement = dialect_insert(connection, JOBS).on_conflict_do_nothing(
                 index_elements=["batch", "row"], index_where=JobRow.row.is_not(None)
             )
             connection.execute(statement, rows)
+            followers.settle(connection, priors, self.database.now())
         return not cancelled
 
     @retried
@@ -268,6 +282,28 @@ class BatchStore:
                     found = read_jobs(connection, query)
                 yield from sorted(found, key=lambda job: (job.row or 0) if by_row else job.id)
 
+    def priors(self, name: str) -> Iterator[Prior]:
+        """Yield all rows of a submitted batch in the order of the file, for those that follow them."""
+        for page in self._pages(name, JobRow.row):
+            for ids in chunked((row.id for row in page), CHUNK):
+                query = select(JobRow.row, JobRow.id, JobRow.custom_id, JOBS.c.metadata)
+                with self.database.read() as connection:
+                    found = connection.execute(query.where(JobRow.id.in_(ids)).order_by(JobRow.row)).all()
+                yield from (Prior(*row) for row in found)
+
+    def custom_ids(self, name: str, first: int = 1, last: int | None = None) -> Iterator[tuple[str, str]]:
+        """Yield (custom_id, job id) of the rows from `first` to `last`."""
+        while True:
+            query = select(JobRow.row, JobRow.custom_id, JobRow.id).where(
+                JobRow.batch == name, JobRow.row >= first, *([] if last is None else [JobRow.row <= last])
+            )
+            with self.database.read() as connection:
+                page = connection.execute(query.order_by(JobRow.row).limit(GROUP)).all()
+            yield from ((row.custom_id, row.id) for row in page if row.custom_id is not None)
+            if len(page) < GROUP:
+                return
+            first = page[-1].row + 1
+
     def _pages(self, name: str, place: InstrumentedAttribute[Any]) -> Iterator[Sequence[Any]]:
         """Yield pages of (id, state, place) of a batch's jobs in the order of `place`.
 
@@ -284,6 +320,11 @@ class BatchStore:
             if len(page) < GROUP:
                 return
             last = page[-1].place
+
+    def held(self, name: str) -> int:
+        """Return the number of rows that wait for the ones that they follow."""
+        with self.database.read() as connection:
+            return followers.count_held(connection, name)
 
     def unfinished(self, name: str) -> bool:
         """Return True if a row has not ended."""
@@ -398,13 +439,18 @@ class BatchStore:
             for chunk in chunked(ids):
                 rows = (JobRow.id.in_(chunk), *conditions)
                 lock_jobs(connection, *rows)
-                statement = update(JobRow).where(*rows).values(values)
+                again = values["state"] is JobState.QUEUED
+                statement = update(JobRow).where(*rows)
+                statement = statement.values(followers.queued_again(values) if again else values)
                 returned = (JobRow.id, JobRow.model, JobRow.priority)
                 done = connection.execute(statement.returning(*returned)).all()
-                partials.forget_ended(connection, chunk)
-                if values["state"] is JobState.QUEUED:
+                if again:
+                    partials.forget_ended(connection, chunk)
                     answers.forget(connection, [row.id for row in done])
                     logprobs.forget(connection, [row.id for row in done])
+                    followers.hold_again(connection, [row.id for row in done], values["sent_at"])
+                else:
+                    followers.ended(connection, [row.id for row in done], values["finished_at"])
                 changed += done
         return changed
 
@@ -414,6 +460,19 @@ def _get(connection: Connection, name: str) -> BatchRecord:
     if row is None:
         raise no_batch(name)
     return BatchRecord(**row)
+
+
+def _with_known(
+    connection: Connection, name: str, rows: Sequence[dict[str, Any]]
+) -> Sequence[dict[str, Any]]:
+    """Let rows follow those that are in SQL, if another submission has entered some of these meanwhile."""
+    numbers = [row["row"] for row in rows]
+    query = select(JobRow.row, JobRow.id).where(
+        JobRow.batch == name, JobRow.row >= min(numbers), JobRow.row <= max(numbers)
+    )
+    known = {row.row: row.id for row in connection.execute(query)}
+    theirs = {row["id"]: known[row["row"]] for row in rows if row["row"] in known}
+    return [row | {"prior": theirs.get(row["prior"], row["prior"])} for row in rows] if theirs else rows
 
 
 def no_batch(name: str) -> BatchNotFoundError:

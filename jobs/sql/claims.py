@@ -5,6 +5,7 @@ worker that lost its job cannot write any more. `failures` counts the attempts t
 alone in its worker (see `jobs.sql.suspects`); handing a job back counts none.
 """
 
+import threading
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 from itertools import starmap
@@ -13,8 +14,9 @@ from typing import Any
 from sqlalchemy import Connection, bindparam, select, update
 
 from nightmill.jobs.base.contract import JobState, StopReason, WorkerState
-from nightmill.jobs.sql import answers, logprobs, partials, suspects
+from nightmill.jobs.sql import answers, followers, logprobs, partials, suspects
 from nightmill.jobs.sql.claimed import Claim, read_claim
+from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.jobs import chunked, mark_unsent
 from nightmill.jobs.sql.locks import lock_ids, lock_jobs
 from nightmill.jobs.sql.outcomes import FINISH, OF_THE_TEXT, Outcome, finish_values, told
@@ -29,6 +31,11 @@ __all__ = ["Claim", "Claims", "Outcome", "hand_back"]
 
 class Claims(RegisteredWorker):
     """One worker's side of the state machine of jobs; `RegisteredWorker` writes the worker's own row."""
+
+    def __init__(self, database: Database, worker_id: str) -> None:
+        super().__init__(database, worker_id)
+        self.followers_due = threading.Event()
+        """Set once jobs are due that followed ended ones: they have no message yet."""
 
     def claim(self, job_ids: Sequence[str]) -> list[Claim]:
         """Claim those of `job_ids` that are queued, due and not past their deadline, in the given order.
@@ -129,7 +136,7 @@ class Claims(RegisteredWorker):
                     finished_at=now,
                 )
             )
-            partials.forget_ended(connection, [job_id])
+            followers.ended(connection, [job_id], now)
         return bool(done.rowcount)
 
     @retried
@@ -159,7 +166,9 @@ class Claims(RegisteredWorker):
             for outcome in outcomes:
                 if outcome.error is not None:
                     written += self._finish_with_error(connection, outcome, now)
-            partials.forget_ended(connection, [outcome.job_id for outcome in outcomes])
+            due = followers.ended(connection, [outcome.job_id for outcome in outcomes], now)
+        if due:  # they are committed
+            self.followers_due.set()
         return written
 
     @retried
@@ -184,7 +193,7 @@ class Claims(RegisteredWorker):
             for job_id, attempt in claimed:
                 if hand_back(connection, self._ours(job_id, attempt), now):
                     returned.append(job_id)
-            partials.forget_ended(connection, [job_id for job_id, _ in claimed])
+            followers.ended(connection, [job_id for job_id, _ in claimed], now)
         return returned
 
     def leave_queued(self, job_ids: Sequence[str]) -> None:

@@ -7,9 +7,9 @@ from typing import Any, Self
 
 from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.errors import InvalidParameterError
+from nightmill.jobs.request.template import listed
 from nightmill.jobs.tables.kinds import JSON, TEXT, WHOLE
 from nightmill.jobs.tables.options import ALL, NONE, TableOptions
-from nightmill.jobs.tables.template import listed
 
 TABLE = "table"
 """The key of a batch's settings."""
