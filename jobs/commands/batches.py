@@ -8,6 +8,7 @@ import click
 
 from nightmill.jobs.base.printable import printable
 from nightmill.jobs.base.times import describe_moment, parse_span
+from nightmill.jobs.batches.batch import Batch
 from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.comparing import diff
 from nightmill.jobs.commands.job_options import AT, BATCH_OPTIONS, given, job_options
@@ -67,6 +68,11 @@ def batch() -> None:
 @FORMAT_OPTION
 @click.option("--name", help="Name of the batch; by default made of the file, the model and the parameters.")
 @click.option("--model", help="Name of the model that must serve every row, whatever the rows say.")
+@click.option(
+    "--after",
+    metavar="NAME",
+    help="In place of FILE, a row for each of this batch, which waits for that row's answer.",
+)
 @table_options
 @on_end_options
 @job_options(*BATCH_OPTIONS)
@@ -81,7 +87,7 @@ def submit(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Queue every row of FILE as a batch.
+    """Queue every row of FILE as a batch, or a row after each of another batch.
 
     FILE contains OpenAI batch rows, plain JSONL rows, CSV or Parquet; docs/file-formats.md describes rows.
     With --template it is any table, and each of its rows a prompt (docs/tables.md). Parameters given here are
@@ -89,6 +95,12 @@ def submit(
     Repeating an interrupted command resumes it, with the times of the first one. FILE must not change
     meanwhile. Use - for FILE to read standard input. It may also be a folder of files, a pattern such as
     'rows/*.parquet', or at s3://, gs://, hf:// or https://; --query takes the rows of a database.
+
+    With --after each row follows one of that batch: its template takes the answer, and the columns before it.
+
+    
+      nightmill batch submit --after drafts --name judged --choice 1 --choice 5 \\
+          --template "Rate 1 or 5: {{ prior.content }}"
 
     With --on-end the command waits until the batch has ended, like watch, and then runs COMMAND, which reads
     the status as JSON. Repeated after an interruption, it follows the same batch.
@@ -104,15 +116,8 @@ def submit(
     at_end = None if on_end is None else words_of(on_end)
     table = taken(options)
     settings = given(options) | table
-    opened = opened_with(settings)
     with Client() as client:
-        spool_bytes = client.settings.spool_bytes
-        with (
-            logged_errors(None),
-            input_named(file, query, from_url, format, most=spool_bytes, opened=opened) as source,
-            submitting(source) as on_rows,
-        ):
-            made = client.submit_batch(source, name=name, on_rows=on_rows, webhook=webhook, **settings)
+        made = _submitted(client, (file, query, from_url, format), settings, name=name, webhook=webhook)
         status = made.status()
         say_times(status, settings)
         idle = status.state.final or status.state is BatchState.SCHEDULED  # no worker is needed, or not yet
@@ -134,6 +139,27 @@ def submit(
             echo(f"Next: nightmill batch errors {printable(made.name)} -o FILE")
     if status.state.final:
         raise SystemExit(EXIT_CODES[status.state])
+
+
+def _submitted(
+    client: Client,
+    named: tuple[str | None, str | None, str | None, str | None],
+    settings: dict[str, Any],
+    **more: Any,
+) -> Batch:
+    """Submit a file, a query or what follows a batch. `named`: file, query, URL, format."""
+    if settings.get("after") is not None:
+        if any(one is not None for one in named):
+            raise click.UsageError("--after stands in place of a FILE, a --query and a --format")
+        with logged_errors(None):
+            return client.submit_batch(**settings, **more)
+    opened = opened_with(settings)
+    with (
+        logged_errors(None),
+        input_named(*named, most=client.settings.spool_bytes, opened=opened) as source,
+        submitting(source) as on_rows,
+    ):
+        return client.submit_batch(source, on_rows=on_rows, **settings, **more)
 
 
 def say_times(
