@@ -84,9 +84,10 @@ def of_models(models: Iterable[str | None]) -> ColumnElement[bool]:
 
 
 def claimable(now: datetime | ColumnElement[datetime]) -> tuple[ColumnElement[bool], ...]:
-    """Return the conditions for queued jobs that are due and not past their deadline."""
+    """Return the conditions for queued jobs that are due, not held, and not past their deadline."""
     return (
         QUEUED,
+        JobRow.held.is_(None),
         or_(JobRow.scheduled_at.is_(None), JobRow.scheduled_at <= now),
         or_(JobRow.deadline_at.is_(None), JobRow.deadline_at > now),
     )
