@@ -42,6 +42,7 @@ from nightmill.jobs.reply.job import Job
 from nightmill.jobs.request.fields import deadline_moment
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.deletion import Deletion
+from nightmill.jobs.sql.http_batches import BATCH_PREFIX, HttpBatchStore
 from nightmill.jobs.sql.requeueing import Requeueing
 from nightmill.jobs.tables.arrow_files import table_of
 from nightmill.jobs.tables.into import UsersTable
@@ -248,6 +249,7 @@ class Batch:
         for groups in self.store.retry_failed(self.name, ends_at):
             queued += sum(map(len, groups.values()))
             self._announcer.announce(groups)
+        self._reopen_over_http(queued)
         return queued
 
     def extend(self, max_tokens: int, *, deadline: datetime | timedelta | None = None) -> QueuedAgain:
@@ -260,7 +262,9 @@ class Batch:
         """
         limit = check_max_tokens(max_tokens)
         ends_at = deadline_moment(deadline, self.store.database.now())
-        return announced(Requeueing(self.store).extend(self.name, limit, ends_at), self._announcer)
+        done = announced(Requeueing(self.store).extend(self.name, limit, ends_at), self._announcer)
+        self._reopen_over_http(done.rows)
+        return done
 
     def retry(
         self,
@@ -282,7 +286,14 @@ class Batch:
         changed, conditions = check_changes(changes), conditions_of(where or {})
         ends_at = deadline_moment(deadline, self.store.database.now())
         groups = Requeueing(self.store).retry(self.name, conditions, changed, ends_at, new_seeds=new_seeds)
-        return announced(groups, self._announcer)
+        done = announced(groups, self._announcer)
+        self._reopen_over_http(done.rows)
+        return done
+
+    def _reopen_over_http(self, queued: int) -> None:
+        """Let a server write the files of a batch over HTTP anew, once its rows have ended again."""
+        if queued and self.name.startswith(BATCH_PREFIX):
+            HttpBatchStore(self.store.database).reopen(self.name.removeprefix(BATCH_PREFIX))
 
     def delete(self, on_rows: OnRows | None = None) -> int:
         """Delete the batch and all its rows; returns the number of rows.

@@ -231,6 +231,16 @@ def test_a_cancelled_batch_keeps_what_was_done(server: Server) -> None:
             f"r{seed}" for seed in range(40)
         ]
         assert http.post(url).json()["output_file"] == batch.output_file_id  # there was nothing to retry
+        # Answers that are extended are written into new files, too.
+        short = lines(client, batch.output_file_id)[37]["response"]["body"]["choices"][0]
+        assert server.client.get_batch(batch.id).extend(20).rows == 3
+        assert client.batches.retrieve(batch.id).status == "in_progress"
+        server.bench.run([job.id for job in server.client.list_jobs(state="queued")])
+        extended = ended(client, batch)
+        assert (extended.status, extended.request_counts.completed) == ("completed", 40)
+        longer = lines(client, extended.output_file_id)[37]["response"]["body"]["choices"][0]
+        assert longer["text"].startswith(short["text"]) and len(longer["text"]) > len(short["text"])
+        assert len(lines(client, batch.output_file_id)) == 40  # the former file stays
         failed = ended(client, submit(client, {"custom_id": "bad"}))
         assert http.post(f"/v1/night/{failed.id}/retry").status_code == 409
         server.client.get_batch(batch.id).delete()
