@@ -9,12 +9,19 @@ from typing import Protocol
 
 from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.formats.parquet import ParquetWriter, read_ids
-from nightmill.jobs.formats.results import ERROR_COLUMNS, READ, RESULT_COLUMNS, error_row, result_row
+from nightmill.jobs.formats.results import (
+    ADDED,
+    ERROR_COLUMNS,
+    READ,
+    RESULT_COLUMNS,
+    error_row,
+    result_row,
+)
 from nightmill.jobs.formats.rows import FileFormat
 from nightmill.jobs.reply.job import Job
 
 _OPENAI_KEYS = {"id", "custom_id", "response", "error"}
-_SOMETIMES = {"answers", *READ}
+_SOMETIMES = {"answers", *READ, *ADDED}
 _RESULT_KEYS = RESULT_COLUMNS.keys() - _SOMETIMES
 _ERROR_KEYS = {"custom_id", "id", "line", "error", "text"} | _SOMETIMES
 
@@ -39,6 +46,7 @@ class Layout:
     """Rows of results, or of errors, in a format. Others have other columns, and the same methods.
 
     columns    of tables, and their types
+    added      those that files of earlier versions lack; they come last
     id_column  the key, or the column, of jobs' ids
     """
 
@@ -49,6 +57,13 @@ class Layout:
         self.format = format
         self.errors = errors
         self.columns: Mapping[str, str] = ERROR_COLUMNS if errors else RESULT_COLUMNS
+        self.added: tuple[str, ...] = () if errors else ADDED
+
+    def known_columns(self) -> Iterator[dict[str, str]]:
+        """Yield the columns that a file of this layout may have: those of today, then those of before."""
+        yield dict(self.columns)
+        if self.added:
+            yield {name: kind for name, kind in self.columns.items() if name not in self.added}
 
     @property
     def grows(self) -> bool:
@@ -65,16 +80,17 @@ class Layout:
 
     def read_ids(self, path: Path) -> Iterator[str] | None:
         """The job ids of a file that does not grow; None if its columns are others."""
-        return read_ids(path, self.columns)
+        found = (read_ids(path, columns) for columns in self.known_columns())
+        return next((ids for ids in found if ids is not None), None)
 
     def head(self) -> bytes:
         """The beginning of a file that grows, before its rows: in CSV the names of columns, else empty."""
-        return self._csv_line(self.columns) if self.format is FileFormat.CSV else b""
+        return self.csv_line(self.columns) if self.format is FileFormat.CSV else b""
 
     def line(self, row: JsonObject) -> bytes:
         """A row of a file that grows."""
         if self.format is FileFormat.CSV:
-            return self._csv_line(row.get(name) for name in self.columns)
+            return self.csv_line(row.get(name) for name in self.columns)
         return json.dumps(row, ensure_ascii=False).encode() + b"\n"
 
     def owns(self, row: JsonObject) -> bool:
@@ -87,7 +103,8 @@ class Layout:
             return "error" in row and row.keys() <= _ERROR_KEYS
         return row.keys() - _SOMETIMES == _RESULT_KEYS
 
-    def _csv_line(self, cells: Iterable[object]) -> bytes:
+    def csv_line(self, cells: Iterable[object]) -> bytes:
+        """Format the cells of a record."""
         line = io.StringIO()
         csv.writer(line, delimiter=self.delimiter).writerow(cells)
         return line.getvalue().encode()

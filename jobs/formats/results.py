@@ -31,8 +31,12 @@ RESULT_COLUMNS = {
     "content": "string",
     "reasoning": "string",
     "tool_calls": "string",
+    "cached_tokens": "int64",
+    "reasoning_tokens": "int64",
 }
 """Columns of results in a table, with types."""
+ADDED = ("cached_tokens", "reasoning_tokens")
+"""Columns and keys of results that files written by earlier versions lack."""
 ERROR_COLUMNS = {
     "custom_id": "string",
     "id": "string",
@@ -66,15 +70,19 @@ def result_row(job: Job, format: FileFormat, *, model: str = "") -> JsonObject:
             "response": _response(job, 200, model),
             "error": None,
         }
-    return {
-        "custom_id": job.custom_id,
-        "id": job.id,
-        "text": job.text,
-        "stop_reason": None if job.stop_reason is None else str(job.stop_reason),
-        "prompt_tokens": job.prompt_tokens,
-        "completion_tokens": job.completion_tokens,
-        "seed": job.seed,
-    } | _answers_of(job, format)
+    return (
+        {
+            "custom_id": job.custom_id,
+            "id": job.id,
+            "text": job.text,
+            "stop_reason": None if job.stop_reason is None else str(job.stop_reason),
+            "prompt_tokens": job.prompt_tokens,
+            "completion_tokens": job.completion_tokens,
+            "seed": job.seed,
+        }
+        | _answers_of(job, format)
+        | {"cached_tokens": job.cached_tokens, "reasoning_tokens": job.reasoning_tokens}
+    )
 
 
 def error_row(job: Job, format: FileFormat, *, model: str = "") -> JsonObject:

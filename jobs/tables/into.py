@@ -45,7 +45,8 @@ class UsersTable:
                 table = self._table(connection, layout)
             statement = self._upsert(table, layout.id_column)
             for group in _groups(jobs):
-                rows = [self._values(layout.row(job), layout) for job in group]
+                names = {column.name for column in table.columns}
+                rows = [self._values(layout.row(job), layout, names) for job in group]
                 with engine.begin() as connection:
                     connection.execute(statement, rows)
                 written += len(rows)
@@ -68,6 +69,10 @@ class UsersTable:
             table.create(connection)
             return table
         there = {column["name"] for column in found.get_columns(self._name, schema=schema)}
+        if former := [name for name in layout.added if name not in there]:  # made by an earlier version
+            columns = [Column(one.name, one.type, quote=True) for one in columns if one.name not in former]
+            table = Table(self._name, MetaData(), *columns, schema=schema)
+            types = {name: kind for name, kind in types.items() if name not in former}
         if lacking := [name for name in types if name not in there]:
             raise BatchFileError(
                 f"{self.label}: lacks the column {lacking[0]!r} of these results; add it, or name "
@@ -93,8 +98,9 @@ class UsersTable:
         return adding.on_conflict_do_update(index_elements=[key], set_=others)
 
     @staticmethod
-    def _values(row: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
-        return {name: _value(row.get(name), kind) for name, kind in layout.columns.items()}
+    def _values(row: Mapping[str, Any], layout: Layout, names: set[str]) -> dict[str, Any]:
+        kinds = layout.columns.items()
+        return {name: _value(row.get(name), kind) for name, kind in kinds if name in names}
 
 
 def _groups(jobs: Iterable[Job]) -> Iterator[list[Job]]:

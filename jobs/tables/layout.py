@@ -37,6 +37,7 @@ class TableLayout(Layout):
         self.shape = shape
         self.ours = shape.ours(errors=errors)
         self.columns = dict(shape.kept) | {one.name: one.kind for one in self.ours}
+        self.added = () if errors else shape.added()
         self.id_column = next(one.name for one in self.ours if one.key == ID)
         self.delimiter = delimiter
 
@@ -60,17 +61,18 @@ class TableLayout(Layout):
 
     def head(self) -> bytes:
         """The names of the columns, in CSV."""
-        return self._csv_line(self.columns) if self.format is FileFormat.CSV else b""
+        return self.csv_line(self.columns) if self.format is FileFormat.CSV else b""
 
     def line(self, row: JsonObject) -> bytes:
         """A row of CSV or JSON lines."""
         if self.format is FileFormat.CSV:
-            return self._csv_line(cell(row.get(name)) for name in self.columns)
+            return self.csv_line(cell(row.get(name)) for name in self.columns)
         return super().line(row)
 
     def owns(self, row: JsonObject) -> bool:
         """True if an object is a row of this table."""
-        return isinstance(row.get(self.id_column), str) and row.keys() == self.columns.keys()
+        known = any(row.keys() == columns.keys() for columns in self.known_columns())
+        return known and isinstance(row.get(self.id_column), str)
 
     def flat(self, rows: list[JsonObject], name: str) -> list[Any]:
         """A column of rows, as its kind has it."""
@@ -100,6 +102,8 @@ class TableLayout(Layout):
                 "prompt_tokens": job.prompt_tokens,
                 "completion_tokens": job.completion_tokens,
                 "seed": job.seed,
+                "cached_tokens": job.cached_tokens,
+                "reasoning_tokens": job.reasoning_tokens,
             }
         )
 

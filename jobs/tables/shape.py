@@ -22,6 +22,7 @@ ID = "id"
 _RESULTS = {"stop_reason": TEXT}
 _ERRORS = {"code": TEXT, "field": TEXT, "message": TEXT, "line": WHOLE}
 _COUNTS = {"prompt_tokens": WHOLE, "completion_tokens": WHOLE, "seed": WHOLE}
+_ADDED = ("cached_tokens", "reasoning_tokens")  # which earlier versions lacked
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,10 @@ class Shape:
             made.append(Ours(key, name, kind))
         return tuple(made)
 
+    def added(self) -> tuple[str, ...]:
+        """Names of our columns of results that files of earlier versions lack."""
+        return tuple(one.name for one in self.ours(errors=False) if one.key in _ADDED)
+
     def _wanted(self, errors: bool) -> Iterator[tuple[str, str, str]]:
         """(key, name, kind); the answer's column comes first, where it can have its name."""
         yield "answer", self.column, TEXT
@@ -123,6 +128,8 @@ class Shape:
         for name, kind in ({} if errors else _COUNTS).items():
             yield name, name, kind
         yield ID, "job_id", TEXT
+        for name in () if errors else _ADDED:
+            yield name, name, WHOLE
 
 
 def kept_names(options: TableOptions, columns: Mapping[str, str]) -> tuple[str, ...]:

@@ -187,7 +187,7 @@ def test_results_and_errors_come_back_as_columns(sqlite_client: Client) -> None:
     assert table.schema.names == [
         *("custom_id", "id", "text", "stop_reason"),
         *("prompt_tokens", "completion_tokens", "seed", "answers"),
-        *("content", "reasoning", "tool_calls"),
+        *("content", "reasoning", "tool_calls", "cached_tokens", "reasoning_tokens"),
     ]
     assert table.to_pylist() == [
         {
@@ -202,6 +202,8 @@ def test_results_and_errors_come_back_as_columns(sqlite_client: Client) -> None:
             "content": None,
             "reasoning": None,
             "tool_calls": None,
+            "cached_tokens": 0,
+            "reasoning_tokens": 0,
         }
     ]
     assert batch.to_arrow(errors=True).column("code").to_pylist() == ["deadline", "invalid_value"]
@@ -209,7 +211,7 @@ def test_results_and_errors_come_back_as_columns(sqlite_client: Client) -> None:
 
 def test_no_results_are_columns_without_rows(sqlite_client: Client) -> None:
     table = sqlite_client.submit_batch(["one"]).to_arrow()
-    assert (table.num_rows, table.num_columns) == (0, 11)
+    assert (table.num_rows, table.num_columns) == (0, 13)
 
 
 def test_what_is_not_installed_is_named_with_its_extra(
