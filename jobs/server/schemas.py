@@ -198,6 +198,8 @@ _JOB = _object(
         "scheduled_at": _TIME,
         "deadline_at": _TIME,
         "reused_from": _MAYBE_TEXT,
+        "prior": _MAYBE_TEXT,
+        "held": {"type": "boolean"},
         "text": _MAYBE_TEXT,
         "answers": {"type": "array", "items": _ANSWER},
     }

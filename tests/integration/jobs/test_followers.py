@@ -8,19 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner, Result
 from sqlalchemy import text, update
 
 from nightmill.jobs.base.contract import JobState, StopReason
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.batches.batch import Batch
 from nightmill.jobs.client.client import Client
+from nightmill.jobs.commands.main import main
 from nightmill.jobs.errors import BatchConflictError, InvalidParameterError, InvalidTransitionError
 from nightmill.jobs.reply.job import Job
 from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.jobs.sql.sweep import Sweep
 from nightmill.jobs.sql.tables import JobRow
 from tests.integration.jobs.batches.rows import jobs_of
-from tests.support.servers import Clock
+from tests.support.servers import Clock, worker_env
 
 ROWS: list[dict[str, Any]] = [
     {"id": 1, "review": "fine"},
@@ -338,3 +340,32 @@ def test_no_row_is_overlooked_while_its_prior_ends(server_settings: Settings, ro
         thread.join()
         assert judged.status().held == 0
         assert states(judged) == ["queued"] * 600
+
+
+def test_the_command_line_submits_and_shows_rows_that_wait(
+    client: Client, server_settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, value in worker_env(server_settings).items():
+        monkeypatch.setenv(name, value)
+
+    def run(*arguments: str) -> Result:
+        return CliRunner().invoke(main, arguments)
+
+    ask(client)
+    submit = ("batch", "submit", "--after", "drafts", "--template", RATE)
+    done = run(*submit, "--choice", "1", "--choice", "5", "--json")
+    assert done.exit_code == 0, done.output
+    name = json.loads(done.stdout)["name"]
+    assert name.startswith("drafts-") and json.loads(done.stdout)["held"] == 3
+    assert json.loads(run(*submit, "--choice", "1", "--choice", "5", "--json").stdout)["name"] == name
+    assert "waits      3 rows for the rows that they follow" in run("batch", "status", name).output
+    job = rows_of(client.get_batch(name))[0]
+    shown = run("show", job.id).output
+    assert job.prior is not None and job.prior in shown and "held" in shown
+    assert "held" not in run("show", job.prior).output
+    (tmp_path / "rows.csv").write_text("review\nx\n")
+    for wrong in ([str(tmp_path / "rows.csv")], ["--format", "csv"], ["--query", "SELECT 1", "--from", "x"]):
+        refused = run(*submit, *wrong)
+        assert (refused.exit_code, "--after stands in place of" in refused.output) == (2, True)
+    unknown = run("batch", "submit", "--after", "nothing", "--template", "{{ prior.text }}")
+    assert unknown.exit_code == 1 and "there is no batch 'nothing'" in unknown.output

@@ -10,6 +10,7 @@ import pytest
 
 from nightmill.jobs.server import batch_processor
 from nightmill.jobs.server.job_service import ServerLimits
+from nightmill.jobs.server.native import job_object
 from nightmill.worker.service import answering
 from tests.support.servers import wait_until
 from tests.unit.server.conftest import BOB, EVE, Server, text_of
@@ -246,6 +247,32 @@ def test_a_cancelled_batch_keeps_what_was_done(server: Server) -> None:
         server.client.get_batch(batch.id).delete()
         answer = http.post(url)
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "batch_not_found")
+
+
+def test_rows_of_a_file_may_follow_others_of_it(server: Server) -> None:
+    client = server.openai()
+    plain = (
+        b'{"custom_id": "a", "prompt": "Once", "seed": 1}\n'
+        b'{"custom_id": "b", "after": "a", "prompt": "Rate: {{ prior.text }}", "seed": 2}\n'
+        b'{"custom_id": "c", "after": "nobody", "prompt": "{{ prior.text }}"}\n'
+    )
+    file = client.files.create(file=("plain.jsonl", plain), purpose="batch")
+    with server.http() as http:
+        answer = http.post("/v1/night", json={"file": file.id, "max_tokens": 9})
+        assert answer.status_code == 202
+        url = f"/v1/night/{answer.json()['id']}"
+        queued = lambda: server.client.list_jobs(state="queued")  # noqa: E731
+        (waiting,) = wait_until(lambda: (jobs := queued()) and not jobs[0].held and jobs)
+        assert waiting.prompt == f"Rate: {text_of(1, max_tokens=9)}"
+        shown = job_object(waiting)
+        assert (shown["prior"], shown["held"]) == (waiting.prior, False)
+        server.bench.run([waiting.id])
+        night = wait_until(lambda: (now := http.get(url).json())["ended_at"] and now)
+        assert [bad["line"] for bad in night["bad_rows"]] == [3]
+        assert [done["custom_id"] for done in lines(client, night["output_file"])] == ["a", "b"]
+        # OpenAI's rows follow nothing.
+        batch = ended(client, submit(client, row("x") | {"after": "y"}))
+        assert batch.errors.data[0].param == "after"
 
 
 def ended_at_last(client: Any, batch: Any) -> bool:
