@@ -199,7 +199,7 @@ _JOB = _object(
         "deadline_at": _TIME,
         "reused_from": _MAYBE_TEXT,
         "prior": _MAYBE_TEXT,
-        "held": {"type": "boolean"},
+        "held": _FLAG,
         "text": _MAYBE_TEXT,
         "answers": {"type": "array", "items": _ANSWER},
     }
