@@ -25,7 +25,7 @@ from gguf.quants import dequantize
 
 from nightmill.worker.model.spec import ModelSpec, Role
 from tests.support.family_models import MODELS, QWEN, Heads, Size, sized_keys, sized_spec
-from tests.support.ggufs import add_keys
+from tests.support.ggufs import CHATML, add_keys
 from tests.support.hybrid_shapes import HYBRID_SHAPES, HybridShape
 
 __all__ = ["SHAPES", "TYPES", "Shape", "kinds_of", "write"]
@@ -159,6 +159,7 @@ def _write_header(
     """Write all but the tensors; returns where in the file each of them begins and ends."""
     writer = GGUFWriter(path, family)
     add_keys(writer, family, keys)
+    writer.add_string("tokenizer.chat_template", CHATML)
     sizes = {}
     for _, weight in spec.all_weights():
         for name, shape in weight.parts:

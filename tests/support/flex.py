@@ -1,0 +1,79 @@
+"""Flex calls from many connections beside interactive ones, against a real `nightmill serve`."""
+
+import asyncio
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+
+from nightmill.jobs.client.client import Client
+from tests.support.servers import free_port, wait_until, worker_env
+
+__all__ = ["DAY", "NIGHT", "Answers", "body", "call", "flex_calls", "http_client", "running_server"]
+
+NIGHT = "a-key-for-the-test"
+"""The key of who calls in bulk: flex unless a call says otherwise."""
+DAY = f"{NIGHT}-2"
+"""The key of who waits for each answer."""
+Answers = Counter[tuple[int, str]]
+
+
+@contextmanager
+def running_server(client: Client, log: Path) -> Iterator[str]:
+    """`nightmill serve` on a free port, whose URL this gives; it knows the two keys."""
+    port = free_port()
+    environment = worker_env(client.settings, api_keys=f"night:flex={NIGHT}, day={DAY}")
+    command = [sys.executable, "-m", "nightmill", "serve", "--port", str(port)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_until(lambda: _answers(url), 60.0)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx2.get(f"{url}/ready").status_code == 200
+    except httpx2.TransportError:
+        return False
+
+
+def http_client(url: str, key: str, connections: int) -> httpx2.AsyncClient:
+    """A client with so many connections, which stay open."""
+    limits = httpx2.Limits(max_connections=connections, max_keepalive_connections=connections)
+    headers = {"Authorization": f"Bearer {key}"}
+    return httpx2.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=900.0)
+
+
+async def flex_calls(
+    client: httpx2.AsyncClient, calls: int, connections: int, max_tokens: int = 8
+) -> Answers:
+    """All of them, each connection with one at a time."""
+    numbers = iter(range(calls))
+
+    async def work() -> list[tuple[int, str]]:
+        return [await call(client, number, max_tokens) for number in numbers]
+
+    return Answers(
+        [one for part in await asyncio.gather(*(work() for _ in range(connections))) for one in part]
+    )
+
+
+async def call(client: httpx2.AsyncClient, number: int, max_tokens: int = 8) -> tuple[int, str]:
+    """One chat completion: its status and its tier."""
+    answer = await client.post("/v1/chat/completions", json=body(number, max_tokens))
+    return answer.status_code, answer.json().get("service_tier", "none")
+
+
+def body(number: int, max_tokens: int) -> dict[str, object]:
+    """The body of one chat completion; each number asks for another text."""
+    messages = [{"role": "user", "content": f"Write a haiku about the number {number}"}]
+    return {"messages": messages, "max_tokens": max_tokens}
