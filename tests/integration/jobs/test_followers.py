@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from sqlalchemy import text, update
+from sqlalchemy import func, or_, select, text, update
 
 from nightmill.jobs.base.contract import JobState, StopReason
 from nightmill.jobs.base.settings import Settings
@@ -186,6 +186,10 @@ def test_the_sweep_settles_what_a_worker_of_an_older_version_ended(client: Clien
     first, second, gone = rows_of(drafts)
     sweep = Sweep(client.database)
     assert sweep.settle_followers() == 0
+    with client.database.read() as connection:  # what they claimed and announced: it is not due
+        due = or_(JobRow.scheduled_at.is_(None), JobRow.scheduled_at <= client.database.now())
+        query = select(func.count()).select_from(JobRow).where(JobRow.state == JobState.QUEUED, due)
+        assert connection.execute(query).scalar_one() == 3
     ends = {"finished_at": client.database.now()}
     with client.database.write() as connection:  # as it did: the row alone
         ended = {"state": JobState.SUCCEEDED, "stop_reason": StopReason.EOS, "text": "old"} | ends
@@ -282,6 +286,22 @@ def test_rows_of_a_file_follow_others_of_it(client: Client, worker: Claims, tmp_
     finish(worker, [by_id["b"]])
     (h,) = [job for job in rows_of(batch) if job.custom_id == "h"]
     assert (h.state, h.errors[-1]["field"]) == (JobState.FAILED, "prior.parsed.score")
+
+
+def test_rows_of_csv_and_of_python_follow_others(client: Client, worker: Claims, tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text('custom_id,after,prompt\na,,Once\nb,a,"{{ prior.text }}, then"\n')
+    batch = client.submit_batch(tmp_path / "rows.csv", name="csv")
+    finish(worker, rows_of(batch)[:1])
+    assert rows_of(batch)[1].prompt == "draft 1, then"
+    items = (
+        {"custom_id": str(n), "prompt": f"{n}{{{{ prior.text }}}}", "after": str(n - 1)}
+        for n in range(1, 400)
+    )
+    many = client.submit_batch([{"custom_id": "0", "prompt": "x"}, *items], name="many")
+    jobs = rows_of(many)
+    assert [job.prior for job in jobs] == [None, *(job.id for job in jobs[:-1])]
+    client.cancel(jobs[0].id)  # and all behind it, one by one
+    assert many.status().states[JobState.CANCELLED] == 400
 
 
 def test_parsed_answers_and_their_keys_are_substituted(client: Client, worker: Claims) -> None:
