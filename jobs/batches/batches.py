@@ -3,7 +3,7 @@
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from nightmill.jobs.base.ids import IdSource
 from nightmill.jobs.base.settings import Settings
@@ -153,6 +153,8 @@ class Batches:
     def _table(self, source: Any, options: TableOptions) -> TableSource | FollowingRows:
         if options.after is None:
             return table_source(source, options)
+        if isinstance(source, FollowingRows):
+            return source
         if source is not None:
             raise InvalidParameterError(
                 "after: the rows are those of that batch; leave out the file",
@@ -160,10 +162,11 @@ class Batches:
             )
         return FollowingRows(self.store, options)
 
-    def name_of(self, source: InputFile, settings: Mapping[str, Any]) -> str:
-        """Return the name that a file's batch gets by default."""
-        fingerprint = exhaust(_hashed(source))
-        table = source.table if isinstance(source, TableFile) else None
+    def name_of(self, source: InputFile | FollowingRows, settings: Mapping[str, Any]) -> str:
+        """Return the name that the batch of these rows gets by default."""
+        known = source.fingerprint if isinstance(source, FollowingRows) else None
+        fingerprint = known or exhaust(_hashed(cast(InputFile, source)))
+        table = source.table if isinstance(source, TableFile | FollowingRows) else None
         settings = without_table(settings)
         defaults = JobSpec.defaults(settings, OF_A_BATCH)
         return self._record(source, defaults, settings, fingerprint, table).name

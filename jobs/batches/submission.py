@@ -26,7 +26,7 @@ from nightmill.jobs.messages.announcing import Announcer
 from nightmill.jobs.reply.batch_status import BatchRecord
 from nightmill.jobs.request.spec import JobSpec
 from nightmill.jobs.sql.batches import BatchStore
-from nightmill.jobs.sql.jobs import by_queue
+from nightmill.jobs.sql.jobs import by_queue, mark_unsent
 from nightmill.jobs.tables.following import FollowingRows
 from nightmill.jobs.tables.memory import TableItems
 
@@ -115,15 +115,19 @@ class Submission:
             if self._custom_ids is None and any(row.after is not None for row in missing):
                 self._custom_ids = dict(store.custom_ids(name))
             jobs = [self._job(row, now) for row in missing]
-            inserted = bool(jobs) and store.insert_rows(name, jobs)
+            followed = store.insert_rows(name, jobs) if jobs else None
             if self._custom_ids is not None and jobs:  # another submission may have been faster
                 self._custom_ids.update(store.custom_ids(name, jobs[0]["row"], jobs[-1]["row"]))
             self._entered = self._entered or bool(jobs)
-            if inserted:
+            if followed is not None:
+                due = set(followed)
                 # An unreachable broker is tried once; workers find the other jobs in the table.
                 self._announcing = self._announcing and announcer.announce(
-                    by_queue(job for job in jobs if job["sent_at"])
+                    by_queue(job for job in jobs if job["sent_at"] or job["id"] in due)
                 )
+                left = due.difference(job["id"] for job in jobs) if self._announcing else due
+                if left:
+                    mark_unsent(store.database, sorted(left))
             committed += len(group.rows)
             group = RowGroup()
 

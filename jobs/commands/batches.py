@@ -17,7 +17,7 @@ from nightmill.jobs.commands.options import CommandGroup, json_option
 from nightmill.jobs.commands.over_http import describe_http, http_batch, http_values
 from nightmill.jobs.commands.printing import counted, describe_status, say_if_nobody_serves
 from nightmill.jobs.commands.progress import EXIT_FAILED, BatchProgress, logged_errors
-from nightmill.jobs.commands.query_options import input_named, query_options
+from nightmill.jobs.commands.query_options import AFTER_OPTION, check_alone, input_named, query_options
 from nightmill.jobs.commands.requeueing import extend, retry
 from nightmill.jobs.commands.table_options import opened_with, table_options, taken
 from nightmill.jobs.commands.terminal import confirm, echo, echo_err, echo_json, table
@@ -26,6 +26,7 @@ from nightmill.jobs.errors import BatchNotFoundError
 from nightmill.jobs.formats import FileFormat, InputFile
 from nightmill.jobs.reply.batch_status import BatchState, BatchStatus, status_values
 from nightmill.jobs.sql.prune import Pruned
+from nightmill.jobs.tables.following import FollowingRows
 
 EXIT_CODES = {
     BatchState.COMPLETED: 0,
@@ -68,11 +69,7 @@ def batch() -> None:
 @FORMAT_OPTION
 @click.option("--name", help="Name of the batch; by default made of the file, the model and the parameters.")
 @click.option("--model", help="Name of the model that must serve every row, whatever the rows say.")
-@click.option(
-    "--after",
-    metavar="NAME",
-    help="In place of FILE, a row for each of this batch, which waits for that row's answer.",
-)
+@AFTER_OPTION
 @table_options
 @on_end_options
 @job_options(*BATCH_OPTIONS)
@@ -149,8 +146,7 @@ def _submitted(
 ) -> Batch:
     """Submit a file, a query or what follows a batch. `named`: file, query, URL, format."""
     if settings.get("after") is not None:
-        if any(one is not None for one in named):
-            raise click.UsageError("--after stands in place of a FILE, a --query and a --format")
+        check_alone(*named)
         with logged_errors(None):
             return client.submit_batch(**settings, **more)
     opened = opened_with(settings)
@@ -178,8 +174,11 @@ def say_times(
 
 
 @contextmanager
-def submitting(source: InputFile, *, show: bool = True) -> Iterator[Callable[[int], None]]:
+def submitting(source: InputFile | FollowingRows, *, show: bool = True) -> Iterator[Callable[[int], None]]:
     """Show a progress bar for a file, if `show`; yields the `on_rows` callback for submit_batch."""
+    if isinstance(source, FollowingRows):
+        yield lambda _: None
+        return
     with progress_of("submitting", source.size, megabytes=True, show=show) as update:
         yield lambda _: update(source.position)
 

@@ -99,10 +99,11 @@ class BatchStore:
             return connection.execute(query).scalar_one() or 0
 
     @retried
-    def insert_rows(self, name: str, rows: Sequence[dict[str, Any]]) -> bool:
+    def insert_rows(self, name: str, rows: Sequence[dict[str, Any]]) -> list[str] | None:
         """Insert rows, all with the same keys, in one transaction. Existing rows are not changed.
 
-        If the batch was cancelled meanwhile, rows are inserted as cancelled and False is returned. Raises
+        Returns those that follow what has ended already: they are due, and to be announced as others. If the
+        batch was cancelled meanwhile, rows are inserted as cancelled and None is returned. Raises
         BatchConflictError or BatchNotFoundError if it was deleted meanwhile.
         """
         with self.database.write() as connection:
@@ -122,8 +123,8 @@ class BatchStore:
                 index_elements=["batch", "row"], index_where=JobRow.row.is_not(None)
             )
             connection.execute(statement, rows)
-            followers.settle(connection, priors, self.database.now())
-        return not cancelled
+            due = followers.settle(connection, priors, self.database.now(), announced=True)
+        return None if cancelled else due
 
     @retried
     def complete(self, name: str, row_count: int) -> None:

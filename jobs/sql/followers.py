@@ -54,21 +54,25 @@ class _Ending(NamedTuple):
     field: str | None = None
 
 
-def ended(connection: Connection, job_ids: Sequence[str], now: datetime) -> int:
+def ended(connection: Connection, job_ids: Sequence[str], now: datetime) -> list[str]:
     """Do what is due when jobs have ended: their saved tokens go, and their followers are settled.
 
-    Names of jobs that have not ended do no harm. Returns the number of followers that are due now.
+    Names of jobs that have not ended do no harm. Returns the followers that have their prompt now.
     """
     partials.forget_ended(connection, job_ids)
     return settle(connection, job_ids, now)
 
 
-def settle(connection: Connection, prior_ids: Sequence[str], now: datetime) -> int:
+def settle(
+    connection: Connection, prior_ids: Sequence[str], now: datetime, *, announced: bool = False
+) -> list[str]:
     """Fill or end the held followers of those of these jobs that have ended or are gone, and their followers.
 
-    The filled ones have no message yet. Returns their number.
+    announced  the caller sends messages for what is filled, once this is committed; otherwise a sweep does
+
+    Returns the filled ones that are due.
     """
-    filled = 0
+    filled: list[str] = []
     left = list(prior_ids)
     while left:
         priors, left = left, []
@@ -89,12 +93,13 @@ def settle(connection: Connection, prior_ids: Sequence[str], now: datetime) -> i
                 if isinstance(made, _Ending):
                     endings.append(_end_values(row, made, now))
                 else:
-                    fills.append(made)
+                    due = made["new_scheduled_at"] is None
+                    fills.append(made | {"new_sent_at": now if announced and due else None})
+                    filled += [row.id] if due else []
             if fills:
                 connection.execute(_FILL, fills)
             if endings:
                 connection.execute(_END, endings)
-            filled += len(fills)
             left += [values["of_job"] for values in endings]
     return filled
 
@@ -249,7 +254,7 @@ _FILL = _GUARDED.values(
     metadata=bindparam("new_metadata", type_=_JOBS.c.metadata.type),
     held=null(),
     scheduled_at=bindparam("new_scheduled_at"),
-    sent_at=null(),
+    sent_at=bindparam("new_sent_at"),
 )
 _END = _GUARDED.values(
     state=bindparam("new_state"),

@@ -176,7 +176,7 @@ class Sweep:
         if priors:
             with self.database.write() as connection:
                 followers.lock_priors(connection, priors)  # none is retried meanwhile
-                due = followers.settle(connection, priors, self.database.now())
+                due = len(followers.settle(connection, priors, self.database.now()))
         self._followers_after = after
         return due
 

@@ -33,6 +33,7 @@ class FollowingRows:
 
     def __init__(self, store: BatchStore, options: TableOptions) -> None:
         self.after = str(options.after)
+        self.label = f"batch {self.after}"
         self._store = store
         record = store.get(self.after)
         if record.format is None or record.row_count is None:

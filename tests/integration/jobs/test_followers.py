@@ -209,6 +209,7 @@ def test_rows_that_follow_what_has_ended_are_due_at_once(client: Client, worker:
     finish(worker, rows_of(drafts)[:2])
     judged = follow(client)
     assert states(judged) == ["queued", "queued", "queued held"]
+    assert Sweep(client.database).unsent(9) == []  # they were announced like others
     again = follow(client)  # the same batch, entered once
     assert (again.name, again.status().rows) == ("judged", 3)
     with pytest.raises(BatchConflictError, match="other settings"):
