@@ -12,6 +12,7 @@ from datetime import datetime
 
 from nightmill.jobs.base.arithmetic import system_fingerprint
 from nightmill.jobs.base.contract import JobState, JsonObject, StopReason
+from nightmill.jobs.errors import RowCode
 from nightmill.jobs.formats.likelihoods import openai_logprobs, token_values, vllm_prompt_logprobs
 from nightmill.jobs.formats.responses.answer import response_body
 from nightmill.jobs.formats.rows import FileFormat
@@ -178,7 +179,9 @@ def error_of(job: Job) -> JsonObject:
     """Return {"code", "message"}, and "field" and "line" if known."""
     reason = job.stop_reason or StopReason.ERROR
     last: JsonObject = job.errors[-1] if job.errors else {}
-    code = last.get("code") if reason is StopReason.ERROR else None
+    # A row that was cancelled with the one before it has a code of its own, too.
+    with_prior = last.get("code") == RowCode.PRIOR_CANCELLED and job.error == last.get("error")
+    code = last.get("code") if reason is StopReason.ERROR or with_prior else None
     made: JsonObject = {
         "code": code or str(reason),
         "message": job.error or _MESSAGES.get(reason, "the job failed; retry it"),

@@ -133,8 +133,8 @@ def test_a_row_whose_prior_fails_ends_with_a_code_of_its_own_and_so_do_those_beh
     assert [job.errors[-1]["code"] for job in rows_of(third)[:2]] == ["prior_failed", "prior_cancelled"]
     assert "row-1, failed (error): it broke" in str(rows_of(judged)[0].error)
     judged.write_errors(tmp_path / "errors.jsonl")
-    line = json.loads((tmp_path / "errors.jsonl").read_text().splitlines()[0])
-    assert (line["code"], line["id"]) == ("prior_failed", 1)
+    written = [json.loads(line) for line in (tmp_path / "errors.jsonl").read_text().splitlines()]
+    assert [(line["code"], line["id"]) for line in written] == [("prior_failed", 1), ("prior_cancelled", 2)]
     drafts.cancel()
     assert states(third) == ["failed", "cancelled", "cancelled"]
 
