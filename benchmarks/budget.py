@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,10 +25,11 @@ from benchmarks.common.options import add_formats, precision_from
 from benchmarks.common.steps import FILL, Steps
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
-from nightmill.worker.model.spec import Attention, ModelSpec
+from nightmill.worker.model.spec import Attention, Experts, FeedForward, ModelSpec
 from nightmill.worker.runners.base import StepBatch
 from nightmill.worker.runners.gpu.device.graphs import Graph
 from nightmill.worker.runners.gpu.device.operands import Matrix
+from nightmill.worker.runners.gpu.feed_forward import Mixture
 from nightmill.worker.runners.gpu.kinds import mixer_sizes
 from nightmill.worker.runners.gpu.kv_cache import PAGE
 from nightmill.worker.runners.gpu.layers import Addition, Layer, LayerKernels
@@ -36,6 +38,7 @@ from nightmill.worker.runners.gpu.mixers import AttentionMixer, LayerMixer, Stat
 from nightmill.worker.runners.gpu.model import Model, Shared
 from nightmill.worker.runners.gpu.runner import CudaRunner, Launching
 from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
+from nightmill.worker.runners.gpu.weights.layout import LayerWeights
 from tests.support.limits import BYTES_PER_S, FLOPS, flops_of_state
 
 PROMPT = 1024  # tokens of each sequence in the prefill step
@@ -71,12 +74,12 @@ class Recorder:
         found = getattr(self._target, method)
         return partial(self._noted, method, found) if callable(found) else found
 
-    def __call__(self, *arguments: Any) -> None:
-        self._noted("", self._target, *arguments)
+    def __call__(self, *arguments: Any, **options: Any) -> None:
+        self._noted("", self._target, *arguments, **options)
 
-    def _noted(self, method: str, found: Callable[..., None], *arguments: Any) -> None:
-        self._calls.append((self._name(method, *arguments), lambda: found(*arguments)))
-        found(*arguments)
+    def _noted(self, method: str, found: Callable[..., None], *arguments: Any, **options: Any) -> None:
+        self._calls.append((self._name(method, *arguments), lambda: found(*arguments, **options)))
+        found(*arguments, **options)
 
 
 class Costs:
@@ -108,12 +111,15 @@ class Costs:
                 handed = tokens * (2 * (sizes.inputs + sizes.outputs) + 4 * sizes.controls)
                 chunked = 0 if tokens == draws else tokens * flops_of_state(mixer)
                 self._sum(mixer.title, states + handed, chunked)
-            normed += rows * (mixer is not None) + rows * (ffn.width > 0)
+            dense = isinstance(ffn, FeedForward) and ffn.width > 0
+            normed += rows * (mixer is not None) + rows * dense
             if index == last:
                 rows = draws  # that the others need no more
             if mixer is not None:
                 self._add("output", own.attn_output, width, sizes.outputs, rows, 8)
-            if ffn.width:
+            if isinstance(ffn, Experts):
+                self._add_experts(ffn, own, width, rows)
+            elif dense:
                 inner = 2 * ffn.width if ffn.gated else ffn.width
                 self._add("gate_up and swiglu", own.gate_up, inner, width, rows, 1 if ffn.gated else 2)
                 self._add("down", own.ffn_down, width, ffn.width, rows, 8)
@@ -123,6 +129,25 @@ class Costs:
             "rms_norm": (6 * width * (normed + draws), 0), "embed": (6 * tokens * width, 0),
             "sample": (4 * draws * spec.vocab, 0), "gather_rows": (4 * draws * (widest + 2 * width), 0),
         }  # fmt: skip
+
+    def _add_experts(self, experts: Experts, own: LayerWeights, width: int, rows: int) -> None:
+        """Those of a layer, of which each is as likely as the others, and what is around them."""
+        weights, read, inner = own.experts, experts.latent or width, experts.width
+        assert weights is not None
+        choices = rows * experts.used
+        touched = 1 - (1 - experts.used / experts.count) ** rows
+        both = 2 * inner if experts.gated else inner
+        self._add("router", weights.router, weights.router.rows, width, rows, 4)
+        moved = int(touched * weights.gate_up.bytes) + 2 * (rows * read + choices * inner)
+        self._sum("experts gate_up", moved, 2 * choices * both * read)
+        moved = int(touched * weights.down.bytes) + 2 * choices * inner + 4 * choices * read
+        self._sum("experts down", moved, 2 * choices * inner * read)
+        self._add("latent_down", weights.latent_down, weights.latent_down.rows, width, rows)
+        self._add("latent_up", weights.latent_up, weights.latent_up.rows, read, rows, 4)
+        if (shared := experts.shared) is not None:
+            self._add("shared_gate_up", weights.shared_gate_up, weights.shared_gate_up.rows, width, rows)
+            self._add("shared_down", weights.shared_down, width, shared.width, rows, 4)
+        self._sum("combine", 4 * choices * read + 10 * rows * width, 0)
 
     def _add(self, name: str, weight: Matrix, outputs: int, inputs: int, rows: int, size: int = 2) -> None:
         """Count a product; size: bytes of an output, as they are written, or read and written."""
@@ -199,6 +224,18 @@ def recorded(model: Model, inputs: StepInputs, shape: StepShape) -> list[tuple[s
             )  # fmt: skip
         return None
 
+    def mixture_of(layer: Layer) -> Mixture | None:
+        if layer.kernels.mixture is None:
+            return None
+        mixture: Any = copy(layer.kernels.mixture)
+        shared = mixture._launchers = copy(mixture._launchers)
+        shared.grouped = Recorder(shared.grouped, calls, lambda method, *_: f"experts {method}")
+        shared.combine, shared.quantise = noted(shared.combine, "combine"), noted(shared.quantise, "quantise")
+        mixture._router, mixture._routing = noted(mixture._router, "router"), noted(mixture._routing, "route")
+        for name in ("latent_down", "latent_up", "shared_gate_up", "shared_down"):
+            setattr(mixture, f"_{name}", noted(getattr(mixture, f"_{name}"), name))
+        return mixture
+
     def added(addition: Addition | None, name: str) -> Addition | None:
         if addition is None:
             return None
@@ -218,7 +255,7 @@ def recorded(model: Model, inputs: StepInputs, shape: StepShape) -> list[tuple[s
                 mixer=mixer_of(layer),
                 output=noted(layer.kernels.output, "output"),
                 gate_up=noted(layer.kernels.gate_up, "gate_up and swiglu"),
-                down=noted(layer.kernels.down, "down"), few=in_few_rows(layer),
+                down=noted(layer.kernels.down, "down"), mixture=mixture_of(layer), few=in_few_rows(layer),
             ),
             attended=added(layer.attended, "output"), fed=added(layer.fed, "down"),
         )

@@ -32,8 +32,9 @@ from nightmill.worker.engine.stats import EngineStats
 from nightmill.worker.link.garbage import QuietCollector
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
-from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.model.spec import ModelSpec, Pooling
 from nightmill.worker.runners.base import Runner
+from nightmill.worker.runners.gpu.device.device import ChosenGpu
 from nightmill.worker.runners.gpu.memory import RunnerSizes
 from nightmill.worker.runners.gpu.runner import CudaRunner, Launching
 from tests.support.engines import NoText
@@ -44,7 +45,8 @@ from tests.support.limits import Limit
 class Workload:
     """`sequences` requests with prompts and answers of lengths drawn evenly between two bounds.
 
-    shared_prefix: tokens that come before every prompt, the same for all.
+    shared_prefix: tokens that come before every prompt, the same for all. pooling: nothing is drawn, but an
+    embedding made of hidden states.
     """
 
     sequences: int
@@ -56,6 +58,7 @@ class Workload:
     counts_prompts: bool = False
     shared_prefix: int = 0
     logprobs: int | None = None
+    pooling: Pooling | None = None
 
     def requests(self, vocab: int, seed: int) -> list[Request]:
         rng = np.random.default_rng(seed)
@@ -67,9 +70,10 @@ class Workload:
                 f"{seed}-{index}", 1, (*prefix, *rng.integers(0, vocab, prompt).tolist()),
                 GenerationParams(
                     max_tokens=int(answer), temperature=self.temperature, ignore_eos=True,
-                    logprobs=self.logprobs,
+                    logprobs=self.logprobs, embed=self.pooling is not None,
                 ),
                 seed=seed * 100_003 + index,
+                embeds=None if self.pooling is None else self.pooling.places(int(prompt)),
             )
             for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
         ]  # fmt: skip
@@ -98,6 +102,11 @@ WORKLOADS = {
     "batch64": Workload(64, (512, 512), (256, 256), 0.6, 64, 8192),
     "prefill128": Workload(128, (1024, 1024), (1, 1), 0.0, 128, 16384, counts_prompts=True),
     "night1024": Workload(1024, (64, 512), (64, 256), 0.7, 1024, 16384),
+    "embed": Workload(4096, (64, 512), (1, 1), 0.0, 256, 16384, counts_prompts=True, pooling=Pooling.LAST),
+    "embed-mean": Workload(
+        1024, (64, 512), (1, 1), 0.0, 256, 16384, counts_prompts=True, pooling=Pooling.MEAN
+    ),
+    "embed-drawn": Workload(4096, (64, 512), (1, 1), 0.0, 256, 16384, counts_prompts=True),
     "long": Workload(32, (31_744, 31_744), (255, 255), 0.6, 32, 16384),
 }
 STANDARD = ["single", "uniform", "mixed", "wide", "nightly", "prefill"]
@@ -220,6 +229,8 @@ def measure(
     """Run workloads on one runner, free and under constraints as is asked."""
     workloads = {name: asked_for(WORKLOADS[name], options) for name in names}
     every = workloads.values()
+    if any(one.pooling is Pooling.MEAN for one in every):
+        spec = replace(spec, pooling=Pooling.MEAN)  # for which the runner makes room
     began = time.perf_counter()
     runner = CudaRunner(
         file,
@@ -231,7 +242,7 @@ def measure(
             max_tokens=max(one.token_budget for one in every),
         ),
         launching=Launching(graphs=not options.no_graphs),
-        gpu=options.gpu,
+        gpu=ChosenGpu(options.gpu),
         precision=precision_from(options, file, spec),
         report=lambda line: print(line, file=sys.stderr),
     )

@@ -106,6 +106,15 @@ class Bench:
         graph.close()
         return float(np.median(times))
 
+    def measure(self, case: Case, copy: float) -> dict[str, Any]:
+        """A line for a case; `copy`: `copy_rate`."""
+        seconds = self.seconds(case.launch, case.rounds)
+        line: dict[str, Any] = {"kernel": case.name, "size": case.size, "us": round(seconds * 1e6, 2)}
+        if case.flops:
+            return line | {"tflop_s": round(case.flops / seconds / 1e12, 1)}
+        rate = case.bytes / seconds
+        return line | {"bytes": case.bytes, "gb_s": round(rate / 1e9), "of_copy": round(rate / copy, 3)}
+
     def copy_rate(self) -> float:
         """Bytes read and written per second by a device-to-device copy."""
         import pycuda.driver as cuda
@@ -308,14 +317,7 @@ def main() -> None:
                 copy = bench.copy_rate()
                 print(json.dumps({"gpu": device.name, "copy_gb_s": round(copy / 1e9)}), flush=True)
             for case in itertools.filterfalse(lambda c: wanted and c.name not in wanted, group(bench, spec)):
-                seconds = bench.seconds(case.launch, case.rounds)
-                line = {"kernel": case.name, "size": case.size, "us": round(seconds * 1e6, 2)}
-                if case.flops:
-                    line["tflop_s"] = round(case.flops / seconds / 1e12, 1)
-                else:
-                    rate = case.bytes / seconds
-                    line |= {"bytes": case.bytes, "gb_s": round(rate / 1e9), "of_copy": round(rate / copy, 3)}
-                print(json.dumps(line), flush=True)
+                print(json.dumps(bench.measure(case, copy)), flush=True)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ or with -0.5B behind them of the 0.5B's. Launches are in a CUDA graph that goes 
 weights larger than L2, medians of replays; a replay is short, so clocks are those of a GPU that is not warm.
 Prints a JSON line for each way: `same` says whether its results have the bits of the first one's. --only: the
 first, and ways whose names have this in them.
+
+NIGHTMILL_PRETEND_DEVICE=rtx4090 times what that card would run, on this GPU: shares of its time, no other.
 """
 
 import argparse
@@ -26,6 +28,7 @@ from nightmill.worker.runners.gpu.products.chooser import Products
 from nightmill.worker.runners.gpu.products.packed.packed_few import PackedFew
 from nightmill.worker.runners.gpu.products.packed.packed_gemm import PackedTiles
 from nightmill.worker.runners.gpu.shapes import SUMMED, Kind, Shape, padded_rows
+from tests.support.cuda_runners import pretended_card
 from tests.support.operands import products_with, room
 from tests.support.packed_weights import packed, weights_of
 
@@ -105,8 +108,8 @@ def main() -> None:
     options = arguments.parse_args()
     pairs = sorted({(shape.kind, shape.format) for _, shape, _ in options.products}, key=str)
     most = max(padded_rows(rows) for _, _, each in options.products for rows in each)
-    with Device(0) as device:
-        files = PackedTiles.files(pairs) + PackedFew.files(pairs)
+    with Device(0, pretended=pretended_card()) as device:
+        files = PackedTiles.files(pairs) + PackedFew.files(pairs) if device.hopper else []
         compile_all((for_element(file, device.element, device.kv) for file in files), device.architecture)
         widest = max(shape.outputs for _, shape, _ in options.products)
         gate_up: Buffer = room(device, (most, 2 * widest), ELEMENT)

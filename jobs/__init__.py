@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         BrokerError,
         DatabaseError,
         DeliveryDelayedWarning,
+        EmbeddingError,
         IdempotencyConflictError,
         IgnoredColumnWarning,
         InvalidParameterError,
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     )
     from nightmill.jobs.formats.frames import Prompts
     from nightmill.jobs.reply.batch_status import BatchState, BatchStatus
+    from nightmill.jobs.reply.embeddings import Embedding
     from nightmill.jobs.reply.job import Answer, Job, Worker
     from nightmill.jobs.reply.logprobs import LikelyToken, Score, Scores, TokenLogprob
     from nightmill.jobs.reply.parsing import Reply, ToolCall
@@ -82,6 +84,7 @@ __all__ = [
     "stream",
     "Piece",
     "score",
+    "embed_many",
     "Scores",
     "Score",
     "TokenLogprob",
@@ -146,6 +149,7 @@ __all__ = [
     "StreamChangedError",
     "NotServedError",
     "ScoreError",
+    "EmbeddingError",
     "DatabaseError",
     "BrokerError",
     "DeliveryDelayedWarning",
@@ -321,6 +325,13 @@ def score(
 ) -> Scores:
     """Compute how likely each text is after a prompt. See Client.score."""
     return default_client().score(prompt, texts, timeout=timeout, **settings)
+
+
+def embed_many(
+    texts: Iterable[Prompt], *, timeout: float | None = None, **settings: Unpack[JobSettings]
+) -> list[Embedding]:
+    """Compute the embedding of each text, in their order. See Client.embed_many."""
+    return default_client().embed_many(texts, timeout=timeout, **settings)
 
 
 def cancel(job_id: str) -> JobState:

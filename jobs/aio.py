@@ -26,11 +26,12 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack
 
 from nightmill import jobs as _jobs
 from nightmill.jobs.errors import InvalidParameterError
-from nightmill.jobs.reply.job import Job, scores_of
+from nightmill.jobs.reply.job import Job, embedding_of, scores_of
 
 if TYPE_CHECKING:
     from nightmill.jobs.base.contract import Prompt
     from nightmill.jobs.batches.waiting import Order
+    from nightmill.jobs.reply.embeddings import Embedding
     from nightmill.jobs.reply.logprobs import Scores
     from nightmill.jobs.request.fields import JobSettings
     from nightmill.jobs.streams.pieces import Piece, TextPosition
@@ -90,6 +91,15 @@ async def score(
     job_id = await enqueue(prompt, **settings)
     await wait(job_id, timeout=timeout)
     return scores_of(await get(job_id))
+
+
+async def embed_many(
+    texts: Iterable[Prompt], *, timeout: float | None = None, **settings: Unpack[JobSettings]
+) -> list[Embedding]:
+    """Compute the embedding of each text, in their order. See Client.embed_many."""
+    settings["embed"] = True
+    job_ids = await enqueue_many(texts, **settings)
+    return [embedding_of(job) async for job in results(job_ids, timeout=timeout)]
 
 
 async def results(

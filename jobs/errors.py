@@ -17,6 +17,7 @@ NightmillError
 ├── WaitTimeoutError                 (also TimeoutError)
 ├── StreamChangedError               a job restarted and produced different text
 ├── ScoreError                       a scoring job ended without scores
+├── EmbeddingError                   a job that embeds a text ended without an embedding
 ├── NotServedError                   no live worker serves the model of a waiting caller
 ├── DatabaseError
 │   ├── DatabaseUnreachableError     an outage: the same statement may succeed later
@@ -148,6 +149,10 @@ class StreamChangedError(NightmillError):
 
 class ScoreError(NightmillError):
     """The texts were not scored."""
+
+
+class EmbeddingError(NightmillError):
+    """The text was not embedded."""
 
 
 class NotServedError(NightmillError):

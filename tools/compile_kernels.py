@@ -4,29 +4,51 @@ Needs nvcc and no GPU. Where nvcc is not installed it says so and succeeds: the 
 by whoever has it. What was compiled without a complaint is kept in build/kernels, as a worker's cache of
 cubins (tests use it), and compiled again only where the file, something that it includes, its options or
 nvcc have changed.
+
+Code for compute capability 8.0 is also made into instructions of the GPUs that take it with the same sources
+(RTX 30, RTX 50), which costs a sixth of compiling it each; what is other for 8.9 is compiled for that.
+Registers and stack of each kernel are written into build/kernels/registers.txt; one that needs more of a
+stack than `MOST_STACK` has is a complaint.
 """
 
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
-from nightmill.worker.model.rope import RopeStyle
-from nightmill.worker.model.spec import Activation, GatedDeltaNet, Mamba2, ModelSpec, Norm, ShortConv
+from nightmill.worker.model.rope import Rope, RopeStyle
+from nightmill.worker.model.spec import (
+    Activation,
+    GatedDeltaNet,
+    LatentAttention,
+    Mamba2,
+    ModelSpec,
+    Norm,
+    ShortConv,
+)
 from nightmill.worker.runners.base import DRAW
+from nightmill.worker.runners.gpu.attention.latent import latent_kernels
 from nightmill.worker.runners.gpu.catalogue import sources_for
-from nightmill.worker.runners.gpu.device.compiler import COMMON_OPTIONS, cubin_name, kernel_directory
+from nightmill.worker.runners.gpu.device.compiler import (
+    COMMON_OPTIONS,
+    cubin_name,
+    included_files,
+    kernel_directory,
+)
 from nightmill.worker.runners.gpu.device.element import Element
+from nightmill.worker.runners.gpu.device.operands import Format
 from nightmill.worker.runners.gpu.device.sources import for_element, members, source_of
 from nightmill.worker.runners.gpu.device.waits import BOUNDED_WAITS
+from nightmill.worker.runners.gpu.experts.grouped import grouped_sources
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.sampling.sampler import SLOT
 from nightmill.worker.runners.gpu.states.convolution import ShortConvolution
@@ -38,6 +60,16 @@ ROOT = Path(__file__).resolve().parent.parent
 DONE = ROOT / "build" / "kernels" / "nightmill" / "cubins"  # a worker's, with XDG_CACHE_HOME=build/kernels
 HOPPER = "sm_90a"
 ARCHITECTURES = ("sm_80", HOPPER, "sm_100")
+ALSO = {"sm_80": ("sm_86", "sm_120")}
+"""GPUs whose instructions are made from the same code; those of 8.9 are of 8.6 and products of FP8."""
+MOST_STACK = {
+    "mma_gemm": 0, "mma_fp8": 0, "packed_mma": 0, "packed_rows": 0, "packed_few": 0, "decode_attention": 16,
+    "prefill_attention": 16, "split_attention": 128,
+}  # fmt: skip
+"""Bytes of stack that kernels of these files may need, which run in each step: none, or a known few."""
+_SHOWN = 5
+_REGISTERS, _FRAME = 0x2F, 0x11  # EIATTR_REGCOUNT, EIATTR_FRAME_SIZE
+_SYMBOL = 24  # bytes of a symbol
 BOUNDED = ("few_rows", "hopper_attention", "hopper_split", "split_attention")
 """Files that are compiled with bounded waits, too: together they have every kind of wait."""
 
@@ -54,9 +86,12 @@ def main() -> int:
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         said = list(pool.map(lambda job: compile_one(nvcc, version, *job), jobs))
+    used = {one for job in jobs for one in recorded(job, version)}
     complaints = [text for text in said if text] + [f"{name}: no launcher compiles it" for name in forgotten]
+    complaints += [f"{one}: {one.stack} bytes of stack" for one in sorted(used, key=str) if one.spoilt]
     print("\n".join(complaints), file=sys.stderr, end="\n" if complaints else "")
     print(f"nvcc: {len(jobs)} compilations for {', '.join(ARCHITECTURES)}: {len(complaints)} with complaints")
+    print(f"registers: {write_table(used)}")
     return min(len(complaints), 1)
 
 
@@ -66,7 +101,7 @@ def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
     Heads of 64 and of 128, which most models have, are compiled for Hopper with either element. Other head
     sizes, kinds of attention and architectures are met with one of the rest, not with all: they are compiled
     from the same templates, and what a combination computes is held by `tests/gpu`, and without a GPU by the
-    tests that compile kernels for the host. FP8 weights are for Hopper alone, with any element.
+    tests that compile kernels for the host. FP8 weights are for Hopper and Ada, with any element.
     """
     bundled = read_spec(GgufFile.open(ROOT / "models" / "nightmill-demo.gguf"))
     other = with_other_parts(bundled)
@@ -83,11 +118,12 @@ def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
         (large, bf16, (HOPPER, "sm_80")),
         (small, f16, ("sm_80",)),
         (small, bf16, (HOPPER, "sm_100")),
-        (with_scores(bundled, window=512), f16, ("sm_80",)),
+        (with_scores(bundled, window=512, sinks=True), f16, (HOPPER, "sm_80")),
         (with_scores(large, window=512, softcap=50.0), bf16, (HOPPER,)),
         (with_scores(small, softcap=50.0), f16, (HOPPER,)),
         (with_heads(bundled, 96, RopeStyle.HALVES), f16, (HOPPER,)),
         (with_heads(bundled, 256, RopeStyle.HALVES), bf16, (HOPPER,)),
+        (with_heads(bundled, 512, RopeStyle.HALVES), f16, (HOPPER,)),
         (other, replace(f16, weights=WeightsFormat.FP8), (HOPPER,)),
         (bundled, replace(f16, kv=KvFormat.FP8), (HOPPER,)),
         (large, replace(bf16, kv=KvFormat.FP8), ("sm_80",)),
@@ -96,11 +132,36 @@ def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
         for architecture in architectures:
             sources = sources_for(spec, precision, hopper=architecture == HOPPER)
             yield from ((path, options, architecture) for path, options in sources)
+    yield from latent_sources()
+    for path, options in sources_for(large, replace(bf16, kv=KvFormat.FP8), hopper=False):
+        if any(included.name == "e4m3.cuh" for included in included_files(path)):
+            yield path, options, "sm_89"
+    for path, options in sources_for(other, replace(f16, weights=WeightsFormat.FP8), hopper=False):
+        if path.stem == "mma_fp8":
+            yield path, options, "sm_89"
     yield from state_sources()
+    yield from expert_sources()
     yield from reference_sources()
     for path, options in sources_for(bundled, f16, hopper=True):
         if path.stem in BOUNDED:
             yield path, (*options, BOUNDED_WAITS), HOPPER
+
+
+def latent_sources() -> Iterator[tuple[Path, tuple[str, ...], str]]:
+    """The same of latent attention."""
+    attention = LatentAttention(
+        heads=20, key_dim=192, value_dim=256, latent=512, norm=Norm(1e-5), scale=1.0,
+        rope=Rope(style=RopeStyle.PAIRS, dim=64, base=1e6),
+    )  # fmt: skip
+    small = replace(attention, latent=40, rope=replace(attention.rope, dim=8))
+    for one, element, architecture in (
+        (attention, Element.F16, HOPPER),
+        (attention, Element.BF16, "sm_80"),
+        (attention, Element.BF16, "sm_100"),
+        (small, Element.F16, HOPPER),
+    ):
+        for source in latent_kernels(one, hopper=architecture == HOPPER):
+            yield (*for_element(source, element), architecture)
 
 
 def state_sources() -> Iterator[tuple[Path, tuple[str, ...], str]]:
@@ -119,6 +180,21 @@ def state_sources() -> Iterator[tuple[Path, tuple[str, ...], str]]:
         (of_delta, Element.F16, "sm_100"),
         ([*other_delta, *other_mamba], Element.BF16, HOPPER),
     ):
+        yield from ((*for_element(source, element), architecture) for source in sources)
+
+
+def expert_sources() -> Iterator[tuple[Path, tuple[str, ...], str]]:
+    """The same of mixtures of experts, with weights of each kind."""
+    around = [source_of("route"), source_of("combine")]
+    for format_, element, architecture in (
+        (Format.F16, Element.F16, HOPPER),
+        (Format.BF16, Element.BF16, "sm_80"),
+        (Format.FP8, Element.BF16, HOPPER),
+        (Format.Q4_K, Element.BF16, HOPPER),
+        (Format.Q6_K, Element.F16, HOPPER),
+        (Format.MXFP4, Element.F16, "sm_100"),
+    ):
+        sources = [*around, *grouped_sources(format_, hopper=architecture == HOPPER)]
         yield from ((*for_element(source, element), architecture) for source in sources)
 
 
@@ -162,21 +238,112 @@ def with_other_parts(spec: ModelSpec) -> ModelSpec:
 
 
 def compile_one(nvcc: str, version: str, source: Path, options: tuple[str, ...], architecture: str) -> str:
-    """What nvcc said of one kernel, warnings included; empty where it is content."""
+    """What nvcc said of one file, warnings included; empty where it is content."""
     options = (*COMMON_OPTIONS, *options)
-    done = DONE / cubin_name(source, options, architecture, version)
-    if done.exists():
+    done, record = _kept(source, options, architecture, version)
+    if done.exists() and record.exists():
         return ""
     DONE.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=DONE) as directory:
         cubin = Path(directory, "kernel.cubin")
         include = ("-I", str(kernel_directory()))
-        command = [nvcc, "-cubin", f"-arch={architecture}", *options, *include, "-o", str(cubin), str(source)]
-        compiled = subprocess.run(command, capture_output=True, text=True, check=False)
-        if compiled.returncode == 0 and not compiled.stderr.strip():
+        keep = ("--keep", f"--keep-dir={directory}") if architecture in ALSO else ()
+        command = [nvcc, "-cubin", f"-arch={architecture}", *keep, *options, *include, "-o", str(cubin)]
+        compiled = subprocess.run([*command, str(source)], capture_output=True, text=True, check=False)
+        said, used = compiled.stdout + compiled.stderr, [(architecture, cubin)]
+        failed = compiled.returncode != 0 or bool(compiled.stderr.strip())
+        for other in () if failed else ALSO.get(architecture, ()):
+            (code,) = Path(directory).glob("*.ptx")
+            made = Path(directory, f"{other}.cubin")
+            command = [str(Path(nvcc).with_name("ptxas")), f"-arch={other}", "--generate-line-info"]
+            compiled = subprocess.run(
+                [*command, "-o", str(made), str(code)], capture_output=True, text=True, check=False
+            )
+            failed = failed or compiled.returncode != 0 or bool(compiled.stderr.strip())
+            said += compiled.stdout + compiled.stderr
+            used.append((other, made))
+        if not failed:
+            lines = [line for on, made in used for line in _resources(source.stem, on, made.read_bytes())]
+            record.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
             cubin.replace(done)
             return ""
-    return f"{source.name} {' '.join(options)} for {architecture}:\n{compiled.stdout}{compiled.stderr}"
+    return f"{source.name} {' '.join(options)} for {architecture}:\n{said}"
+
+
+class Resources(NamedTuple):
+    """What a kernel takes of a thread's registers, and bytes of stack: spilled registers and arrays."""
+
+    file: str
+    kernel: str
+    architecture: str
+    registers: int
+    stack: int
+
+    def __str__(self) -> str:
+        return f"{self.file} {self.kernel} for {self.architecture}"
+
+    @property
+    def spoilt(self) -> bool:
+        """True if it needs more of a stack than it should."""
+        return self.stack > MOST_STACK.get(self.file, self.stack)
+
+
+def recorded(job: tuple[Path, tuple[str, ...], str], version: str) -> Iterator[Resources]:
+    """The resources of the kernels that a job has compiled."""
+    source, options, architecture = job
+    _, record = _kept(source, (*COMMON_OPTIONS, *options), architecture, version)
+    if record.exists():
+        for line in record.read_text(encoding="utf-8").splitlines():
+            file, kernel, on, registers, stack = line.split(" ")
+            yield Resources(file, kernel, on, int(registers), int(stack))
+
+
+def write_table(used: Collection[Resources]) -> str:
+    """Write registers.txt, the largest stacks first; a summary."""
+    rows = sorted(used, key=lambda one: (-one.stack, str(one)))
+    lines = (f"{one}: {one.registers} registers, {one.stack} bytes of stack\n" for one in rows)
+    table = ROOT / "build" / "kernels" / "registers.txt"
+    table.parent.mkdir(parents=True, exist_ok=True)
+    table.write_text("".join(lines), encoding="utf-8")
+    stacked = [one for one in rows if one.stack]
+    shown = "; ".join(f"{one} {one.stack}" for one in stacked[:_SHOWN])
+    most = f", the largest in bytes: {shown}" if stacked else ""
+    return f"{len(stacked)} of {len(rows)} kernels need a stack{most}. All: {table.relative_to(ROOT)}"
+
+
+def _kept(source: Path, options: tuple[str, ...], architecture: str, version: str) -> tuple[Path, Path]:
+    """The files of a cubin, and of what its kernels take. Tests write cubins, too, but quickly made ones."""
+    done = DONE / cubin_name(source, options, architecture, version)
+    return done, done.with_suffix(f".{'-'.join(ALSO.get(architecture, ())) or 'alone'}.registers")
+
+
+def _resources(file: str, architecture: str, cubin: bytes) -> Iterator[str]:
+    """Lines of the record, of a cubin (ELF): .nv.info has registers and frame of each kernel, by symbol."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, named = struct.unpack_from("<HHH", cubin, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQI", cubin, table + index * size) for index in range(count)]
+
+    def text(start: int, offset: int) -> str:
+        return cubin[start + offset : cubin.index(b"\0", start + offset)].decode()
+
+    at = {text(sections[named][4], section[0]): section for section in sections}
+    symbols, (_, _, _, _, start, length, _) = at[".symtab"], at[".nv.info"]
+    names = sections[symbols[6]][4]
+    found: dict[int, dict[int, int]] = {}
+    place = start
+    while place < start + length:
+        form, attribute, bytes_ = struct.unpack_from("<BBH", cubin, place)
+        place += 4
+        if form == 4:  # only form 4 has its value behind the header
+            if attribute in (_REGISTERS, _FRAME):
+                symbol, value = struct.unpack_from("<II", cubin, place)
+                found.setdefault(symbol, {})[attribute] = value
+            place += bytes_
+    for symbol, values in found.items():
+        if _REGISTERS in values:
+            (offset,) = struct.unpack_from("<I", cubin, symbols[4] + symbol * _SYMBOL)
+            name = text(names, offset)
+            yield f"{file} {name} {architecture} {values[_REGISTERS]} {values.get(_FRAME, 0)}"
 
 
 if __name__ == "__main__":

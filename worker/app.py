@@ -31,15 +31,23 @@ from nightmill.jobs.commands.terminal import echo
 from nightmill.jobs.errors import NightmillError
 from nightmill.jobs.messages.announcing import Announcer
 from nightmill.jobs.messages.broker import Broker, make_app, queue_name, resolve_broker_url
+from nightmill.jobs.reply.job import UNTIL
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.claims import Claims
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.streams.redis import Followers
 from nightmill.jobs.webhooks.delivering import Courier
 from nightmill.worker.assembly.engine import describe
-from nightmill.worker.assembly.fetching import with_model_file
+from nightmill.worker.assembly.fetching import with_files, with_model_file
 from nightmill.worker.assembly.model import LoadedModel, load_model, served_name
-from nightmill.worker.assembly.options import gpu_name, merge_options, worker_id_option, worker_options
+from nightmill.worker.assembly.options import (
+    gpu_name,
+    merge_options,
+    turn_option,
+    turn_options,
+    worker_id_option,
+    worker_options,
+)
 from nightmill.worker.assembly.sizes import (
     capacity,
     gpu_index,
@@ -48,17 +56,19 @@ from nightmill.worker.assembly.sizes import (
     max_sequences,
 )
 from nightmill.worker.link.link import ENGINE_COMMAND, EngineLink, launch_engine
+from nightmill.worker.runners.gpu.device.nvml import GpuProbe
 from nightmill.worker.service import tasks
 from nightmill.worker.service.heart import LOADING, Heart
 from nightmill.worker.service.housekeeper import Housekeeper
 from nightmill.worker.service.interactive import InteractiveConsumer
 from nightmill.worker.service.message_filter import FilteringAMQP
 from nightmill.worker.service.metrics import WorkerMetrics, serve_metrics
-from nightmill.worker.service.nvml import GpuProbe
 from nightmill.worker.service.resting import Resting, RestRule
+from nightmill.worker.service.room import RoomStep
 from nightmill.worker.service.service_options import ServiceOptions
 from nightmill.worker.service.shards import Service
-from nightmill.worker.service.sleeping import become, sleep_command, with_id
+from nightmill.worker.service.sleeping import become, sleep_command, with_option
+from nightmill.worker.service.turns.turning import Turn, named_models
 
 log = logging.getLogger("nightmill.worker")
 
@@ -78,6 +88,7 @@ class EngineStep(bootsteps.StartStopStep):
         self.told_to_end = False
         # Why this worker is to sleep, once it is; a signal to end comes before that.
         self.rest_reason: str | None = None
+        self.turn: Turn | None = None  # of a worker with several models, the one that this process serves
         self.obj = self  # a step without an object is not started
 
     def create(self, parent: Any) -> "EngineStep":
@@ -99,7 +110,7 @@ class EngineStep(bootsteps.StartStopStep):
             self._start(parent)
         except NightmillError as error:
             log.critical("%s", error)
-            raise SystemExit(1) from error
+            raise SystemExit(1 if self.rest_reason is None else 0) from error
 
     def terminate(self, parent: Any) -> None:
         """A cold shutdown: hand everything back at once."""
@@ -117,6 +128,8 @@ class EngineStep(bootsteps.StartStopStep):
         self.housekeeper.close()
         try:
             self.housekeeper.sweep()  # announces what was handed back
+            if self.turn is not None:
+                self.turn.end()
             if self.rest_reason is None or self.told_to_end:
                 self.claims.sign_off()
             else:
@@ -139,7 +152,12 @@ class EngineStep(bootsteps.StartStopStep):
     def _rest(self, resting: Resting) -> None:
         """End in order, to sleep, if there is a reason to. Raises DatabaseError."""
         assert self.service is not None
-        if self.service.draining or (reason := resting.look()) is None:
+        if self.service.draining:
+            return
+        reason = resting.look()
+        if reason is None and self.turn is not None:
+            reason = self.turn.look(self.service.in_flight)
+        if reason is None:
             return
         log.info("going to sleep: %s", reason)
         self.rest_reason = reason
@@ -154,18 +172,28 @@ class EngineStep(bootsteps.StartStopStep):
         """
         if self.rest_reason is None or self.told_to_end or celery_state.should_stop:  # 0: to end in order
             return
-        options = {"hours": settings.hours, "idle_seconds": settings.idle_seconds}
-        command = with_id([sys.executable, *sys.orig_argv[1:]], self.claims.worker_id)
+        options: dict[str, Any] = {"hours": settings.hours, "idle_seconds": settings.idle_seconds}
+        command = with_option([sys.executable, *sys.orig_argv[1:]], "--id", self.claims.worker_id)
+        if settings.models is not None:
+            options |= {name: getattr(settings, name) for name in ("models", "stay", "swap_for_interactive")}
+            command = with_option(command, "--models", settings.models)
         command = sleep_command(self.claims.worker_id, served_name(settings), options, command)
         become(command, blocked=True)
 
     def _start(self, parent: Any) -> None:
         for chatter in ("celery.worker.strategy", "celery.app.trace"):  # two lines for every message
             logging.getLogger(chatter).setLevel(logging.WARNING)
-        settings = with_model_file(
-            merge_options(Settings.from_env(), self.options), tell=lambda _: celery_state.maybe_shutdown()
-        )
+
+        def tell(_: str) -> None:
+            celery_state.maybe_shutdown()
+
+        turn: str | None = self.options.get("turn")
+        settings = with_files(merge_options(Settings.from_env(), self.options), turn, tell)
         atexit.register(self._sleep, settings)
+        if settings.models is not None and turn is None:
+            self._sleep_at_once(settings)  # which chooses the first model
+        if isinstance(settings.model, str):
+            settings = self._fetch_for_turn(settings, tell)
         if settings.hours is not None and not Hours.parse(settings.hours).open_at(datetime.now(UTC)):
             self._sleep_at_once(settings)
         if settings.metrics_port is not None:
@@ -180,6 +208,15 @@ class EngineStep(bootsteps.StartStopStep):
             engine.stop()
             raise
 
+    def _fetch_for_turn(self, settings: Settings, tell: Callable[[str], None]) -> Settings:
+        """Fetch the model of this turn, which could not be had when the worker started."""
+        self._register(settings, LOADING)
+        try:
+            return with_model_file(settings, tell=tell)
+        except NightmillError as error:
+            self._not_loaded(error)
+            raise
+
     def _register(self, settings: Settings, detail: str) -> str | None:
         """Open the database, and write this worker's row; returns the name of its GPU."""
         self.database = Database(settings)
@@ -188,13 +225,20 @@ class EngineStep(bootsteps.StartStopStep):
         gpu = gpu_index(settings)
         named = None if gpu is None else gpu_name(gpu)
         self.claims.register(socket.gethostname(), os.getpid(), served_name(settings), named, detail)
+        if settings.models is not None:
+            models = named_models(settings)
+            self.claims.register_models([*models], swap_for_interactive=settings.swap_for_interactive)
+            if (turn := self.options.get("turn")) is not None:
+                self.turn = Turn(self.claims, settings, turn)
         return named
 
     def _sleep_at_once(self, settings: Settings) -> NoReturn:
-        """Sleep without having loaded anything, since it was started outside its hours."""
+        """Sleep without having loaded anything: outside its hours, or before it has chosen a model."""
         self._register(settings, LOADING)
         reason = RestRule(self.claims, settings, ()).reason(0.0)
-        self.rest_reason = reason or "until its hours begin"  # the database's clock may be ahead
+        if reason is None:  # the database's clock may be ahead
+            reason = f"{UNTIL}its hours begin" if settings.models is None else "chooses a model"
+        self.rest_reason = reason
         self.claims.beat(WorkerState.SLEEPING, self.rest_reason)
         self.database.close()
         log.info("going to sleep: %s", self.rest_reason)
@@ -211,9 +255,9 @@ class EngineStep(bootsteps.StartStopStep):
                 if (fault := model.template_fault()) is not None:
                     log.warning("%s: %s", model.name, fault)
                 self.service = self._wait_for_engine(settings, model, engine, tell)
-        except BaseException:  # a load that is interrupted, too, is no longer shown as a worker
+        except BaseException as error:  # a load that is interrupted, too, is no longer shown as a worker
             with suppress(NightmillError):  # what happened first is what matters
-                self.claims.withdraw()
+                self._not_loaded(error)
             raise
         probe = GpuProbe(gpu_index(settings))
         resting = Resting(RestRule(self.claims, settings, (None, model.name)), self.service.in_flight)
@@ -222,7 +266,8 @@ class EngineStep(bootsteps.StartStopStep):
             lambda: self._rest(resting),
         )  # fmt: skip
         if self.registry is not None:
-            self.registry.register(WorkerMetrics(self.service, model.name, named, probe))
+            models = tuple(named_models(settings))
+            self.registry.register(WorkerMetrics(self.service, model.name, named, probe, models))
         tasks.register(parent.app, self.service.run_shard)
         parent.app.amqp.queues.select([queue_name(None), queue_name(model.name)])
         service = self.service
@@ -244,7 +289,18 @@ class EngineStep(bootsteps.StartStopStep):
         self.courier.start()
         gc.collect()
         gc.freeze()  # what is alive now stays: collections need not visit its 130,000 objects (0.1 s)
+        if self.turn is not None:
+            self.turn.ready()
         log.info("ready: %s", describe(settings, model, engine.stats))
+
+    def _not_loaded(self, error: BaseException) -> None:
+        """Take leave, or sleep and load another model if only this one fails. Raises DatabaseError."""
+        reason = None if self.turn is None else self.turn.failed(error)
+        if reason is None:
+            self.claims.withdraw()
+        else:
+            self.claims.beat(WorkerState.SLEEPING, reason)
+            self.rest_reason = reason
 
     def _told(self, service: Service) -> None:
         """A signal has told this worker to end: it does not sleep, also if it was about to."""
@@ -285,34 +341,14 @@ class EngineStep(bootsteps.StartStopStep):
         return service
 
 
-class RoomStep(bootsteps.StartStopStep):
-    """Lets the consumer pull messages only while the service has room for their jobs.
-
-    A consumer step, since a reconnect brings a new channel. Celery's own `worker_disable_prefetch` gates
-    the channel in the same way, by the number of pool threads.
-    """
-
-    requires = ("celery.worker.consumer.tasks:Tasks",)
-
-    def start(self, parent: Any) -> None:
-        """Put this limit on the new channel."""
-        step = next(step for step in parent.controller.steps if isinstance(step, EngineStep))
-        qos = parent.task_consumer.channel.qos
-        within_prefetch = qos.can_consume
-
-        def can_consume() -> bool:
-            service = step.service
-            return service is not None and service.in_flight.room > 0 and bool(within_prefetch())
-
-        qos.can_consume = can_consume
-
-
 def make_worker_app() -> Celery:
     """The app with the worker's options and steps; the broker is looked up when a worker starts."""
     worker_app = make_app(None)
     worker_app.amqp_cls = FilteringAMQP
     worker_app.conf.update(worker_pool="threads", worker_concurrency=TASK_THREADS)
-    worker_app.user_options["worker"].update([*worker_options(), worker_id_option()])
+    worker_app.user_options["worker"].update(
+        [*worker_options(), *turn_options(), worker_id_option(), turn_option()]
+    )
     worker_app.steps["worker"].add(EngineStep)
     worker_app.steps["consumer"].add(RoomStep)
     return worker_app

@@ -6,7 +6,8 @@
 // same order arrives at the same bits.
 //
 // Options: -DHEAD_DIM (64); -DWINDOW: a token sees the last `window` keys, its own included; -DSOFTCAP: scores are
-// capped. Without the last two, `window` and `cap` are not used.
+// capped; -DSINKS: each head has a score more, which has no value. Without the last three, `window`, `cap` and `sinks` are
+// not used.
 #pragma once
 
 #include "common/common.cuh"
@@ -23,6 +24,11 @@ static constexpr bool WINDOWED = true;
 #else
 static constexpr bool WINDOWED = false;
 #endif
+#ifdef SINKS
+static constexpr bool HAS_SINKS = true;
+#else
+static constexpr bool HAS_SINKS = false;
+#endif
 #ifdef SOFTCAP
 static constexpr bool CAPPED = true;
 #else
@@ -30,10 +36,11 @@ static constexpr bool CAPPED = false;
 #endif
 
 // How products of queries and keys become scores, in units of log2: product * scale; CAPPED: c tanh(score / c), with
-// cap = c log2(e) and a scale that makes 2^(product * scale) = e^(2 score / c).
+// cap = c log2(e) and a scale that makes 2^(product * scale) = e^(2 score / c). `sinks`: (H,) float, the scores as they are.
 struct Scores {
     float scale, cap;
     int window;
+    const float* sinks;
 
     __device__ __forceinline__ float operator()(float product) const { return capped(product * scale); }
 
@@ -47,6 +54,13 @@ struct Scores {
     __device__ __forceinline__ int first_seen(int length) const {
         if constexpr (!WINDOWED) return 0;
         return max(length - window, 0);
+    }
+
+    // The sum l of 2^(score - m) over all keys of a row, with that of its head's sink: what a result is divided by. All parts are
+    // merged before that, so that results have the same bits, however a context was shared out.
+    __device__ __forceinline__ float total(float l, float m, int head) const {
+        if constexpr (!HAS_SINKS) return l;
+        return __fadd_rn(l, exp2_fast(__fmaf_rn(sinks[head], LOG2_E, -m)));  // infinity makes the result 0
     }
 };
 

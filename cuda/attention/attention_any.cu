@@ -5,13 +5,24 @@
 // over the warp, then the running softmax, all FP32. Decode: grid (H, S), blocks of one warp. Prefill: grid
 // (H, tiles), blocks of 4 warps, which take the tile's tokens in turn.
 //
-// Options: -DHEAD_DIM, up to 512 (64); -DWINDOW, -DSOFTCAP.
+// With -DVALUE_DIM attention is latent: q is (T, H, D) by itself, both caches are one, of one KV head, and the first VALUE_DIM
+// elements of a key are its value; out is (T, H, VALUE_DIM).
+//
+// Options: -DHEAD_DIM, up to 576 (64); -DVALUE_DIM; -DWINDOW, -DSOFTCAP, -DSINKS.
 #include "attention/attention.cuh"
 #include "common/kv_cache.cuh"
 
-static_assert(D <= 512, "head sizes are at most 512");
+static_assert(D <= 576, "head sizes are at most 576");
 
 static constexpr int EACH = (D + 31) / 32;
+#ifdef VALUE_DIM
+static constexpr int V = VALUE_DIM;
+#else
+static constexpr int V = D;
+#endif
+
+// Heads that a token has in q.
+static __device__ __forceinline__ int all_heads(int heads, int kv_heads) { return V == D ? heads + 2 * kv_heads : heads; }
 
 // Element i of a head's part of a page, for a token with this place in it.
 static __device__ __forceinline__ float number_in(const Kept* part, int token, int i) {
@@ -25,13 +36,14 @@ static __device__ __forceinline__ float number_in(const Kept* part, int token, i
 
 static __device__ __forceinline__ void attend(const Element* __restrict__ q, const Kept* __restrict__ k_cache,
                                               const Kept* __restrict__ v_cache, const int* __restrict__ table,
-                                              int kv_heads, int kv_head, int keys, const Scores& scores,
+                                              int kv_heads, int head, int group, int keys, const Scores& scores,
                                               Element* __restrict__ out) {
     const int lane = threadIdx.x % 32;
     float query[EACH], o[EACH] = {};
 #pragma unroll
     for (int i = 0; i < EACH; ++i) query[i] = lane + 32 * i < D ? to_float(q[lane + 32 * i]) * scores.scale : 0.0f;
     float m = negative_infinity(), l = 0.0f;
+    const int kv_head = head / group;
     for (int key = scores.first_seen(keys); key < keys; ++key) {
         const int64_t part = part_of(table[key / PAGE], kv_head, kv_heads, D);
         float score = 0.0f;
@@ -44,12 +56,13 @@ static __device__ __forceinline__ void attend(const Element* __restrict__ q, con
         l = l * shrink + p;
 #pragma unroll
         for (int i = 0; i < EACH; ++i)
-            if (lane + 32 * i < D) o[i] = o[i] * shrink + p * number_in(v_cache + part, key % PAGE, lane + 32 * i);
+            if (lane + 32 * i < V) o[i] = o[i] * shrink + p * number_in(v_cache + part, key % PAGE, lane + 32 * i);
         m = largest;
     }
+    l = scores.total(l, m, head);
 #pragma unroll
     for (int i = 0; i < EACH; ++i)
-        if (lane + 32 * i < D) out[lane + 32 * i] = to_element(o[i] / l);
+        if (lane + 32 * i < V) out[lane + 32 * i] = to_element(o[i] / l);
 }
 
 extern "C" __global__ void __launch_bounds__(32)
@@ -57,13 +70,13 @@ extern "C" __global__ void __launch_bounds__(32)
                          const Kept* __restrict__ v_cache, const int* __restrict__ tables, int table_stride,
                          const int* __restrict__ lengths, const int* __restrict__ starts,
                          const int* __restrict__ listed, Element* __restrict__ out, int heads, int kv_heads,
-                         float scale, float cap, int window) {
+                         float scale, float cap, int window, const float* __restrict__ sinks) {
     const int sequence = listed != nullptr ? listed[blockIdx.y] : blockIdx.y;
     if (sequence < 0 || lengths[sequence] <= 0) return;
     const int64_t row = starts != nullptr ? starts[sequence + 1] - 1 : sequence;
-    attend(qkv + (row * (heads + 2 * kv_heads) + blockIdx.x) * D, k_cache, v_cache,
-           tables + static_cast<int64_t>(sequence) * table_stride, kv_heads, blockIdx.x / (heads / kv_heads),
-           lengths[sequence], Scores{scale, cap, window}, out + (row * heads + blockIdx.x) * D);
+    attend(qkv + (row * all_heads(heads, kv_heads) + blockIdx.x) * D, k_cache, v_cache,
+           tables + static_cast<int64_t>(sequence) * table_stride, kv_heads, blockIdx.x, heads / kv_heads,
+           lengths[sequence], Scores{scale, cap, window, sinks}, out + (row * heads + blockIdx.x) * V);
 }
 
 extern "C" __global__ void __launch_bounds__(128)
@@ -71,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(128)
                           const Kept* __restrict__ v_cache, const int* __restrict__ tables, int table_stride,
                           const int* __restrict__ lengths, const int* __restrict__ starts,
                           const int* __restrict__ tiles, Element* __restrict__ out, int heads, int kv_heads,
-                          float scale, float cap, int window) {
+                          float scale, float cap, int window, const float* __restrict__ sinks) {
     const int sequence = tiles[2 * blockIdx.y];
     if (sequence < 0) return;
     const int start = starts[sequence], chunk_tokens = starts[sequence + 1] - start;
@@ -79,9 +92,9 @@ extern "C" __global__ void __launch_bounds__(128)
     const int first = tiles[2 * blockIdx.y + 1] * tile_tokens;
     for (int token = first + threadIdx.x / 32; token < min(first + tile_tokens, chunk_tokens); token += 4) {
         const int64_t row = start + token;
-        attend(qkv + (row * (heads + 2 * kv_heads) + blockIdx.x) * D, k_cache, v_cache,
-               tables + static_cast<int64_t>(sequence) * table_stride, kv_heads, blockIdx.x / (heads / kv_heads),
-               lengths[sequence] - chunk_tokens + token + 1, Scores{scale, cap, window},
-               out + (row * heads + blockIdx.x) * D);
+        attend(qkv + (row * all_heads(heads, kv_heads) + blockIdx.x) * D, k_cache, v_cache,
+               tables + static_cast<int64_t>(sequence) * table_stride, kv_heads, blockIdx.x, heads / kv_heads,
+               lengths[sequence] - chunk_tokens + token + 1, Scores{scale, cap, window, sinks},
+               out + (row * heads + blockIdx.x) * V);
     }
 }

@@ -26,7 +26,7 @@
 //
 // Heads over 128 leave no registers for the values of a page: they come from shared memory piece by piece.
 //
-// Options: -DHEAD_DIM, a multiple of 16 from 64 to 256; -DWINDOW, -DSOFTCAP, -DKV_FP8. Dynamic shared memory: 4 warps of AHEAD
+// Options: -DHEAD_DIM, a multiple of 16 from 64 to 256; -DWINDOW, -DSOFTCAP, -DSINKS, -DKV_FP8. Dynamic shared memory: 4 warps of AHEAD
 // pages, and of their exponents.
 #include "attention/decode_page.cuh"
 
@@ -182,8 +182,8 @@ struct Piece {
 template <int ROWS, int AHEAD>
 static __device__ __forceinline__ void decode(const Element* q, const Cache& cache, const Piece& piece,
                                               const Meeting& meeting, int shared_heads, int segment_pages,
-                                              const Scores& scores, Element* out) {
-    static_assert((AHEAD & (AHEAD - 1)) == 0, "a power of two");
+                                              const Scores& scores, int head, Element* out) {
+    constexpr bool EVEN_RING = (AHEAD & (AHEAD - 1)) == 0;  // places follow each other by a mask, else by a counter
     extern __shared__ __align__(128) unsigned char rings[];  // 16 bytes further on, copies of rows take 14% longer
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int g = lane / 4, t = lane % 4;
@@ -216,21 +216,22 @@ static __device__ __forceinline__ void decode(const Element* q, const Cache& cac
     commit_copies();
     const bool all_asked_for = first + AHEAD * WARPS >= end;
     const Queries<ROWS> queries(q, shared_heads, g, t);
-    int turn = 0, page = first;
+    int turn = 0, page = first;  // `turn` of another ring is its place
     const int* entries = cache.table + first + AHEAD * WARPS;
     asm volatile("" : "+l"(entries));  // else it is computed anew for each page, which others then wait for
     int entry = page + AHEAD * WARPS < end ? __ldg(entries) : 0;  // of the page to ask for next
     for (; segment * segment_pages < end; ++segment) {
         const int segment_end = min((segment + 1) * segment_pages, end);
         Running<ROWS> running;
-        for (; page < segment_end; page += WARPS, ++turn) {
+        for (; page < segment_end; page += WARPS, turn = EVEN_RING || turn + 1 < AHEAD ? turn + 1 : 0) {
             if (all_asked_for)
                 wait_for_copies<0>();
             else
                 wait_for_copies<AHEAD - 1>();
             __syncwarp();  // the other lanes' copies are here too
-            const uint32_t slot = ring + (turn & (AHEAD - 1)) * PAGE_BYTES;
-            const uint32_t slot_exponents = exponents + (turn & (AHEAD - 1)) * EXPONENT_BYTES;
+            const int taken = EVEN_RING ? turn & (AHEAD - 1) : turn;
+            const uint32_t slot = ring + taken * PAGE_BYTES;
+            const uint32_t slot_exponents = exponents + taken * EXPONENT_BYTES;
             Page tile;
             places.take_exponents(tile, slot_exponents, cache, page, t);
             PageScores<ROWS> page_scores;
@@ -282,7 +283,7 @@ static __device__ __forceinline__ void decode(const Element* q, const Cache& cac
         });
         kept.end_section();
     }
-    if (own) store_result(kept.all, out);
+    if (own) store_result(kept.all, scores, head, out);
 }
 
 #define DECODE_KERNEL(ROWS, AHEAD)                                                                                \
@@ -290,12 +291,12 @@ static __device__ __forceinline__ void decode(const Element* q, const Cache& cac
         decode_attention_##ROWS##_##AHEAD(                                                                        \
             const Element* qkv, const Kept* k_cache, const Kept* v_cache, const int* tables, int table_stride,    \
             const int* starts, const int4* pieces, Element* out, float* partials, float* sums, unsigned* counters, \
-            int heads, int kv_heads, int segment_pages, float scale, float cap, int window) {                     \
+            int heads, int kv_heads, int segment_pages, float scale, float cap, int window, const float* sinks) { \
         launch_next();                                                                                            \
         const int4 words = pieces[blockIdx.y];                                                                    \
         const Piece piece{words.x, words.y & 0xffff, words.y >> 16, words.z >> 1, words.z > 0 && words.z % 2 == 1};   \
         if (piece.sequence < 0) return;                                                                           \
-        const Scores scores{scale, cap, window};                                                                  \
+        const Scores scores{scale, cap, window, sinks};                                                           \
         const int group = heads / kv_heads, tiles = (group + ROWS - 1) / ROWS;                                    \
         const int kv_head = blockIdx.x / tiles, first = (blockIdx.x % tiles) * ROWS;                              \
         const int head = kv_head * group + first;                                                                 \
@@ -308,7 +309,7 @@ static __device__ __forceinline__ void decode(const Element* q, const Cache& cac
         const Meeting meeting{partials + part * D, sums + part * 2, counters + base * gridDim.x + blockIdx.x,      \
                               heads};                                                                             \
         decode<ROWS, AHEAD>(qkv + (row * (heads + 2 * kv_heads) + head) * D, cache, piece, meeting,               \
-                            min(ROWS, group - first), segment_pages, scores, out + (row * heads + head) * D);     \
+                            min(ROWS, group - first), segment_pages, scores, head, out + (row * heads + head) * D); \
     }
 
 #ifdef KV_FP8
@@ -318,6 +319,7 @@ DECODE_KERNEL(16, 2)
 #endif
 #elif HEAD_DIM > 128
 DECODE_KERNEL(8, 1)
+DECODE_KERNEL(8, 3)  // 225 KB of heads of 256: few contexts, where a block has a multiprocessor for itself
 #else
 DECODE_KERNEL(8, 2)
 DECODE_KERNEL(16, 2)

@@ -16,7 +16,7 @@
 // Pieces of E4M3 (-DKV_FP8) have 8 bytes and become the same elements in the same places: keys before their products, which are
 // then multiplied by the power of two that the key's are multiples of, and values with theirs. All of that is exact.
 //
-// Options: -DHEAD_DIM, a multiple of 16 from 64 to 256; -DWINDOW, -DSOFTCAP.
+// Options: -DHEAD_DIM, a multiple of 16 from 64 to 256; -DWINDOW, -DSOFTCAP, -DSINKS.
 #pragma once
 
 #include "attention/attention.cuh"
@@ -409,9 +409,11 @@ static __device__ __forceinline__ void merge_next(Segment<ROWS>& kept, const Seg
     kept.m = largest;
 }
 
+// `head`: the block's first.
 template <int ROWS>
-static __device__ __forceinline__ void store_result(const Segment<ROWS>& kept, Element* out) {
-    const float inverse = __frcp_rn(kept.l);
+static __device__ __forceinline__ void store_result(const Segment<ROWS>& kept, const Scores& scores, int head,
+                                                    Element* out) {
+    const float inverse = __frcp_rn(scores.total(kept.l, kept.m, head + Segment<ROWS>::row()));
     Element2* target = reinterpret_cast<Element2*>(out + Segment<ROWS>::row() * D + Segment<ROWS>::column());
 #pragma unroll
     for (int i = 0; i < Segment<ROWS>::PART; i += 2)

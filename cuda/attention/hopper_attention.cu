@@ -22,7 +22,7 @@
 // Of an FP8 cache, the pages that prompts see are made elements first (`widen_pages.cu`): many tiles read each of them.
 //
 // FLOPs 4 D for each visible (query head, key) pair; memory traffic is small beside it.
-// Options: -DHEAD_DIM, a multiple of 16 from 64 to 256; -DWINDOW, -DSOFTCAP. Dynamic shared memory: (SLOTS * ROWS +
+// Options: -DHEAD_DIM, a multiple of 16 from 64 to 256; -DWINDOW, -DSOFTCAP, -DSINKS. Dynamic shared memory: (SLOTS * ROWS +
 // STAGES * 2 * KEYS) * WIDTH elements, and 1,024 bytes.
 #include "attention/attention.cuh"
 #include "common/hopper.cuh"
@@ -196,14 +196,14 @@ struct Warpgroup {
         stage.advance();
     }
 
-    // `out`: the item's first row.
-    __device__ __forceinline__ void store(const Running& running, Element* out, int tokens) const {
+    // `out`: the item's first row; `head`: its first.
+    __device__ __forceinline__ void store(const Running& running, Element* out, int tokens, int head) const {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float total = running.l[half];
             total += __shfl_xor_sync(0xffffffffu, total, 1);
             total += __shfl_xor_sync(0xffffffffu, total, 2);
-            const float inverse = 1.0f / total;
+            const float inverse = 1.0f / scores.total(total, running.m[half], head + place[half] - token[half] * heads);
 #pragma unroll
             for (int span = 0; span < SPANS; ++span)
                 store_row<SPAN>(
@@ -235,7 +235,7 @@ struct Warpgroup {
             if (!Q_IN_REGISTERS || !has_tokens) release(shared.queries_empty(slot));
             for (int tile = seen_end; tile < end; ++tile) skip();
             const int64_t row = static_cast<int64_t>(item.first) * heads + item.kv_head * group;
-            if (has_tokens) store(running, out + row * D, item.tokens);
+            if (has_tokens) store(running, out + row * D, item.tokens, item.kv_head * group);
         }
     }
 };
@@ -245,13 +245,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                      const __grid_constant__ TensorMap v_map, const int* __restrict__ tables, int table_stride,
                      const int* __restrict__ lengths, const int* __restrict__ starts, const int* __restrict__ tiles,
                      Element* __restrict__ out, int tile_count, int heads, int kv_heads, float scale, float cap,
-                     int window) {
+                     int window, const float* __restrict__ sinks) {
     KERNEL_BEGINS();
     extern __shared__ unsigned char dynamic[];
     __shared__ uint64_t barriers[Shared::BARRIERS];
     __shared__ Item told[SLOTS];
     const Shared shared(barriers, dynamic, told);
-    const Scores scores{scale, cap, window};
+    const Scores scores{scale, cap, window, sinks};
     const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
     const int group = heads / kv_heads, tile_tokens = ROWS / group;
     launch_next();

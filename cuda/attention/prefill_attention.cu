@@ -17,7 +17,7 @@
 // chunks; with a window, those are passed over that no token of the tile sees. FLOPs 4 D for each visible (query head,
 // key) pair; memory traffic is small beside it.
 //
-// Options: -DHEAD_DIM, a multiple of 16 from 64 to 256; -DWINDOW, -DSOFTCAP. Dynamic shared memory: 4 tiles of KEYS rows of
+// Options: -DHEAD_DIM, a multiple of 16 from 64 to 256; -DWINDOW, -DSOFTCAP, -DSINKS. Dynamic shared memory: 4 tiles of KEYS rows of
 // PITCH bytes.
 #include "attention/attention.cuh"
 #include "common/kv_cache.cuh"
@@ -206,7 +206,7 @@ struct Running {
     }
 
     __device__ __forceinline__ void store(const Queries& queries, Element* __restrict__ out, int first_row, int heads,
-                                          int first_head, int group) const {
+                                          int first_head, int group, const Scores& scores) const {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
         for (int part = 0; part < PARTS; ++part)
@@ -216,8 +216,8 @@ struct Running {
                 sum += __shfl_xor_sync(0xffffffffu, sum, 1);
                 sum += __shfl_xor_sync(0xffffffffu, sum, 2);
                 if (queries.visible[part][half] == 0) continue;
-                const float inverse = 1.0f / sum;
                 const int row = (warp * PARTS + part) * 16 + g + 8 * half;
+                const float inverse = 1.0f / scores.total(sum, m[part][half], first_head + row % group);
                 const int64_t place = static_cast<int64_t>(first_row + row / group) * heads + first_head;
                 Element* target = out + (place + row % group) * D + 2 * t;
 #pragma unroll
@@ -233,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                       const Kept* __restrict__ v_cache, const int* __restrict__ tables, int table_stride,
                       const int* __restrict__ lengths, const int* __restrict__ starts,
                       const int* __restrict__ tiles, Element* __restrict__ out, int heads, int kv_heads,
-                      float scale, float cap, int window) {
+                      float scale, float cap, int window, const float* __restrict__ sinks) {
     extern __shared__ __align__(128) unsigned char shared[];
     launch_next();
     wait_for_previous(qkv, k_cache, v_cache);
@@ -249,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int before = length - chunk_tokens;                // tokens of the context before the chunk
     const int first_visible = before + first_token + 1;      // keys that the tile's first token sees
     const int keys = first_visible + tokens - 1;             // and the last one
-    const Scores scores{scale, cap, window};
+    const Scores scores{scale, cap, window, sinks};
     const int seen = scores.first_seen(first_visible);       // the first of those
     const int first_tile = seen / KEYS;
     const int* table = tables + static_cast<int64_t>(sequence) * table_stride;
@@ -280,5 +280,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         running.mix(s, v_tile(stage));
         __syncthreads();  // the stage is overwritten next
     }
-    running.store(queries, out, start + first_token, heads, kv_head * group, group);
+    running.store(queries, out, start + first_token, heads, kv_head * group, group, scores);
 }

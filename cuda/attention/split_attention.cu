@@ -11,7 +11,7 @@
 // than that is merged in shared memory: its other blocks send theirs to the first, and end. Dynamic shared memory:
 // a `Sent` for each block of the cluster but the first.
 //
-// Options: -DHEAD_DIM, a multiple of 16 from 64 to 128; -DWINDOW, -DSOFTCAP.
+// Options: -DHEAD_DIM, a multiple of 16 from 64 to 128; -DWINDOW, -DSOFTCAP, -DSINKS.
 #include "attention/decode_page.cuh"
 #include "common/hopper.cuh"
 
@@ -177,7 +177,7 @@ static __device__ __forceinline__ void decode_split(const Element* qkv, const Ke
                     kept.take(inbox[other - 1].received(), ends_section(passed + other));
             }
             kept.end_section();
-            if (own) store_result(kept.all, out);
+            if (own) store_result(kept.all, scores, head, out);
             return;
         }
         if (own) meeting.leave(mine, segment);
@@ -194,7 +194,7 @@ static __device__ __forceinline__ void decode_split(const Element* qkv, const Ke
     if (!meeting.is_last(done, segments) || !own) return;
     meeting.take_all<ROWS>(0, segments, [&](const Segment<ROWS>& next, int i) { kept.take(next, ends_section(passed + i)); });
     kept.end_section();
-    store_result(kept.all, out);
+    store_result(kept.all, scores, head, out);
 }
 
 #define SPLIT_KERNEL(ROWS)                                                                                          \
@@ -202,10 +202,11 @@ static __device__ __forceinline__ void decode_split(const Element* qkv, const Ke
         const Element* qkv, const Kept* k_cache, const Kept* v_cache, const int* tables, int table_stride,     \
         const int* lengths, const int* starts, const int* listed, Element* out, float* partials, float* sums,      \
         unsigned* counters, int heads, int kv_heads, int segment_pages, int max_segments, float scale, float cap,   \
-        int window) {                                                                                             \
+        int window, const float* sinks) {                                                                         \
         KERNEL_BEGINS();                                                                                          \
         decode_split<ROWS>(qkv, k_cache, v_cache, tables, table_stride, lengths, starts, listed, out, partials,     \
-                         sums, counters, heads, kv_heads, segment_pages, max_segments, Scores{scale, cap, window});\
+                         sums, counters, heads, kv_heads, segment_pages, max_segments,                            \
+                         Scores{scale, cap, window, sinks});                                                      \
     }
 
 SPLIT_KERNEL(8)

@@ -184,6 +184,22 @@ private:
     }
 };
 
+struct MXFP4 : AtOnce, Nibbles {  // nibbles, E2M1 numbers: sign, two bits of exponent, one of mantissa; a byte of exponent a group
+    static constexpr int STEP = 64, PACKET = 272;
+    using Scale = Factor;
+
+    // Where a half has them, a number's bits are 2^-14 of it, and exact, even those of 0.5; so the scale is as much larger.
+    static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group, Handed) {
+        return factor_of(__uint_as_float((packet[256 + row * 2 + group] + 14u) << 23));
+    }
+    static __device__ __forceinline__ Element8 eight(Raw word, const Scale& d) {
+        return {scaled(halves(word << 12 & 0x80008000u | word << 9 & 0x0e000e00u), d),
+                scaled(halves(word << 8 & 0x80008000u | word << 5 & 0x0e000e00u), d),
+                scaled(halves(word << 4 & 0x80008000u | word << 1 & 0x0e000e00u), d),
+                scaled(halves(word & 0x80008000u | word >> 3 & 0x0e000e00u), d)};
+    }
+};
+
 // Scales and minima of COUNT groups of Q4_K and Q5_K, a divisor of 4, from a multiple of it on; of a row's 16 bytes: half d and
 // dmin; a byte a group of six bits of scale, two upper ones of minimum; four bits a group, the lower ones of minimum.
 template <int COUNT>
@@ -387,7 +403,8 @@ static __device__ __forceinline__ Element8 neighbours_of(const unsigned char* ma
     KERNEL(Q5_0)               \
     KERNEL(Q4_1)               \
     KERNEL(Q4_0)               \
-    KERNEL(IQ4_NL)
+    KERNEL(IQ4_NL)             \
+    KERNEL(MXFP4)
 
 #ifdef FORMAT
 using Packed = packed::FORMAT;

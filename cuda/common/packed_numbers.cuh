@@ -57,6 +57,7 @@ static __device__ __forceinline__ __half2 centred(const Numbers& numbers, int pa
 #ifdef ELEMENT_BF16
 using Factor = float;
 static __device__ __forceinline__ Factor factor_at(const unsigned char* place) { return __half2float(value_at<__half>(place)); }
+static __device__ __forceinline__ Factor factor_of(float power) { return power; }
 static __device__ __forceinline__ uint32_t scaled(__half2 numbers, Factor d) {
     const float2 pair = __half22float2(numbers);
     return pack(__fmul_rn(pair.x, d), __fmul_rn(pair.y, d));
@@ -66,6 +67,7 @@ using Factor = __half2;
 static __device__ __forceinline__ Factor factor_at(const unsigned char* place) {
     return halves(value_at<uint16_t>(place) * 0x00010001u);
 }
+static __device__ __forceinline__ Factor factor_of(float power) { return __floats2half2_rn(power, power); }
 static __device__ __forceinline__ uint32_t scaled(__half2 numbers, Factor d) { return as_word(__hmul2(numbers, d)); }
 #endif
 

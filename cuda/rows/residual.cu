@@ -2,78 +2,12 @@
 //
 //   x += scale * after(added + bias)      x, added (T, width) float, bias (width,) float or null; not where added is null
 //   out = before(x)                       out (T, width) elements; not where out is null
-// A norm divides v by sqrt(mean(v^2) + eps), multiplies by its weight (width,) float and adds its bias, if it has one; v is x
-// less its mean where the norm is centred (LayerNorm: Ba et al. 2016), else x (RMS norm). Without a weight it is v = x.
+// What a norm is: `stream_row.cuh`.
 //
 // width is a multiple of 8. Bytes a value: 4 of added, 8 of x, 2 of out. As in `rms_norm.cu`, with whose bits RMS norms come
 // out: a block per row, of which a thread holds 1, 2 or 4 pieces of 8 values in registers; where these suffice, x and the
 // norms' weights are asked for together with what is needed first.
-#include "common/block_sum.cuh"
-
-struct Norm {
-    const float *weight, *bias;
-    float eps;
-    int centred;
-};
-
-// This thread's pieces of a row.
-template <int PIECES>
-struct Piece {
-    float values[PIECES][8];
-
-    static __device__ __forceinline__ int column(int piece) {
-        return static_cast<int>(piece * blockDim.x + threadIdx.x) * 8;
-    }
-    // Calls take(piece, column) for those that there are.
-    template <typename Take>
-    static __device__ __forceinline__ void each(int width, Take take) {
-#pragma unroll
-        for (int piece = 0; piece < PIECES; ++piece)
-            if (column(piece) < width) take(piece, column(piece));
-    }
-    __device__ __forceinline__ void load(const float* row, int width) {
-        each(width, [&](int piece, int at) { load8(row + at, values[piece]); });
-    }
-    __device__ __forceinline__ void add(const float* row, int width) {
-        each(width, [&](int piece, int at) {
-            float more[8];
-            load8(row + at, more);
-#pragma unroll
-            for (int i = 0; i < 8; ++i) values[piece][i] += more[i];
-        });
-    }
-};
-
-// `gains`: the norm's weight, if it was read already (EARLY).
-template <bool EARLY, int PIECES>
-static __device__ __forceinline__ void normalise(Piece<PIECES>& row, Piece<PIECES>& gains, const Norm& norm, int width,
-                                                 float (*partial)[32]) {
-    if (norm.weight == nullptr) return;
-    if (norm.centred) {
-        float sum = 0.0f;
-        row.each(width, [&](int piece, int) {
-#pragma unroll
-            for (int i = 0; i < 8; ++i) sum += row.values[piece][i];
-        });
-        const float mean = block_sum(sum, partial[0]) / static_cast<float>(width);
-        row.each(width, [&](int piece, int) {
-#pragma unroll
-            for (int i = 0; i < 8; ++i) row.values[piece][i] -= mean;
-        });
-    }
-    float squares = 0.0f;
-    row.each(width, [&](int piece, int) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) squares = fmaf(row.values[piece][i], row.values[piece][i], squares);
-    });
-    const float scale = 1.0f / sqrtf(block_sum(squares, partial[1]) / static_cast<float>(width) + norm.eps);
-    row.each(width, [&](int piece, int at) {
-        if (!EARLY) load8(norm.weight + at, gains.values[piece]);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) row.values[piece][i] *= scale * gains.values[piece][i];
-    });
-    if (norm.bias != nullptr) row.add(norm.bias, width);
-}
+#include "rows/stream_row.cuh"
 
 template <int PIECES>
 static __device__ __forceinline__ void residual_row(const float* added, const float* bias, const Norm& after, float scale,

@@ -96,9 +96,10 @@ struct IQ4_XS {  // half d, 8 times two high bits of scales, 4 bytes of their lo
 
 struct MXFP4 {  // an exponent, nibbles that are E2M1 numbers (OCP Microscaling Formats 1.0)
     static constexpr int SIZE = 32, BYTES = 17;
+    static __device__ __forceinline__ int number(const uint8_t* b, int i) { return nibble(b + 1, i); }
     static __device__ float at(const uint8_t* b, int i) {
         constexpr int8_t doubled[8] = {0, 1, 2, 3, 4, 6, 8, 12};
-        const int q = nibble(b + 1, i), e = b[0];
+        const int q = number(b, i), e = b[0];
         const float d = __uint_as_float(e < 2 ? 0x00200000u << e : uint32_t(e - 1) << 23);  // half of 2^(e - 127)
         return __fmul_rn(d, float(q & 8 ? -doubled[q & 7] : doubled[q & 7]));
     }

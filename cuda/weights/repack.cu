@@ -73,6 +73,26 @@ struct Beginning {
     }
 };
 
+struct OfMXFP4 {
+    static __device__ __forceinline__ void put(const Place& at, const uint8_t* b, int group) {
+        at.scales[at.row * 2 + group] = b[0];
+    }
+};
+
+// Whether kernels can use a block's scale: of MXFP4, 2^14 times as much has to be a half, or a float where elements are bfloat16.
+template <typename Type>
+__device__ __forceinline__ bool usable(const uint8_t*) {
+    return true;
+}
+template <>
+__device__ __forceinline__ bool usable<MXFP4>(const uint8_t* block) {
+#ifdef ELEMENT_BF16
+    return block[0] <= 240;
+#else
+    return block[0] <= 128;
+#endif
+}
+
 struct OfQ4_K {  // and of Q5_K
     static __device__ __forceinline__ void put(const Place& at, const uint8_t* b, int group) {
         unsigned char* row = at.scales + at.row * 16;
@@ -132,6 +152,7 @@ __device__ __forceinline__ void repack(const uint8_t* blocks, unsigned char* out
     Place at{packet, packet, int(row % packed::ROWS)};
     at.scales += put_numbers<Type, BITS, Format::STEP>(at, block, within, chunk);
     Scales::put(at, block, chunk / 4);
+    if (!usable<Type>(block)) *bad = 1;
     for (int i = 0; i < 32; ++i)
         if (!isfinite(to_float(to_element(Type::at(block, within + i))))) *bad = 1;
 }
@@ -150,6 +171,7 @@ REPACK(Q4_1, 4, Beginning<4>)
 REPACK(Q5_0, 5, Beginning<2>)
 REPACK(Q5_1, 5, Beginning<4>)
 REPACK(IQ4_NL, 4, Beginning<2>)
+REPACK(MXFP4, 4, OfMXFP4)
 REPACK(Q4_K, 4, OfQ4_K)
 REPACK(Q5_K, 5, OfQ4_K)
 REPACK(Q6_K, 6, OfQ6_K)

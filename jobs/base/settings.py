@@ -18,8 +18,9 @@ from nightmill.jobs.base.logs import LogFormat
 from nightmill.jobs.base.sentences import sentence
 from nightmill.jobs.base.signing import parse_secrets
 from nightmill.jobs.base.targets import parse_allowed
+from nightmill.jobs.base.times import parse_span
 from nightmill.jobs.base.urls import check_broker_url, check_database_url, scrubbed, shown_url
-from nightmill.jobs.errors import SettingsError
+from nightmill.jobs.errors import InvalidParameterError, SettingsError
 
 if TYPE_CHECKING:
     from sqlalchemy.engine import URL
@@ -41,6 +42,7 @@ _UNITS = {
     **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
     **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
 }
+_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+@-]{0,199}")
 _LEAST_BYTES = 1 << 20  # a smaller number is likely a mistake for a share
 
 
@@ -91,6 +93,8 @@ class Settings(BaseModel):
     max_attempts: int = Field(default=3, ge=1, le=100)
     """Deaths of a worker that ran a job alone, after which the job is failed."""
 
+    price_per_kwh: float | None = Field(default=None, ge=0.0)
+    """Price of a kWh, in whatever money: batches are then shown with what their energy cost."""
     spool_bytes: int = 64 << 30
     """Largest input that is copied to disk first, from standard input or a URL, in bytes."""
     log_format: LogFormat = "text"
@@ -116,10 +120,18 @@ class Settings(BaseModel):
     """The worker's GGUF file: a path, or as a string a name that starts with one of MODEL_SCHEMES."""
     model_name: str | None = Field(default=None, min_length=1, max_length=200)
     """Name of the model for jobs; by default the file's name without its ending."""
+    models: str | None = None
+    """Models that a worker loads in turn, as files, names or NAME=MODEL, separated by commas."""
+    stay: str = "10m"
+    """Time for which a worker keeps a model that has rows before more urgent rows of another unload it."""
+    swap_for_interactive: bool = False
+    """Load another of the models when an interactive job asks for it."""
     reference: bool = False
     """Generate with NumPy even if a GPU is present."""
     gpu: int | None = Field(default=None, ge=0)
     """Index of the worker's GPU."""
+    pretend_device: str | None = None
+    """The card that the GPU is taken for, to try what runs there, such as rtx4090; by default itself."""
     gpu_memory: float | int = 0.9
     """GPU memory for the worker: a share of the free memory, or a whole number of bytes."""
     dtype: Literal["auto", "f16", "bf16"] = "auto"
@@ -140,6 +152,8 @@ class Settings(BaseModel):
     """Tokens a sequence may hold; by default the model's own limit, or what memory allows."""
     prefix_sharing: bool = True
     """Compute equal beginnings of prompts once."""
+    drafts: Literal["off", "ngram"] = "off"
+    """Guesses at a text's next tokens while few are computed; ngram: from the text's own words."""
     hours: str | None = None
     """Times of day at which a worker serves, such as 22:00-06:00/Europe/Berlin; by default always."""
     idle_seconds: float | None = Field(default=None, ge=1.0)
@@ -183,6 +197,21 @@ class Settings(BaseModel):
     @classmethod
     def _hours_are_windows(cls, value: str | None) -> str | None:
         return None if value is None else str(Hours.parse(value))
+
+    @field_validator("models")
+    @classmethod
+    def _models_are_a_list(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_models(value)
+        return value
+
+    @field_validator("stay")
+    @classmethod
+    def _stay_is_a_duration(cls, value: str) -> str:
+        with suppress(InvalidParameterError):
+            parse_span("stay", value)
+            return value
+        raise ValueError("is not a duration; write a number and s, m, h or d, as in 10m")
 
     @field_validator("tokenizer_files")
     @classmethod
@@ -285,6 +314,23 @@ class Settings(BaseModel):
         """Return the message of a foreign error without the secrets of these URLs."""
         text = scrubbed(str(error), self.database_url, self.broker_url)
         return text.replace(self.webhook_secret, "***") if self.webhook_secret else text
+
+
+def parse_models(text: str) -> tuple[tuple[str | None, str], ...]:
+    """Parse a list of models into (name, model): `a.gguf,big=hf:OWNER/REPO:Q8_0` names the second `big`.
+
+    A model is a path, or a name that begins with one of MODEL_SCHEMES. Raises ValueError.
+    """
+    found: list[tuple[str | None, str]] = []
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, model = entry.partition("=")
+        found.append((name, model) if equals and _MODEL_NAME.fullmatch(name) else (None, entry))
+    if not found or not all(model for _, model in found):
+        raise ValueError("must be GGUF files, names of models, or NAME=MODEL; separate several by commas")
+    named = [name for name, _ in found if name is not None]
+    if twice := next((name for name in named if named.count(name) > 1), None):
+        raise ValueError(f"has two models of the name {twice[:60]!r}; give each a name of its own")
+    return tuple(found)
 
 
 def _named_paths(value: str | None) -> dict[str, Path]:

@@ -11,7 +11,9 @@ from nightmill.jobs.sql.workers import WorkerStore
 
 def served_models(store: BatchStore) -> frozenset[str]:
     """Return the names of models that live workers serve, or will once they are awake."""
-    return frozenset(worker.model for worker in WorkerStore(store.database).serving(sleeping=True))
+    workers = WorkerStore(store.database)
+    in_turn = {str(model) for worker in workers.could_serve() for model in worker.models or ()}
+    return frozenset(worker.model for worker in workers.serving(sleeping=True)) | in_turn
 
 
 def unserved_models(

@@ -22,6 +22,7 @@ from nightmill.jobs.errors import (
     WaitTimeoutError,
 )
 from nightmill.jobs.messages.announcing import Announcer
+from nightmill.jobs.reply.embeddings import written
 from nightmill.jobs.reply.job import Job
 from nightmill.jobs.request.fields import check_option
 from nightmill.jobs.sql.batches import BatchStore
@@ -260,13 +261,21 @@ def _prompts(then: Job, now: Job) -> tuple[str, ...]:
 
 
 def _said(job: Job) -> list[tuple[str, str]]:
-    return [(answer.text, answer.stop_reason) for answer in job.answers]
+    reasons = (answer.stop_reason for answer in job.answers)
+    return list(zip(_texts(job), reasons, strict=True))
+
+
+def _texts(job: Job) -> list[str]:
+    """The texts of a job's answers, or its embedding in digits that tell all bits."""
+    if job.packed_embedding is not None:
+        return [str(written(job.packed_embedding))]
+    return [answer.text for answer in job.answers]
 
 
 def _parting(then: Job, now: Job) -> Parting | None:
     """Return the first difference of the first answer that differs; None if all texts are equal."""
-    pairs = zip(then.answers, now.answers, strict=False)
-    return next((part(one.text, other.text) for one, other in pairs if one.text != other.text), None)
+    pairs = zip(_texts(then), _texts(now), strict=False)
+    return next((part(one, other) for one, other in pairs if one != other), None)
 
 
 def part(then: str, now: str) -> Parting:

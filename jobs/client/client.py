@@ -19,7 +19,8 @@ from nightmill.jobs.errors import InvalidParameterError
 from nightmill.jobs.formats.frames import Prompts, items_of
 from nightmill.jobs.messages.announcing import Announcer
 from nightmill.jobs.messages.broker import Broker
-from nightmill.jobs.reply.job import Job, Worker, scores_of
+from nightmill.jobs.reply.embeddings import Embedding
+from nightmill.jobs.reply.job import Job, Worker, embedding_of, scores_of
 from nightmill.jobs.reply.logprobs import Scores
 from nightmill.jobs.request.fields import FIELDS, JobSettings, deadline_moment
 from nightmill.jobs.request.spec import JobSpec
@@ -357,6 +358,20 @@ class Client:
         self.wait(job_id, timeout=timeout)
         return scores_of(self.get(job_id))
 
+    def embed_many(
+        self, texts: Iterable[Prompt], *, timeout: float | None = None, **settings: Unpack[JobSettings]
+    ) -> list[Embedding]:
+        """Compute the embedding of each text, in their order. Queues jobs, and waits until all have ended.
+
+        Keywords are those of `enqueue`, with `dimensions` and `pooling`. For so many texts that their
+        embeddings do not fit into memory submit a batch with `embed=True`, and read its results.
+
+        Raises InvalidRequestError, WaitTimeoutError, and EmbeddingError if a job ended otherwise.
+        """
+        settings["embed"] = True
+        job_ids = self.enqueue_many(texts, **settings)
+        return [embedding_of(job) for job in self.results(job_ids, timeout=timeout)]
+
     def worker(self, worker_id: str) -> Worker | None:
         """Return a worker; None if it is unknown or never served."""
         return self._workers.get(worker_id)
@@ -369,6 +384,10 @@ class Client:
         """Return the workers that sleep and will serve `model` (None: any model) once they are awake."""
         asleep = self._workers.serving(model, sleeping=True)
         return [worker for worker in asleep if worker.state == WorkerState.SLEEPING]
+
+    def could_serve(self, model: str | None = None) -> list[Worker]:
+        """Return the live workers that load several models in turn, `model` (None: any) among them."""
+        return self._workers.could_serve(model)
 
     def pause_workers(self, workers: Sequence[str] | None = None, *, paused: bool = True) -> list[Worker]:
         """Pause live workers, or with `paused=False` resume them; returns those that this changed.

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.base.printable import printable
 from nightmill.jobs.base.times import describe_moment, parse_span
 from nightmill.jobs.batches.batch import Batch
@@ -212,10 +213,16 @@ def list_command(limit: int, as_json: bool) -> None:
 
 @batch.command()
 @click.argument("name")
+@click.option(
+    "--price-per-kwh",
+    type=click.FloatRange(0),
+    help="Say what its energy costs at this price [NIGHTMILL_PRICE_PER_KWH].",
+)
 @json_option
-def status(name: str, as_json: bool) -> None:
-    """Show the status of a batch: rows by state and stop reason, errors, speed, estimated end."""
+def status(name: str, price_per_kwh: float | None, as_json: bool) -> None:
+    """Show the status of a batch: rows by state and stop reason, errors, speed, cost, estimated end."""
     with Client() as client:
+        price = client.settings.price_per_kwh if price_per_kwh is None else price_per_kwh
         http = http_batch(client, name)
         try:
             found = client.get_batch(name).status()
@@ -224,10 +231,12 @@ def status(name: str, as_json: bool) -> None:
                 raise
             found = None
     if as_json:
-        values = {"name": name, "state": None} if found is None else status_values(found)
+        values: JsonObject = {"name": name, "state": None} if found is None else status_values(found)
+        if found is not None and found.energy_kwh is not None and price is not None:
+            values |= {"energy_price": round(found.energy_kwh * price, 6)}
         echo_json(values if http is None else values | {"http": http_values(http)})
         return
-    echo(f"{printable(name)}: no row is entered yet" if found is None else describe_status(found))
+    echo(f"{printable(name)}: no row is entered yet" if found is None else describe_status(found, price))
     if http is not None:
         echo(describe_http(http))
 
@@ -248,7 +257,8 @@ def watch(name: str, as_json: bool) -> None:
             say_if_nobody_serves(client, followed.record.model)
         with BatchProgress(name) as line:
             found = followed.wait(on_status=line.show)
-    echo_json(status_values(found)) if as_json else echo(describe_status(found))
+        price = client.settings.price_per_kwh
+    echo_json(status_values(found)) if as_json else echo(describe_status(found, price))
     raise SystemExit(EXIT_CODES[found.state])
 
 

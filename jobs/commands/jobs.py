@@ -202,7 +202,10 @@ def stats(batch: str | None, as_json: bool) -> None:
     ]
     for worker in workers[:10]:
         doing = f" ({worker.note})" if worker.note else ""
-        rows.append((f"worker {worker.id[:8]}", f"{worker.state}{doing}, {worker.model} on {worker.host}"))
+        others = [str(model) for model in worker.models or () if model != worker.model]
+        in_turn = f", in turn with {', '.join(others)}" if others else ""
+        served = f"{worker.model}{in_turn} on {worker.host}"
+        rows.append((f"worker {worker.id[:8]}", f"{worker.state}{doing}, {served}"))
     table((), rows)
 
 

@@ -15,6 +15,7 @@ from nightmill.jobs.commands.progress import duration
 from nightmill.jobs.commands.terminal import LiveLine, ProgressLine, echo, echo_text, to_json, type_text
 from nightmill.jobs.formats.results import answer_values, reply_values
 from nightmill.jobs.reply.batch_status import BatchState, BatchStatus, unserved_sentence
+from nightmill.jobs.reply.embeddings import written
 from nightmill.jobs.reply.history import EXTEND, begins_with
 from nightmill.jobs.reply.job import Job
 from nightmill.jobs.reply.parsing import Reply
@@ -41,6 +42,10 @@ def say_if_nobody_serves(client: Client, model: str | None) -> None:
     if not client.serving(model):
         if asleep := client.sleeping(model):
             echo(f"The worker sleeps, {printable(asleep[0].detail or '')}", err=True)
+            return
+        if model is not None and (in_turn := client.could_serve(model)):
+            now = printable(in_turn[0].model)
+            echo(f"The worker serves {now} now, and loads {printable(model)} in its turn", err=True)
             return
         which = "" if model is None else f" that serves {printable(model)!r}"
         echo(f"No worker is running{which}: start one, nightmill worker --model FILE", err=True)
@@ -72,12 +77,16 @@ def print_stream(client: Client, job_id: str) -> Job:
     return job
 
 
+_APART = ("text", "answers", "errors", "history", "embedding")  # fields that are printed in their own way
+_NUMBERS = 4  # of an embedding that are shown
+
+
 def print_all_of(job: Job) -> None:
     """Print all fields of a job, its text last."""
     for name, value in json.loads(to_json(job_values(job))).items():
         if name == "held" and not value:
             continue
-        if value not in (None, [], {}, "") and name not in ("text", "answers", "errors", "history"):
+        if value not in (None, [], {}, "") and name not in _APART:
             echo(_field(name, value if isinstance(value, str) else to_json(value)))
     for entry in job.errors:
         if "attempt" in entry:
@@ -86,6 +95,9 @@ def print_all_of(job: Job) -> None:
         echo(_field(f"before {entry.get('change')}", _former(job, entry)))
     if job.several:
         _print_several(job)
+    elif job.embedding is not None:
+        begins = ", ".join(f"{number:.4f}" for number in job.embedding[:_NUMBERS])
+        echo(_field("embedding", f"{len(job.embedding):,} numbers: {begins}, ..."))
     elif job.text is not None:
         echo()
         _print_text(job.text, job.replies[0] if job.answers else None)
@@ -148,9 +160,11 @@ def _field(name: str, value: str) -> str:
 def job_values(job: Job) -> dict[str, Any]:
     """Return a job as a JSON object; `answers` are as in result rows."""
     values = asdict(job) | {"params": job.params.model_dump(mode="json", warnings=False)}
-    for name in ("several", "packed_logprobs"):
+    for name in ("several", "packed_logprobs", "packed_prompt_logprobs", "packed_embedding"):
         del values[name]
     read = reply_values(job.replies[0]) if job.answers else {}
+    if job.packed_embedding is not None:
+        read |= {"embedding": written(job.packed_embedding)}
     return values | {"answers": answer_values(job)} | read
 
 
@@ -170,8 +184,24 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{ending}"
 
 
-def describe_status(status: BatchStatus) -> str:
-    """Format a batch's status for people."""
+def describe_cost(
+    gpu_seconds: float, kwh: float | None, price_per_kwh: float | None, joules_per_token: float | None = None
+) -> str:
+    """Format what computing cost: GPU hours, and if they are known energy and money."""
+    said = [
+        f"{gpu_seconds / 3600:,.2f} GPU hours" if gpu_seconds >= 36 else f"{gpu_seconds:,.1f} GPU seconds"
+    ]
+    if kwh is not None:
+        said.append(f"{kwh:,.3f} kWh" if kwh >= 0.01 else f"{kwh * 1000:,.3f} Wh")
+        if joules_per_token is not None:
+            said.append(f"{joules_per_token:,.{0 if joules_per_token >= 100 else 3}f} J a token")
+        if price_per_kwh is not None:
+            said.append(f"{kwh * price_per_kwh:,.2f} at {price_per_kwh:g} a kWh")
+    return ", ".join(said)
+
+
+def describe_status(status: BatchStatus, price_per_kwh: float | None = None) -> str:
+    """Format a batch's status for people; `price_per_kwh`: with what its energy cost."""
     lines = [f"{printable(status.name)}: {status.state}"]
 
     def say(label: str, text: str) -> None:
@@ -194,6 +224,9 @@ def describe_status(status: BatchStatus) -> str:
         "tokens",
         f"{status.prompt_tokens:,} read{cached}, {status.completion_tokens:,} written{thought}{speed}",
     )
+    if status.gpu_seconds:
+        cost = (status.gpu_seconds, status.energy_kwh, price_per_kwh, status.joules_per_token)
+        say("cost", describe_cost(*cost))
     if status.scheduled_at is not None:
         say("begins", describe_moment(status.scheduled_at))
     if status.deadline_at is not None:

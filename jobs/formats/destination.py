@@ -19,7 +19,7 @@ from typing import Self
 
 from nightmill.jobs.errors import BatchFileError
 from nightmill.jobs.formats.layout import Layout
-from nightmill.jobs.formats.ours import ForeignFileError, has_former_columns, job_ids
+from nightmill.jobs.formats.ours import ForeignFileError, job_ids
 from nightmill.jobs.formats.output import ResultFile, writing
 from nightmill.jobs.formats.rows import FileFormat
 
@@ -119,11 +119,10 @@ class Destination:
         self._vetted = check
 
     def grow(self, *, anew: bool = False) -> ResultFile:
-        """Open the file for appending; empty it first if `anew`, if it is overwritten, or if it is an earlier
-        version's with fewer columns."""
+        """Open the file for appending; empty it first if `anew` or if it is overwritten."""
         with writing(self._label):
             self._check_again()
-            if anew or self._overwrite or has_former_columns(self._target, self.layout):
+            if anew or self._overwrite:
                 self._target.unlink(missing_ok=True)  # not truncated: it may have other hard links
             file = ResultFile(
                 self._target,

@@ -17,6 +17,8 @@ from nightmill.jobs.formats.parquet import values_of
 
 _ROWS = 1024  # rows converted to Python objects at once
 
+_DTYPES = {"int64": "Int64", "float64": "Float64"}  # of columns that may have no value in a row
+
 
 class ArrowTable(Protocol):
     """A table of any library that supports Arrow."""
@@ -116,7 +118,7 @@ def pandas_frame(rows: Iterable[JsonObject], columns: Mapping[str, str]) -> Any:
     kept = list(rows)
     return pandas.DataFrame(
         {
-            name: pandas.Series([row[name] for row in kept], dtype="Int64" if kind == "int64" else "object")
+            name: pandas.Series([row[name] for row in kept], dtype=_DTYPES.get(kind, "object"))
             for name, kind in columns.items()
         }
     )

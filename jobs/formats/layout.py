@@ -3,7 +3,7 @@
 import csv
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -46,7 +46,7 @@ class Layout:
     """Rows of results, or of errors, in a format. Others have other columns, and the same methods.
 
     columns    of tables, and their types
-    added      those that files of earlier versions lack; they come last
+    added      those that files of earlier versions lack, in the order in which they came
     id_column  the key, or the column, of jobs' ids
     """
 
@@ -61,9 +61,9 @@ class Layout:
 
     def known_columns(self) -> Iterator[dict[str, str]]:
         """Yield the columns that a file of this layout may have: those of today, then those of before."""
-        yield dict(self.columns)
-        if self.added:
-            yield {name: kind for name, kind in self.columns.items() if name not in self.added}
+        for count in range(len(self.added), -1, -1):
+            lacking = self.added[count:]
+            yield {name: kind for name, kind in self.columns.items() if name not in lacking}
 
     @property
     def grows(self) -> bool:
@@ -83,14 +83,29 @@ class Layout:
         found = (read_ids(path, columns) for columns in self.known_columns())
         return next((ids for ids in found if ids is not None), None)
 
+    def adopt(self, head: Callable[[int], bytes]) -> bool:
+        """Return True if a CSV file begins with the names of these columns, or an earlier version's.
+
+        Such an older file keeps its columns, also for rows that are added to it.
+
+        head  returns so many bytes of the file's beginning
+        """
+        for columns in self.known_columns():
+            expected = self._csv_line(columns).rstrip(b"\r\n")
+            after = head(len(expected) + 2)[len(expected) :]
+            if head(len(expected)) == expected and after[:1] in (b"", b"\n", b"\r"):
+                self.columns = columns
+                return True
+        return False
+
     def head(self) -> bytes:
         """The beginning of a file that grows, before its rows: in CSV the names of columns, else empty."""
-        return self.csv_line(self.columns) if self.format is FileFormat.CSV else b""
+        return self._csv_line(self.columns) if self.format is FileFormat.CSV else b""
 
     def line(self, row: JsonObject) -> bytes:
         """A row of a file that grows."""
         if self.format is FileFormat.CSV:
-            return self.csv_line(row.get(name) for name in self.columns)
+            return self._csv_line(row.get(name) for name in self.columns)
         return json.dumps(row, ensure_ascii=False).encode() + b"\n"
 
     def owns(self, row: JsonObject) -> bool:
@@ -103,8 +118,7 @@ class Layout:
             return "error" in row and row.keys() <= _ERROR_KEYS
         return row.keys() - _SOMETIMES == _RESULT_KEYS
 
-    def csv_line(self, cells: Iterable[object]) -> bytes:
-        """Format the cells of a record."""
+    def _csv_line(self, cells: Iterable[object]) -> bytes:
         line = io.StringIO()
         csv.writer(line, delimiter=self.delimiter).writerow(cells)
         return line.getvalue().encode()

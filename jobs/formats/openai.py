@@ -10,6 +10,7 @@ from typing import Any
 
 from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.errors import InvalidRequestError, RowCode
+from nightmill.jobs.formats.embedding_requests import EMBEDDINGS, embedding_jobs
 from nightmill.jobs.formats.jsonlines import parse_value
 from nightmill.jobs.formats.neutral import check_neutral, short
 from nightmill.jobs.formats.refusals import OF_ROWS, REFUSED
@@ -24,7 +25,7 @@ from nightmill.jobs.request.tools import TOOL_KEYS
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-URLS = (CHAT, COMPLETIONS, RESPONSES)
+URLS = (CHAT, COMPLETIONS, RESPONSES, EMBEDDINGS)
 """Endpoints of rows."""
 
 MAX_PROMPTS = 1_024
@@ -33,7 +34,10 @@ MAX_REQUEST_TOKENS = 1 << 24
 """Most tokens of all answers of a request, including log-probabilities, as they form one response body."""
 
 _OF_LOGPROBS = frozenset({"logprobs", "top_logprobs", "echo"})
-_TAKEN = PARAMETERS - _OF_LOGPROBS | CONSTRAINT_FIELDS.keys() | {"model"}  # OpenAI's and ours
+_OF_EMBEDDINGS = frozenset({"embed", "dimensions", "pooling"})
+_TAKEN = (
+    PARAMETERS - _OF_LOGPROBS - _OF_EMBEDDINGS | CONSTRAINT_FIELDS.keys() | {"model"}
+)  # OpenAI's and ours
 IGNORED = frozenset(
     {
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
@@ -91,6 +95,8 @@ def openai_job(values: JsonObject, defaults: JobSpec) -> JobSpec:
     try:
         if url == RESPONSES:
             return read_response(body, defaults, custom_id=values["custom_id"]).spec
+        if url == EMBEDDINGS:
+            return _one("input", embedding_jobs(body, defaults, custom_id=values["custom_id"]))
         return body_job(body, url, defaults, custom_id=values["custom_id"])
     except InvalidRequestError as error:
         raise error.renamed(f"body.{error.field}") from None
@@ -101,11 +107,16 @@ def body_job(body: Mapping[str, Any], url: str, defaults: JobSpec, **more: Any) 
 
     Raises InvalidRequestError, which names the key of the body.
     """
-    specs = body_jobs(body, url, defaults, **more)
+    return _one("prompt", body_jobs(body, url, defaults, **more))
+
+
+def _one(field: str, specs: Sequence[JobSpec]) -> JobSpec:
+    """Return the job of a row, which has no others. Raises InvalidRequestError."""
     if len(specs) > 1:
         raise invalid(
-            "prompt",
-            f"has {len(specs):,} prompts, and a row is one; give each a row and a custom_id of its own",
+            field,
+            f"has {len(specs):,} {'texts' if field == 'input' else 'prompts'}, and a row is one; give each a "
+            "row and a custom_id of its own",
         )
     return specs[0]
 
@@ -128,6 +139,8 @@ def body_jobs(body: Mapping[str, Any], url: str, defaults: JobSpec, **more: Any)
 
 def endpoint_of(spec: JobSpec) -> str:
     """Return which of URLS a job's row or request was for."""
+    if spec.params.embed:
+        return EMBEDDINGS
     if spec.request is not None:
         return RESPONSES
     return COMPLETIONS if spec.messages is None else CHAT

@@ -55,8 +55,16 @@ def _json_ids(path: Path, layout: Layout) -> Iterator[str]:
 def _csv_ids(path: Path, layout: Layout) -> Iterator[str]:
     csv.field_size_limit(max(csv.field_size_limit(), LINE_LIMIT))
     with path.open("rb") as file:
-        columns = _columns_of(file, layout)
-        if columns is None:
+
+        def beginning(length: int) -> bytes:
+            file.seek(0)
+            return file.read(length)
+
+        if not layout.adopt(beginning):
+            raise ForeignFileError
+        columns = list(layout.columns)
+        beginning(len(layout.head().rstrip(b"\r\n")))
+        if file.readline(3) not in (b"\r\n", b"\n", b""):
             raise ForeignFileError
         try:
             for cells in csv.reader(_whole_records(file), delimiter=layout.delimiter, strict=True):
@@ -65,25 +73,6 @@ def _csv_ids(path: Path, layout: Layout) -> Iterator[str]:
                 yield cells[columns.index(layout.id_column)]
         except csv.Error:
             raise ForeignFileError from None
-
-
-def _columns_of(file: BinaryIO, layout: Layout) -> list[str] | None:
-    """Read the line of columns; None unless it is one of the layout's, of today or before."""
-    for columns in layout.known_columns():
-        head = layout.csv_line(columns).rstrip(b"\r\n")
-        file.seek(0)
-        if file.read(len(head)) == head and file.readline(3) in (b"\r\n", b"\n", b""):
-            return list(columns)
-    return None
-
-
-def has_former_columns(path: Path, layout: Layout) -> bool:
-    """Return True if a CSV file has the columns of an earlier version, so that no row may be appended."""
-    if layout.format is not FileFormat.CSV or not path.exists():
-        return False
-    with path.open("rb") as file:
-        columns = _columns_of(file, layout)
-    return columns is not None and len(columns) < len(layout.columns)
 
 
 def _whole_records(file: BinaryIO) -> Iterator[str]:

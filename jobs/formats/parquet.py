@@ -18,7 +18,7 @@ from nightmill.jobs.errors import (
 from nightmill.jobs.formats.csvfile import KINDS, check_columns, index_columns, whole
 from nightmill.jobs.formats.jsonlines import LINE_LIMIT, parse_value
 from nightmill.jobs.formats.parquet_reader import NOT_UTF8, TOO_LONG, Expansion, ParquetReader
-from nightmill.jobs.formats.rows import RowError
+from nightmill.jobs.formats.rows import FLOATS, RowError
 from nightmill.jobs.request.fields import FieldKind
 
 UNREADABLE = {
@@ -130,7 +130,9 @@ class ParquetWriter:
 
 
 def _schema(arrow: Any, columns: Mapping[str, str]) -> Any:
-    return arrow.schema([(name, getattr(arrow, kind)()) for name, kind in columns.items()])
+    floats = arrow.list_(arrow.float32())
+    kinds = (floats if kind == FLOATS else getattr(arrow, kind)() for kind in columns.values())
+    return arrow.schema(zip(columns, kinds, strict=True))
 
 
 def pyarrow_parquet() -> tuple[Any, Any]:

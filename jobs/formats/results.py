@@ -15,7 +15,8 @@ from nightmill.jobs.base.contract import JobState, JsonObject, StopReason
 from nightmill.jobs.errors import RowCode
 from nightmill.jobs.formats.likelihoods import openai_logprobs, token_values, vllm_prompt_logprobs
 from nightmill.jobs.formats.responses.answer import response_body
-from nightmill.jobs.formats.rows import FileFormat
+from nightmill.jobs.formats.rows import FLOATS, FileFormat
+from nightmill.jobs.reply.embeddings import encoded, written
 from nightmill.jobs.reply.job import Answer, Job
 from nightmill.jobs.reply.logprobs import total
 from nightmill.jobs.reply.parsing import Reply, ToolCall
@@ -32,12 +33,17 @@ RESULT_COLUMNS = {
     "content": "string",
     "reasoning": "string",
     "tool_calls": "string",
+    "embedding": FLOATS,
     "cached_tokens": "int64",
     "reasoning_tokens": "int64",
+    "gpu_seconds": "float64",
+    "energy_joules": "float64",
 }
 """Columns of results in a table, with types."""
-ADDED = ("cached_tokens", "reasoning_tokens")
-"""Columns and keys of results that files written by earlier versions lack."""
+COSTS = ("gpu_seconds", "energy_joules")
+"""Columns, and keys, of what a row cost."""
+ADDED = ("embedding", "cached_tokens", "reasoning_tokens", *COSTS)
+"""Columns, and keys, that results of earlier versions do not have, in the order in which they came."""
 ERROR_COLUMNS = {
     "custom_id": "string",
     "id": "string",
@@ -52,6 +58,9 @@ ERROR_COLUMNS = {
     "tool_calls": "string",
 }
 """Columns of errors in a table, with types."""
+
+ENCODING, BASE64 = "encoding_format", "base64"
+"""A key of requests for embeddings, and its value for the bytes of float32 in base64."""
 
 # OpenAI has only two reasons for a text: it ended by itself, or it was cut.
 _FINISH_REASONS = {StopReason.EOS: "stop", StopReason.STOP_SEQUENCE: "stop"}
@@ -82,8 +91,28 @@ def result_row(job: Job, format: FileFormat, *, model: str = "") -> JsonObject:
             "seed": job.seed,
         }
         | _answers_of(job, format)
+        | _embedding_of(job, format)
         | {"cached_tokens": job.cached_tokens, "reasoning_tokens": job.reasoning_tokens}
+        | _costs_of(job, format)
     )
+
+
+def _embedding_of(job: Job, format: FileFormat) -> JsonObject:
+    """The embedding of a job: a list, and in CSV its JSON. In tables its column is always there."""
+    if job.packed_embedding is None:
+        return {} if format is FileFormat.JSONL else {"embedding": None}
+    numbers = written(job.packed_embedding)
+    return {"embedding": json.dumps(numbers) if format is FileFormat.CSV else numbers}
+
+
+def _costs_of(job: Job, format: FileFormat) -> JsonObject:
+    """Return what a job cost; in JSON lines nothing if nobody knows."""
+    if job.gpu_seconds is None and format is FileFormat.JSONL:
+        return {}
+    return {
+        name: None if cost is None else round(cost, 6)
+        for name, cost in zip(COSTS, (job.gpu_seconds, job.energy_joules), strict=True)
+    }
 
 
 def error_row(job: Job, format: FileFormat, *, model: str = "") -> JsonObject:
@@ -194,8 +223,33 @@ def error_of(job: Job) -> JsonObject:
 
 
 def _response(job: Job, status: int, model: str) -> JsonObject:
-    body = (completion_body if job.request is None else response_body)(job, job.model or model)
+    model = job.model or model
+    if job.params.embed:
+        body = embeddings_body([job], model)
+    else:
+        body = (completion_body if job.request is None else response_body)(job, model)
     return {"status_code": status, "request_id": job.id, "body": body}
+
+
+def embeddings_body(jobs: Sequence[Job], model: str) -> JsonObject:
+    """Build the response body of POST /v1/embeddings for all jobs of a request, which succeeded."""
+    tokens = sum(job.prompt_tokens or 0 for job in jobs)
+    return {
+        "object": "list",
+        "data": [
+            {"object": "embedding", "index": index, "embedding": _openai_embedding(job)}
+            for index, job in enumerate(jobs)
+        ],
+        "model": model,
+        "system_fingerprint": system_fingerprint(jobs[0].arithmetic),
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }
+
+
+def _openai_embedding(job: Job) -> str | list[float]:
+    """The embedding in the encoding that the request asked for."""
+    data = job.packed_embedding or b""
+    return encoded(data) if (job.request or {}).get(ENCODING) == BASE64 else written(data)
 
 
 def completion_body(job: Job, model: str) -> JsonObject:

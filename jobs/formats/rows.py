@@ -10,8 +10,10 @@ from nightmill.jobs.errors import InvalidRequestError, RowCode
 from nightmill.jobs.request.fields import check_option
 from nightmill.jobs.request.spec import JobSpec
 
+FLOATS = "floats"
+"""The type of a column of lists of float32: embeddings."""
 _FRAME = frozenset({"method", "url", "body"})  # keys of OpenAI's rows only
-_PROMPTS = frozenset({"prompt", "messages"})  # keys of plain rows
+_PROMPTS = frozenset({"prompt", "messages", "embed"})  # keys of plain rows
 _LONGEST_MESSAGE = 300  # characters, as messages quote rows, which may have megabytes
 
 

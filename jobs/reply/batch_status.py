@@ -10,6 +10,7 @@ from typing import Any
 from nightmill.jobs.base.contract import JobState, StopReason
 from nightmill.jobs.base.printable import printable
 
+JOULES_PER_KWH = 3.6e6
 _MOST_NAMES = 5
 _LONGEST_NAME = 80
 _NUMBER = re.compile(r"\d[\d,.]*")
@@ -77,6 +78,8 @@ class RowCount:
     completion_tokens: int = 0
     cached_tokens: int = 0  # of those of prompts
     reasoning_tokens: int = 0  # of those of answers
+    gpu_seconds: float = 0.0
+    energy_joules: float | None = None  # None: of no row is it known
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +134,8 @@ class BatchStatus:
     # Models that rows wait for and no live worker serves.
     cached_tokens: int = 0  # of those of prompts, found computed
     reasoning_tokens: int = 0  # of those of answers
+    gpu_seconds: float = 0.0  # shares of the steps that computed its rows
+    energy_joules: float | None = None  # the same in joules; None: of no row is it known
     unserved: list[str | None] = field(default_factory=list)
     held: int = 0  # queued rows that wait for the ones that they follow
 
@@ -156,6 +161,18 @@ class BatchStatus:
         return self.states.get(JobState.SUCCEEDED, 0)
 
     @property
+    def energy_kwh(self) -> float | None:
+        """The energy in kWh; None if it is not known."""
+        return None if self.energy_joules is None else self.energy_joules / JOULES_PER_KWH
+
+    @property
+    def joules_per_token(self) -> float | None:
+        """Energy for each generated token, that of prompts included; None if it is not known."""
+        if self.energy_joules is None or not self.completion_tokens:
+            return None
+        return self.energy_joules / self.completion_tokens
+
+    @property
     def unsuccessful(self) -> int:
         """Rows that ended without a complete result."""
         return self.done - self.succeeded
@@ -169,7 +186,11 @@ def status_values(status: BatchStatus) -> dict[str, Any]:
     """Return the status as a JSON object; `done`, `succeeded` and `unsuccessful` count rows."""
     values = asdict(status)
     values |= {
-        name: getattr(status, name) for name in ("done", "succeeded", "unsuccessful", "unlisted_errors")
+        name: getattr(status, name)
+        for name in (
+            *("done", "succeeded", "unsuccessful", "unlisted_errors"),
+            *("energy_kwh", "joules_per_token"),
+        )
     }
     values["states"] = {str(state): status.states.get(state, 0) for state in JobState}
     values["stop_reasons"] = {str(reason): rows for reason, rows in status.stop_reasons.items()}
@@ -205,6 +226,7 @@ def make_status(
     going = served and not unserved and left and state in (BatchState.RUNNING, BatchState.QUEUED)
     if going and pace and pace.rows and pace.seconds > 0:
         end = now + timedelta(seconds=left * pace.seconds / pace.rows)
+    joules = [count.energy_joules for count in counts if count.energy_joules is not None]
     return BatchStatus(
         name=record.name,
         state=state,
@@ -220,6 +242,8 @@ def make_status(
         completion_tokens=sum(count.completion_tokens for count in counts),
         cached_tokens=sum(count.cached_tokens for count in counts),
         reasoning_tokens=sum(count.reasoning_tokens for count in counts),
+        gpu_seconds=sum(count.gpu_seconds for count in counts),
+        energy_joules=sum(joules) if joules else None,
         tokens_per_second=None if pace is None else pace.tokens_per_second,
         estimated_end=end,
         created_at=record.created_at,

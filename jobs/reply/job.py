@@ -15,7 +15,8 @@ from nightmill.jobs.base.contract import (
     StopReason,
     WorkerState,
 )
-from nightmill.jobs.errors import ScoreError
+from nightmill.jobs.errors import EmbeddingError, ScoreError
+from nightmill.jobs.reply.embeddings import Embedding, numbers
 from nightmill.jobs.reply.logprobs import Score, Scores, TokenLogprob, read, total
 from nightmill.jobs.reply.parsing import Reply, ToolCall, read_reply
 from nightmill.jobs.reply.token_ids import TokenIds
@@ -62,11 +63,14 @@ class Job:
     several: tuple[Answer, ...] = ()  # all answers, if several were requested; see `answers`
     packed_logprobs: bytes | None = field(default=None, repr=False)  # of a single answer; see `logprobs`
     packed_prompt_logprobs: bytes | None = field(default=None, repr=False)  # see `prompt_logprobs`
+    packed_embedding: bytes | None = field(default=None, repr=False)  # as in SQL; see `embedding`
     token_ids: TokenIds | None = field(default=None, repr=False)  # see `prompt_token_ids`
     prompt_tokens: int | None = None
     completion_tokens: int | None = None  # of all answers together
     cached_tokens: int | None = None  # tokens of the prompt that the worker had computed before
     reasoning_tokens: int | None = None  # of all answers together
+    gpu_seconds: float | None = None  # its share of the steps that computed it, in all its attempts
+    energy_joules: float | None = None  # the same in joules; None if the device does not tell
     arithmetic: str | None = None  # what computed the text (`jobs.Arithmetic`); older rows have none
     prompt_digest: str | None = None  # of the prompt's token ids; older rows have none
     reuse: str | None = None  # which earlier answers may stand for its own (`jobs.request.reuse`)
@@ -118,6 +122,11 @@ class Job:
     def prompt_logprobs(self) -> tuple[TokenLogprob, ...] | None:
         """Log-probabilities of the prompt's tokens, if the job asked for them; the first one's is None."""
         return None if self.packed_prompt_logprobs is None else read(self.packed_prompt_logprobs)
+
+    @property
+    def embedding(self) -> Embedding | None:
+        """The embedding of the text, if the job asked for one and succeeded."""
+        return None if self.packed_embedding is None else numbers(self.packed_embedding)
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...] | None:
@@ -192,8 +201,18 @@ def scores_of(job: Job) -> Scores:
     return scores
 
 
+def embedding_of(job: Job) -> Embedding:
+    """Return the embedding of an ended job; raises EmbeddingError if it has none."""
+    if (embedding := job.embedding) is None:
+        why = f": {job.error}" if job.error else ""
+        raise EmbeddingError(f"job {job.id} ended without an embedding, {job.state} ({job.stop_reason}){why}")
+    return embedding
+
+
 IDLE = "idle, until there are jobs"
 """Why a worker sleeps that wakes for the next job; anything else does not end by a job."""
+UNTIL = "until "
+"""Beginning of why a worker sleeps that waits for its hours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +230,23 @@ class Worker:
     detail: str | None  # current activity, for example while it loads
     stats: JsonObject | None = None  # statistics of its engine, as of the heartbeat
     paused: bool = False  # by hand: it sleeps, or is about to, until it is resumed
+    models: list[str] | None = None  # that it loads in turn; `model` is the one that is loaded, or was last
+    swap_for_interactive: bool = False  # it loads another of them when an interactive job asks for it
+
+    def could_serve(self, model: str) -> bool:
+        """Return True if it loads the model in turn with others, whether or not it is loaded now."""
+        return isinstance(self.models, list) and model in self.models
+
+    @property
+    def rests(self) -> bool:
+        """True if it sleeps until its hours begin, or until it is resumed, whatever jobs there are."""
+        return self.state is WorkerState.SLEEPING and (self.paused or (self.detail or "").startswith(UNTIL))
+
+    @property
+    def is_idle(self) -> bool:
+        """True if it holds no job, as of its last heartbeat, or has no model loaded and chooses one."""
+        between = self.state is WorkerState.SLEEPING and not self.rests
+        return between or (self.stats or {}).get("in_flight") == 0
 
     @property
     def wakes_for_jobs(self) -> bool:

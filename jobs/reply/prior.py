@@ -37,6 +37,10 @@ class JobBefore:
                 "prior.messages: the row before it is a plain prompt, and not a chat; take prior.text",
                 field="prior.messages",
             )
+        if not job.replies:
+            raise InvalidPromptError(
+                "prior.messages: the row before it has no text, only an embedding", field="prior.messages"
+            )
         reply = job.replies[0]
         said: JsonObject = {"role": "assistant", "content": reply.content}
         if reply.tool_calls:

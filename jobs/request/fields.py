@@ -54,6 +54,9 @@ class BatchSettings(TypedDict, total=False):
     truncate_prompt_tokens: int | None
     max_reasoning_tokens: int | None
     reasoning_effort: str | None
+    embed: bool | None
+    dimensions: int | None
+    pooling: str | None
     n: int | None
     response_format: Mapping[str, Any] | type[BaseModel] | None
     json_schema: Mapping[str, Any] | type[BaseModel] | None
@@ -199,7 +202,7 @@ _SCOPES = {
         "prompt_logprobs", "truncate_prompt_tokens", "reasoning_effort", "chat_template_kwargs",
         "add_generation_prompt", "continue_final_message",
     ),
-    Scope.JOB: ("n", "score", "return_token_ids"),
+    Scope.JOB: ("n", "score", "return_token_ids", "embed", "dimensions", "pooling"),
 }  # fmt: skip
 _SCOPE_OF = {name: scope for scope, names in _SCOPES.items() for name in names}
 _OPTIONS = {

@@ -31,6 +31,8 @@ MAX_BAD_WORDS = 256  # bad words of a job, each of at most
 MAX_BAD_WORD = 256  # characters;
 MAX_BANNED_TOKENS = 1_024  # and the tokens of all their spellings
 
+POOLINGS = ("last", "mean")  # of hidden states, in an embedding
+
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 
 
@@ -128,6 +130,17 @@ class GenerationParams(BaseModel):
         ge=0,
         le=1_000_000,
         description="Close the model's reasoning after so many tokens, so that an answer follows.",
+    )
+    embed: bool = Field(
+        default=False, description="Generate nothing: compute the embedding of the text, of length 1."
+    )
+    dimensions: int | None = Field(
+        default=None, ge=1, le=65_536, description="Keep the first so many numbers of the embedding."
+    )
+    pooling: str | None = Field(
+        default=None,
+        description="Hidden states that become the embedding: last or mean; by default as the file says.",
+        json_schema_extra={"enum": ["last", "mean"]},
     )
 
     @property
@@ -278,6 +291,35 @@ class GenerationParams(BaseModel):
             raise ValueError("does not go with score, which tells of its texts alone; give one of them")
         return value
 
+    @field_validator("embed")
+    @classmethod
+    def _embeddings_have_no_answers(cls, value: bool, info: ValidationInfo) -> bool:
+        asking = ("n", "echo", "score", "logprobs", "prompt_logprobs", "return_token_ids")
+        usual = {name: cls.model_fields[name].default for name in asking}
+        given = [name for name in asking if info.data.get(name, usual[name]) != usual[name]]
+        if value and given:
+            raise ValueError(f"does not go with {given[0]}: nothing is generated; give one of them")
+        return value
+
+    @field_validator("pooling")
+    @classmethod
+    def _pooling_is_known(cls, value: str | None) -> str | None:
+        if value is not None and value not in POOLINGS:
+            raise ValueError("must be last or mean")
+        return value
+
+    @field_validator("dimensions", "pooling")
+    @classmethod
+    def _only_embeddings_have_them(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is not None and not info.data.get("embed", True):
+            raise ValueError("is for embeddings; give embed too")
+        return value
+
+    @property
+    def draws_nothing(self) -> bool:
+        """True if no token is generated: it scores texts, repeats its prompt, or embeds it."""
+        return bool(self.score) or self.only_echo or self.embed
+
     @property
     def tells_beside(self) -> bool:
         """Its job tells more than its answers and their log-probabilities."""
@@ -340,6 +382,6 @@ REPEATED = ("temperature", "top_p")
 _LATER = (
     "stop_token_ids", "min_tokens", "n", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words",
     "logprobs", "echo", "score", "include_stop_str_in_output", "prompt_logprobs", "return_token_ids",
-    "truncate_prompt_tokens", "max_reasoning_tokens",
+    "truncate_prompt_tokens", "max_reasoning_tokens", "embed", "dimensions", "pooling",
 )  # fmt: skip
 """Parameters added after the first version."""

@@ -16,7 +16,8 @@ from nightmill.jobs.request.parameters import GenerationParams
 class Reuse(StrEnum):
     """Which answers may stand for a job's.
 
-    exact  those that it would compute itself, to the bit: of greedy jobs, and of those with a seed
+    exact  those that it would compute itself, to the bit: embeddings, and answers of greedy jobs and of those
+           with a seed
     any    any earlier answer to the same request of the same model
     """
 
@@ -37,7 +38,7 @@ def content_key(reuse: str | None, content: Mapping[str, Any], seed: int | None,
     if params.score or params.only_echo:
         return None  # nothing is drawn
     values = {name: content[name] for name in _CONTENT} | {"params": params.stored()}
-    if reuse == Reuse.EXACT and params.temperature > 0:
+    if reuse == Reuse.EXACT and params.temperature > 0 and not params.embed:
         if seed is None:
             return None
         values["seed"] = seed

@@ -52,7 +52,8 @@ class JobSpec(Options):
     constrained: Constrained | None = None
     """The constraint, from whichever of CONSTRAINT_FIELDS was given."""
     request: JsonObject | None = None
-    """Parts of a request to /v1/responses that its answer repeats (`jobs.formats.responses`)."""
+    """Parts of a request to /v1/responses that its answer repeats (`jobs.formats.responses`), or the encoding
+    of one to /v1/embeddings."""
     held: Held | None = None
     """The prompt of a row that follows another, until that one's answer is put into it."""
     after: str | None = None
@@ -83,6 +84,13 @@ class JobSpec(Options):
         if isinstance(item, str) or not isinstance(item, Mapping):
             return base._replace(_prompt(item))._checked()
         values = {name: value for name, value in item.items() if value is not None}
+        if isinstance(values.get("embed"), str | list | tuple):
+            if "prompt" in values or "messages" in values:
+                raise InvalidPromptError(
+                    "embed: is the text itself; give no other prompt, or embed: true beside one",
+                    field="embed",
+                )
+            values |= {"prompt": values["embed"], "embed": True}
         prompt, messages = values.pop("prompt", None), values.pop("messages", None)
         if prompt is not None and messages is not None:
             raise InvalidPromptError("prompt: give either prompt or messages, not both", field="prompt")
@@ -178,6 +186,10 @@ class JobSpec(Options):
         """Return a copy whose prompt is `held` until the row before it, `after`, has ended."""
         return self._replace({"held": held, "after": after})
 
+    def for_request(self, request: JsonObject) -> Self:
+        """Return a copy that keeps these parts of a request over HTTP, for its answer."""
+        return self._replace({"request": request})
+
     def as_interactive(self) -> Self:
         """Return a copy with the interactive priority, which a later `updated` may override."""
         return self._replace({"priority": INTERACTIVE})
@@ -244,6 +256,8 @@ class JobSpec(Options):
                 "score: contradicts the constraint, since nothing is generated; give one of them",
                 field="score",
             )
+        if self.params.embed:
+            self._check_embedding()
         if self.tools is not None:
             self._check_tools()
         if not self.continue_final_message or self.messages is None:
@@ -261,6 +275,19 @@ class JobSpec(Options):
                 field="continue_final_message",
             )
         return self
+
+    def _check_embedding(self) -> None:
+        if self.messages is not None:
+            raise InvalidPromptError(
+                "embed: is for plain texts and token ids, not for chats; give the text", field="embed"
+            )
+        if self.constrained is not None or self.tools is not None:
+            name = "tools" if self.constrained is None else "embed"
+            raise InvalidParameterError(
+                f"{name}: an embedding has no answer that could obey a constraint or call tools; give one of "
+                "them",
+                field=name,
+            )
 
     def _check_tools(self) -> None:
         if self.messages is None:

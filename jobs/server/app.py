@@ -15,6 +15,7 @@ from nightmill.jobs.server.batch_processor import BatchProcessor
 from nightmill.jobs.server.batch_submission import UploadedBatchSubmission
 from nightmill.jobs.server.batches import OpenAIBatchEndpoints
 from nightmill.jobs.server.completions import Completions
+from nightmill.jobs.server.embeddings import Embeddings
 from nightmill.jobs.server.errors import handlers
 from nightmill.jobs.server.files import Files
 from nightmill.jobs.server.folder import Folder
@@ -28,6 +29,7 @@ from nightmill.jobs.server.native import Native
 from nightmill.jobs.server.night import NightEndpoints
 from nightmill.jobs.server.pages.checking import Checking
 from nightmill.jobs.server.pages.routes import page_routes
+from nightmill.jobs.server.reranking import Reranking
 from nightmill.jobs.server.responses.endpoints import Responses
 from nightmill.jobs.server.token_endpoints import TokenEndpoints
 from nightmill.jobs.server.tokenizing import Tokenizing
@@ -45,6 +47,7 @@ def make_app(
     limits = limits or ServerLimits()
     service = JobService(client, keys, limits)
     completions, models, health = Completions(service), Models(service), Health(service)
+    embeddings, reranking = Embeddings(service), Reranking(service)
     native, responses = Native(service), Responses(service)
     folder = Folder(client.settings.resolved_files_dir)
     files, processor = (
@@ -80,7 +83,9 @@ def make_app(
             Route("/v1/responses/{response_id}", responses.deleted, methods=["DELETE"]),
             Route("/v1/responses/{response_id}/cancel", responses.cancelled, methods=["POST"]),
             Route("/v1/responses/{response_id}/input_items", responses.input_items),
-            Route("/v1/embeddings", models.embeddings, methods=["POST"]),
+            Route("/v1/rerank", reranking.create, methods=["POST"]),
+            Route("/v2/rerank", reranking.create, methods=["POST"]),
+            Route("/v1/embeddings", embeddings.create, methods=["POST"]),
             Route("/tokenize", tokens.tokenize, methods=["POST"]),
             Route("/detokenize", tokens.detokenize, methods=["POST"]),
             Route("/tokenizer_info", tokens.info),

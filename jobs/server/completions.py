@@ -31,7 +31,7 @@ from nightmill.jobs.reply.logprobs import TokenLogprob
 from nightmill.jobs.reply.parsing import Reading, ReplyDelta
 from nightmill.jobs.request.prompts import json_type
 from nightmill.jobs.request.spec import JobSpec
-from nightmill.jobs.server.errors import HttpError, http_error_of_job, invalid
+from nightmill.jobs.server.errors import HttpError, invalid
 from nightmill.jobs.server.events import (
     COMMENT,
     DONE,
@@ -45,6 +45,7 @@ from nightmill.jobs.server.events import (
 from nightmill.jobs.server.job_service import JobService, attended, idempotency_key
 from nightmill.jobs.server.model_names import model_of
 from nightmill.jobs.server.reusing import origin, with_reuse
+from nightmill.jobs.server.several import check_end, ends_of
 from nightmill.jobs.server.tiers import Tier, asked_tier, tier_of
 from nightmill.jobs.streams.pieces import Piece
 
@@ -123,7 +124,7 @@ class Completions:
                 service.cancel_later(*job_ids)
 
         if not delivery.stream:
-            jobs = await attended(request, self._ends(job_ids), leave)
+            jobs = await attended(request, ends_of(service, job_ids, "prompt"), leave)
             model = await model_of(service, specs[0], jobs[0].worker)
             body = request_body(jobs, request_id, model) | {"service_tier": tier}
             return JSONResponse(body, headers={"X-Request-ID": request_id} | origin(*jobs))
@@ -138,27 +139,6 @@ class Completions:
             raise
         return EventStream(request_id, events, on_close=lambda: None if over else leave())
 
-    async def _ends(self, job_ids: Sequence[str]) -> list[Job]:
-        """Return the jobs once all have an answer; raises HttpError if one ends without."""
-
-        async def end(number: int) -> AsyncIterator[Job]:
-            job = await self._service.end_of(job_ids[number])
-            self._check(job_ids, number, job)
-            yield job
-
-        found = {number: job async for number, job in merged([end(number) for number in range(len(job_ids))])}
-        return [found[number] for number in range(len(job_ids))]
-
-    def _check(self, job_ids: Sequence[str], number: int, job: Job) -> None:
-        """Refuse the request and cancel its other jobs if this one ended without an answer."""
-        failure = http_error_of_job(job)
-        if failure is None:
-            return
-        if len(job_ids) > 1:
-            self._service.cancel_later(*job_ids)
-            failure = failure.of(f"prompt[{number}]")
-        raise failure
-
     async def _followed(
         self, job_ids: Sequence[str], number: int, chunks: "_Chunks"
     ) -> AsyncIterator[tuple[int, Piece] | Job]:
@@ -167,7 +147,7 @@ class Completions:
         wanted = {"with_logprobs": chunks.with_logprobs, "with_counts": chunks.with_counts}
         async for found in self._service.followed(job_ids[number], chunks.answers, **wanted):
             if isinstance(found, Job):
-                self._check(job_ids, number, found)
+                check_end(self._service, job_ids, number, found, "prompt")
             yield found
 
     async def _events(

@@ -49,6 +49,8 @@ FLEX_THREADS = 2
 """Most of these threads that flex calls use at once. Beside 64 connections with flex calls an
 interactive call took 0.74 s in the median with all 8, 0.35 with 3, 0.19 with 2 and 0.16 with 1, alone 0.11;
 with 2 the flex calls were 10% slower than with 8, with 1 half as fast (20,000 calls, 2 busy cores)."""
+TURN_SECONDS = 60
+"""Retry-After for a model that is not loaded: a turn of another lasts minutes."""
 _LONGEST_KEY = 128  # characters of an Idempotency-Key
 
 
@@ -133,26 +135,46 @@ class JobService:
         """Queue an interactive job; raises HttpError if no worker would run it."""
         return (await self.enqueue_request(caller, [spec])).request_id
 
-    async def enqueue_request(self, caller: Caller, specs: Sequence[JobSpec]) -> Enqueued:
-        """Queue all jobs of a request or none; they name one model. Raises like `enqueue`."""
+    async def enqueue_request(
+        self, caller: Caller, specs: Sequence[JobSpec], field: str = "prompt"
+    ) -> Enqueued:
+        """Queue all jobs of a request or none; they name one model. Raises like `enqueue`.
+
+        field  the key of the request that has its prompts
+        """
         caller.need_to_submit()
         model = specs[0].model
         if not await self.run(self.client.serving, model):
             if model is not None:
                 await self.run(self.client.check_model, model)  # an unknown model is the better error
-            await self._need_one_that_wakes(model)
+            await self._need_one_that_will_serve(model)
         # A hanging or unreachable broker gets it later; a refused job would never be sent.
         if await self._refusal.answer():
             raise HttpError(503, "the broker accepts no jobs now; try again later", code="unavailable")
-        return await self.run(self._queue, caller.name, specs)
+        return await self.run(self._queue, caller.name, specs, field)
 
-    async def _need_one_that_wakes(self, model: str | None) -> None:
-        """Return if a worker sleeps that the job would wake; raises HttpError that says why there is none."""
+    async def _need_one_that_will_serve(self, model: str | None) -> None:
+        """Return if the job would wake a worker, or have its model loaded; raises HttpError if not."""
         asleep = await self.run(self.client.sleeping, model)
-        if any(worker.wakes_for_jobs for worker in asleep):
+        in_turn = [] if model is None else await self.run(self.client.could_serve, model)
+        if any(worker.wakes_for_jobs for worker in (*asleep, *in_turn)):
             return
+        awake = [worker for worker in in_turn if not worker.rests]
+        # A call of the tier `flex` waits as a row of a batch does, which is for the model's turn.
+        if any(worker.swap_for_interactive or worker.is_idle for worker in awake) or (
+            awake and asked_tier.get() is Tier.FLEX
+        ):
+            return
+        if awake:
+            raise HttpError(
+                503,
+                f"the model {model!r} is not loaded now: its worker serves {awake[0].model!r}, and loads "
+                "others in their turn; try again later, or submit a batch, which waits for it",
+                code="not_loaded",
+                headers={"Retry-After": str(TURN_SECONDS)},
+            )
         which = "" if model is None else f" that serves {model!r}"
-        if asleep:
+        if asleep := (asleep or in_turn):
             said = f"each worker{which} sleeps, {asleep[0].detail}; submit a batch, which waits for it"
             raise HttpError(503, said, code="not_served")
         raise HttpError(503, f"there is no live worker{which}; try again later", code="not_served")
@@ -162,11 +184,11 @@ class JobService:
         caller.need_to_submit()
         return (await self.run(self._queue, caller.name, [spec])).request_id
 
-    def _queue(self, owner: str | None, specs: Sequence[JobSpec]) -> Enqueued:
+    def _queue(self, owner: str | None, specs: Sequence[JobSpec], field: str = "prompt") -> Enqueued:
         most, key = self.limits.queued, specs[0].idempotency_key
         if owner is not None and len(specs) > most:
             said = f"has {len(specs):,} prompts, and a key may have {most:,} jobs queued; give fewer"
-            raise invalid("prompt", said)
+            raise invalid(field, said)
         if (
             owner is not None
             and self.client.store.count_queued(owner) + len(specs) > most

@@ -189,6 +189,18 @@ class Metrics:
             {key: one.reasoning_tokens for key, one in ended.items()},
             names,
         )
+        yield _gauge(
+            "nightmill_gpu_seconds",
+            "Time of GPUs, of jobs in SQL that have ended.",
+            {key: one.gpu_seconds for key, one in ended.items()},
+            names,
+        )
+        yield _gauge(
+            "nightmill_energy_joules",
+            "Energy of GPUs as far as they tell, of jobs in SQL that have ended.",
+            {key: one.energy_joules for key, one in ended.items()},
+            names,
+        )
         suspects = {(model,): waiting.suspects for model, waiting in queued.items()}
         yield _gauge(
             "nightmill_suspect_jobs",

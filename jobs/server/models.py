@@ -1,4 +1,4 @@
-"""GET /v1/models: models served by live workers. POST /v1/embeddings: always refused."""
+"""GET /v1/models: models served by live workers."""
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -31,28 +31,27 @@ class Models:
             )
         return JSONResponse(served[name])
 
-    async def embeddings(self, request: Request) -> Response:
-        """POST /v1/embeddings."""
-        self._service.keys.caller(request)
-        raise HttpError(
-            404, "no model here computes embeddings: they all generate text", code="unsupported_endpoint"
-        )
-
     async def _served(self) -> dict[str, JsonObject]:
-        """Return the served models by name, sorted."""
+        """Return by name, sorted, the models that are loaded, and those that a worker loads in their turn."""
         workers = await self._service.run(self._service.client.serving)
+        in_turn = await self._service.run(self._service.client.could_serve)
         since = {worker.model: worker.started_at for worker in reversed(workers)}
         contexts: dict[str, list[int]] = {name: [] for name in since}
         for worker in workers:
             if worker.context_length is not None:
                 contexts[worker.model].append(worker.context_length)
+        loaded = frozenset(since)
+        for worker in in_turn:
+            for name in worker.models or ():
+                since.setdefault(name, worker.started_at)
         return {
             name: {
                 "id": name,
                 "object": "model",
                 "created": int(since[name].timestamp()),
                 "owned_by": "nightmill",
-                "max_model_len": min(contexts[name], default=None),  # the smallest of its workers
+                "max_model_len": min(contexts.get(name, ()), default=None),  # the smallest of its workers
+                "loaded": name in loaded,
             }
             for name in sorted(since)
         }

@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from nightmill.jobs.base.contract import JobState, JsonObject
 from nightmill.jobs.errors import InvalidParameterError, NightmillError
 from nightmill.jobs.formats.results import answer_values, reply_values
+from nightmill.jobs.reply.embeddings import written
 from nightmill.jobs.reply.job import Job
 from nightmill.jobs.request.fields import FIELDS, unknown_field
 from nightmill.jobs.request.prompts import json_type
@@ -197,6 +198,7 @@ def job_object(job: Job) -> JsonObject:
         "text": job.text,
         "answers": answer_values(job),
         **(reply_values(job.replies[0]) if job.answers else {}),
+        **({} if job.packed_embedding is None else {"embedding": written(job.packed_embedding)}),
     } | _outcome(job)
 
 

@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from nightmill.jobs.base.contract import JobState, JsonObject
+from nightmill.jobs.formats.embedding_requests import EMBEDDINGS
 from nightmill.jobs.formats.openai import CHAT, COMPLETIONS
 from nightmill.jobs.formats.responses.request import RESPONSES
 from nightmill.jobs.server.anthropic.request import COUNT_TOKENS, MESSAGES
@@ -24,7 +25,9 @@ ENDPOINTS: dict[tuple[str, str], tuple[str, str | None, str | None]] = {
     ("GET", "/v1/responses/{response_id}/input_items"): ("All that it answers.", None, "ResponseItems"),
     ("POST", MESSAGES): ("Answer a chat, as Anthropic's API does.", "MessageRequest", "Message"),
     ("POST", COUNT_TOKENS): ("How many tokens a message's prompt has.", "CountRequest", "TokenCount"),
-    ("POST", "/v1/embeddings"): ("An error: no model here computes embeddings.", None, None),
+    ("POST", EMBEDDINGS): ("The embeddings of texts.", "EmbeddingRequest", "Embeddings"),
+    ("POST", "/v1/rerank"): ("Documents by relevance.", "RerankRequest", "Ranking"),
+    ("POST", "/v2/rerank"): ("The same, for clients of Cohere.", "RerankRequest", "Ranking"),
     ("POST", "/tokenize"): ("The tokens of a text or a chat.", "TokenizeRequest", "Tokens"),
     ("POST", "/detokenize"): ("The text of tokens.", "DetokenizeRequest", "Detokenized"),
     ("GET", "/tokenizer_info"): ("A model's special tokens and chat template.", None, "TokenizerInfo"),

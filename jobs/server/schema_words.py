@@ -16,6 +16,7 @@ MAYBE_FLAG: JsonObject = {"type": ["boolean", "null"]}
 MAYBE_TEXT: JsonObject = {"type": ["string", "null"]}
 MAYBE_NUMBER: JsonObject = {"type": ["integer", "null"]}
 TIER: JsonObject = {"enum": [*map(str, NAMES), None]}
+TOKENS: JsonObject = {"type": "array", "items": NUMBER, "minItems": 1}
 _KINDS: dict[FieldKind, JsonObject] = {
     FieldKind.INTEGER: {"type": ["integer", "null"]},
     FieldKind.NUMBER: {"type": ["number", "null"]},
@@ -55,3 +56,13 @@ def field_of(name: str) -> JsonObject:
     said = said.get("anyOf", [{}])[0] | said
     bounds = {key: value for key, value in said.items() if key in _BOUND_KEYS and value is not None}
     return ({} if name in CONSTRAINT_FIELDS else _KINDS[field.kind]) | bounds | {"description": field.says}
+
+
+def list_of(item: JsonObject, **more: JsonObject) -> JsonObject:
+    return object_of({"object": {"const": "list"}, "data": {"type": "array", "items": item}} | more)
+
+
+def several(most: int) -> JsonObject:
+    """Build the schema of a prompt, or of a list of up to so many."""
+    some: JsonObject = {"type": "array", "minItems": 1, "maxItems": most, "items": {"anyOf": [TEXT, TOKENS]}}
+    return {"anyOf": [{"type": "string"}, TOKENS, some]}

@@ -11,6 +11,7 @@ from nightmill.jobs.reply.batch_status import BatchState
 from nightmill.jobs.request.fields import FIELDS, OF_A_BATCH
 from nightmill.jobs.server.anthropic.schemas import ANTHROPIC_SCHEMAS
 from nightmill.jobs.server.completions import STREAM_OPTIONS
+from nightmill.jobs.server.embedding_schemas import EMBEDDING_SCHEMAS
 from nightmill.jobs.server.native import DELIVERY, JOB_FIELDS
 from nightmill.jobs.server.responses.schemas import RESPONSES_SCHEMAS
 from nightmill.jobs.server.schema_words import FLAG as _FLAG
@@ -18,7 +19,7 @@ from nightmill.jobs.server.schema_words import MAYBE_FLAG as _MAYBE_FLAG
 from nightmill.jobs.server.schema_words import MAYBE_NUMBER as _MAYBE_NUMBER
 from nightmill.jobs.server.schema_words import MAYBE_TEXT as _MAYBE_TEXT
 from nightmill.jobs.server.schema_words import NUMBER as _NUMBER
-from nightmill.jobs.server.schema_words import TEXT, TIER, named
+from nightmill.jobs.server.schema_words import TEXT, TIER, list_of, named, several
 from nightmill.jobs.server.schema_words import TIME as _TIME
 from nightmill.jobs.server.schema_words import field_of as _field
 from nightmill.jobs.server.schema_words import object_of as _object
@@ -28,27 +29,16 @@ from nightmill.jobs.sql.files import UPLOADED, WRITTEN
 from nightmill.jobs.sql.http_batches import HttpStatus
 
 
-def _list_of(item: JsonObject, **more: JsonObject) -> JsonObject:
-    return _object({"object": {"const": "list"}, "data": {"type": "array", "items": item}} | more)
-
-
 def _page_of(name: str) -> JsonObject:
-    return _list_of(named(name), first_id=_MAYBE_TEXT, last_id=_MAYBE_TEXT, has_more=_FLAG)
+    return list_of(named(name), first_id=_MAYBE_TEXT, last_id=_MAYBE_TEXT, has_more=_FLAG)
 
 
 # -- what is taken -------------------------------------------------------------------------------
 
 _MESSAGES: JsonObject = {"type": "array", "minItems": 1, "items": {"type": "object"}}
 _PROMPTS: JsonObject = {"prompt": {"type": ["string", "array"]}, "messages": _MESSAGES}
-_TOKENS: JsonObject = {"type": "array", "items": _NUMBER, "minItems": 1}
-_SEVERAL: JsonObject = {
-    "anyOf": [
-        {"type": "string"},
-        _TOKENS,
-        {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": {"anyOf": [TEXT, _TOKENS]}},
-    ]
-}
-"""The prompt of a completion: one, or a list of them."""
+
+
 _STREAM_OPTIONS = _object(
     dict.fromkeys(STREAM_OPTIONS, _FLAG),
     optional=STREAM_OPTIONS,
@@ -61,7 +51,7 @@ def _openai_body(url: str) -> JsonObject:
     known = _PROMPTS | {"max_completion_tokens": _field("max_tokens"), "stream": _FLAG}
     known |= {"stream_options": _STREAM_OPTIONS, "best_of": _field("n"), FIELD: TIER}
     known |= {name: {"enum": [None, *refusal.neutral]} for name, refusal in REFUSED.items()}
-    known |= {"prompt": _SEVERAL}
+    known |= {"prompt": several(MAX_PROMPTS)}
     ours = FIELDS.keys() - {"metadata"}  # OpenAI's own has no effect
     if url == CHAT:
         ours -= {"logprobs"}
@@ -103,6 +93,7 @@ def _tokenize_body() -> JsonObject:
 def _job_body() -> JsonObject:
     properties = {name: _field(name) for name in sorted(JOB_FIELDS & FIELDS.keys())} | _PROMPTS
     properties |= {"job_id": {"type": "string", "minLength": 1, "maxLength": 128}}
+    properties["embed"] = properties["embed"] | {"type": ["boolean", "string", "array", "null"]}
     properties |= dict.fromkeys(sorted(DELIVERY - {"job_id", FIELD}), _FLAG) | {FIELD: TIER}
     made: JsonObject = {"type": "object", "properties": properties, "additionalProperties": False}
     return made | _nothing_or_echo(properties)
@@ -147,6 +138,7 @@ _MODEL = _object(
         "created": _NUMBER,
         "owned_by": TEXT,
         "max_model_len": _MAYBE_NUMBER,
+        "loaded": {"type": "boolean"},
     }
 )
 _TOKEN_IDS: JsonObject = {"type": "array", "items": _NUMBER}
@@ -202,9 +194,10 @@ _JOB = _object(
         "held": _FLAG,
         "text": _MAYBE_TEXT,
         "answers": {"type": "array", "items": _ANSWER},
+        "embedding": {"type": "array", "items": {"type": "number"}},
     }
     | _OUTCOME,
-    optional=READ,
+    optional=(*READ, "embedding"),
 )
 
 _FILE = _object(
@@ -325,6 +318,7 @@ SCHEMAS: dict[str, JsonObject] = {
         {"message": _MESSAGE},
     ),
     "Completion": _completion("text_completion", {"text": TEXT}),
+    **EMBEDDING_SCHEMAS,
     **RESPONSES_SCHEMAS,
     **ANTHROPIC_SCHEMAS,
     "TokenizeRequest": _tokenize_body(),
@@ -348,7 +342,7 @@ SCHEMAS: dict[str, JsonObject] = {
         }
     ),
     "Model": _MODEL,
-    "Models": _list_of(named("Model")),
+    "Models": list_of(named("Model")),
     "Job": _JOB,
     "Jobs": _page_of("Job"),
     "FileForm": _object({"file": {"type": "string", "format": "binary"}, "purpose": {"const": UPLOADED}}),

@@ -186,6 +186,8 @@ class BatchStore:
                 func.coalesce(func.sum(JobRow.completion_tokens), 0).label("completion_tokens"),
                 func.coalesce(func.sum(JobRow.cached_tokens), 0).label("cached_tokens"),
                 func.coalesce(func.sum(JobRow.reasoning_tokens), 0).label("reasoning_tokens"),
+                func.coalesce(func.sum(JobRow.gpu_seconds), 0.0).label("gpu_seconds"),
+                func.sum(JobRow.energy_joules).label("energy_joules"),
             )
             .where(JobRow.batch == name)
             .group_by(*columns)
@@ -200,6 +202,8 @@ class BatchStore:
                     int(row.completion_tokens),
                     int(row.cached_tokens),
                     int(row.reasoning_tokens),
+                    float(row.gpu_seconds),
+                    row.energy_joules,
                 )
                 for row in connection.execute(query)
             ]

@@ -6,27 +6,38 @@ alone in its worker (see `jobs.sql.suspects`); handing a job back counts none.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from itertools import starmap
+from types import MappingProxyType
 from typing import Any
 
 from sqlalchemy import Connection, bindparam, select, update
 
 from nightmill.jobs.base.contract import JobState, StopReason, WorkerState
-from nightmill.jobs.sql import answers, followers, logprobs, partials, suspects
+from nightmill.jobs.sql import answers, embeddings, followers, logprobs, partials, suspects
 from nightmill.jobs.sql.claimed import Claim, read_claim
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.jobs import chunked, mark_unsent
 from nightmill.jobs.sql.locks import lock_ids, lock_jobs
-from nightmill.jobs.sql.outcomes import FINISH, OF_THE_TEXT, Outcome, finish_values, told
+from nightmill.jobs.sql.outcomes import (
+    ADD_COST,
+    ADDED,
+    FINISH,
+    OF_THE_TEXT,
+    Cost,
+    Outcome,
+    cost_values,
+    finish_values,
+    told,
+)
 from nightmill.jobs.sql.partials import SavedTokens
 from nightmill.jobs.sql.retrying import retried
 from nightmill.jobs.sql.tables import BATCH_CREATED_AT, QUEUED, RUNNING, JobRow, WorkerRow
 from nightmill.jobs.sql.types import UtcDateTime
 from nightmill.jobs.sql.workers import RegisteredWorker
 
-__all__ = ["Claim", "Claims", "Outcome", "hand_back"]
+__all__ = ["Claim", "Claims", "Cost", "Outcome", "hand_back"]
 
 
 class Claims(RegisteredWorker):
@@ -157,6 +168,11 @@ class Claims(RegisteredWorker):
                 self.worker_id,
                 {(outcome.job_id, outcome.attempt): told(outcome) for outcome in outcomes},
             )
+            embeddings.write(
+                connection,
+                self.worker_id,
+                {(outcome.job_id, outcome.attempt): outcome.embedding for outcome in outcomes},
+            )
             if cut := [outcome.saved for outcome in plain if outcome.saved is not None]:
                 partials.save(connection, self.worker_id, cut, now)
             if plain:
@@ -183,16 +199,26 @@ class Claims(RegisteredWorker):
         return written
 
     @retried
-    def hand_back(self, claimed: Sequence[tuple[str, int]]) -> list[str]:
+    def hand_back(
+        self, claimed: Sequence[tuple[str, int]], costs: Mapping[tuple[str, int], Cost] = MappingProxyType({})
+    ) -> list[str]:
         """Queue (job id, attempt) pairs again without counting a failure; returns the ids that this worker
-        still owned."""
+        still owned.
+
+        costs  what these attempts cost, as far as that is known
+        """
         now = self.database.now()
         returned = []
         with self.database.write() as connection:
             lock_ids(connection, [job_id for job_id, _ in claimed])
+            spent: list[dict[str, Any]] = []
             for job_id, attempt in claimed:
                 if hand_back(connection, self._ours(job_id, attempt), now):
                     returned.append(job_id)
+                    if (cost := costs.get((job_id, attempt))) is not None:
+                        spent.append({"job_id": job_id, "job_attempt": attempt, **cost_values(*cost)})
+            if spent:
+                connection.execute(ADD_COST, spent)
             followers.ended(connection, [job_id for job_id, _ in claimed], now)
         return returned
 
@@ -259,6 +285,9 @@ class Claims(RegisteredWorker):
         if not outcome.text and row.text:  # the text of before it was extended, which nothing replaces
             for name in OF_THE_TEXT:
                 values[f"new_{name}"] = getattr(row, name)
+        for name in ADDED:
+            before, new = getattr(row, name), values[f"new_{name}"]
+            values[f"new_{name}"] = before if new is None else new + (before or 0.0)
         return connection.execute(
             update(JobRow)
             .where(*self._ours(outcome.job_id, outcome.attempt))

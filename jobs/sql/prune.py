@@ -1,4 +1,4 @@
-"""Deletion of old jobs and batches that ended long ago. Unfinished ones are never deleted."""
+"""Deletion of jobs, batches and loads of models that ended long ago. Unfinished ones are never deleted."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from nightmill.jobs.sql.deletion import Deletion, delete_jobs
 from nightmill.jobs.sql.jobs import FINAL, GROUP, UNFINISHED, chunked
 from nightmill.jobs.sql.patience import long_lasting
 from nightmill.jobs.sql.retrying import retried
-from nightmill.jobs.sql.tables import BatchRow, JobRow
+from nightmill.jobs.sql.tables import BatchRow, JobRow, LoadRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,7 @@ class Prune:
             gone, last = self._delete_single_jobs(last)
             jobs += gone
             yield Pruned(jobs, batches)
+        self._delete_loads()
         yield Pruned(jobs, batches + self._delete_empty_batches())
 
     @long_lasting
@@ -90,6 +91,12 @@ class Prune:
                 empty = (BatchRow.name.in_(chunk), *self._empty_batches())
                 gone += connection.execute(delete(BatchRow).where(*empty)).rowcount
             return gone
+
+    @retried
+    def _delete_loads(self) -> None:
+        """Delete the loads of models that ended before the cutoff."""
+        with self._database.write() as connection:
+            connection.execute(delete(LoadRow).where(LoadRow.ended_at < self._cutoff))
 
     def _single_jobs(self) -> tuple[ColumnElement[bool], ...]:
         open_batches = select(BatchRow.name).where(BatchRow.format.is_(None))

@@ -36,6 +36,8 @@ class EndedJobs:
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int
+    gpu_seconds: float = 0.0
+    energy_joules: float = 0.0  # as far as it is known
 
 
 class QueueStats:
@@ -96,16 +98,25 @@ class QueueStats:
                 func.coalesce(func.sum(JobRow.completion_tokens), 0),
                 func.coalesce(func.sum(JobRow.cached_tokens), 0),
                 func.coalesce(func.sum(JobRow.reasoning_tokens), 0),
+                func.coalesce(func.sum(JobRow.gpu_seconds), 0.0),
+                func.coalesce(func.sum(JobRow.energy_joules), 0.0),
             )
             .where(JobRow.finished_at.is_not(None))
             .group_by(JobRow.model, JobRow.state)
         )
         with self._database.read() as connection:
+            found = connection.execute(query).all()
             return {
                 (model, state): EndedJobs(
-                    jobs, int(read or 0), int(written or 0), int(cached or 0), int(thought or 0)
+                    jobs,
+                    int(read or 0),
+                    int(written or 0),
+                    int(cached or 0),
+                    int(thought or 0),
+                    seconds or 0.0,
+                    joules or 0.0,
                 )
-                for model, state, jobs, read, written, cached, thought in connection.execute(query)
+                for model, state, jobs, read, written, cached, thought, seconds, joules in found
             }
 
     @long_lasting

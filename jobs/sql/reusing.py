@@ -14,7 +14,7 @@ from nightmill.jobs.base.arithmetic import Arithmetic
 from nightmill.jobs.base.contract import JobState, Markup, StopReason
 from nightmill.jobs.reply.job import Answer
 from nightmill.jobs.request.reuse import Reuse
-from nightmill.jobs.sql import answers, logprobs, partials
+from nightmill.jobs.sql import answers, embeddings, logprobs, partials
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.jobs import chunked
 from nightmill.jobs.sql.outcomes import Outcome
@@ -37,6 +37,7 @@ class Wanted:
     markup: Markup | None
     several: bool  # it has several answers
     tells: bool  # it tells log-probabilities or token ids
+    embeds: bool = False
 
 
 def find(database: Database, wanted: Sequence[Wanted], arithmetic: Arithmetic) -> list[Outcome]:
@@ -84,12 +85,17 @@ def _find(connection: Connection, wanted: Sequence[Wanted], arithmetic: Arithmet
     ]
     several = {row.id: row.text for one, row in pairs if one.several}
     telling = sorted({row.id for one, row in pairs if one.tells})
+    embedding = sorted({row.id for one, row in pairs if one.embeds})
     cut = sorted({row.id for _, row in pairs if row.stop_reason == StopReason.LENGTH or row.answers > 1})
     all_answers = answers.read(connection, several) if several else {}
     told = logprobs.read(connection, telling) if telling else {}
+    packed = embeddings.read(connection, embedding) if embedding else {}
     saved = partials.find(connection, cut) if cut else {}
     return [
-        _outcome(one, row, all_answers.get(row.id, ()), told.get(row.id, {}), saved.get(row.id))
+        replace(
+            _outcome(one, row, all_answers.get(row.id, ()), told.get(row.id, {}), saved.get(row.id)),
+            embedding=packed.get(row.id),
+        )
         for one, row in pairs
     ]
 

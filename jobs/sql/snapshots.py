@@ -19,7 +19,7 @@ from nightmill.jobs.reply import token_ids
 from nightmill.jobs.reply.job import Answer, Job
 from nightmill.jobs.reply.token_ids import TokenIds
 from nightmill.jobs.request.parameters import GenerationParams
-from nightmill.jobs.sql import answers, logprobs
+from nightmill.jobs.sql import answers, embeddings, logprobs
 from nightmill.jobs.sql.tables import JobRow
 
 T = TypeVar("T")
@@ -34,11 +34,19 @@ def read_jobs(connection: Connection, query: Select[Any]) -> list[Job]:
     telling = [row["id"] for row in rows if _ended_with(row, *asking)]
     known = answers.read(connection, several) if several else {}
     packed_logprobs = logprobs.read(connection, telling) if telling else {}
+    embedding = [row["id"] for row in rows if _ended_with(row, "embed")]
+    packed_embeddings = embeddings.read(connection, embedding) if embedding else {}
     gone = _gone(connection, {row["reused_from"] for row in rows} - {None})
     return [
         replace(job, reused_from_gone=job.reused_from in gone) if gone else job
         for job in (
-            job_from_row(row, known.get(row["id"], ()), packed_logprobs.get(row["id"], {})) for row in rows
+            job_from_row(
+                row,
+                known.get(row["id"], ()),
+                packed_logprobs.get(row["id"], {}),
+                packed_embeddings.get(row["id"]),
+            )
+            for row in rows
         )
     ]
 
@@ -59,7 +67,10 @@ def _ended_with(row: RowMapping, *parameters: str) -> bool:
 
 
 def job_from_row(
-    row: RowMapping, several: tuple[Answer, ...] = (), packed_logprobs: Mapping[int, bytes] | None = None
+    row: RowMapping,
+    several: tuple[Answer, ...] = (),
+    packed_logprobs: Mapping[int, bytes] | None = None,
+    packed_embedding: bytes | None = None,
 ) -> Job:
     """Convert a row of `jobs` to a public snapshot. Values that this version does not understand are shown
     unchanged.
@@ -75,6 +86,7 @@ def job_from_row(
         several=_with_details(several, params, packed, ids),
         packed_logprobs=None if several else packed.get(0),
         packed_prompt_logprobs=packed.get(logprobs.OF_PROMPT),
+        packed_embedding=packed_embedding,
         token_ids=ids,
         state=JobState.read(row["state"]),
         stop_reason=StopReason.read(row["stop_reason"]) if row["stop_reason"] else None,
@@ -114,6 +126,7 @@ _SHOWN_AS_THEY_ARE = {field.name for field in fields(Job)} - {
         "several",
         "packed_logprobs",
         "packed_prompt_logprobs",
+        "packed_embedding",
         "token_ids",
         "state",
         "stop_reason",

@@ -7,6 +7,7 @@ from sqlalchemy import (
     JSON,
     BigInteger,
     ColumnElement,
+    Double,
     ForeignKey,
     Index,
     LargeBinary,
@@ -25,7 +26,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from nightmill.jobs.base.contract import MAX_ERROR_LENGTH, JobState, JsonObject
 from nightmill.jobs.sql.types import StorableString, StorableText, UtcDateTime
 
-SCHEMA_REVISION = "0030"
+SCHEMA_REVISION = "0035"
 """The migration that these declarations match."""
 
 
@@ -82,6 +83,26 @@ class WorkerRow(Base):
     detail: Mapped[str | None] = mapped_column(StorableString(200))
     stats: Mapped[JsonObject | None] = mapped_column(JSON(none_as_null=True))  # as of the heartbeat
     paused: Mapped[bool] = mapped_column(server_default=false())  # by hand: it is to sleep until resumed
+    # Names of the models that it loads in turn; `model` is the one that is loaded, or was last.
+    models: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))
+    swap_for_interactive: Mapped[bool] = mapped_column(server_default=false())
+
+
+class LoadRow(Base):
+    """A load of a model by a worker that serves several in turn: from its choice to its end."""
+
+    __tablename__ = "loads"
+
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    worker: Mapped[str] = mapped_column(String(32), index=True)
+    model: Mapped[str] = mapped_column(String(200), index=True)
+    reason: Mapped[str] = mapped_column(StorableString(200))  # why it was chosen
+    began_at: Mapped[datetime]
+    ready_at: Mapped[datetime | None]  # None: it has not become ready, or not yet
+    ended_at: Mapped[datetime | None]
+    error: Mapped[str | None] = mapped_column(StorableText(MAX_ERROR_LENGTH))  # why it did not become ready
+    failure: Mapped[str | None] = mapped_column(String(16))  # what that is a fault of
+    settled: Mapped[bool] = mapped_column(server_default=false())  # a failure that rows were charged with
 
 
 def _partial(name: str, *columns: str, where: str, unique: bool = False) -> Index:
@@ -131,6 +152,9 @@ class JobRow(Base):
     completion_tokens: Mapped[int | None]
     cached_tokens: Mapped[int | None]  # tokens of the prompt found in the cache
     reasoning_tokens: Mapped[int | None]  # reasoning tokens of all answers
+    # Shares of the steps that computed it, in all its attempts; joules where the GPU tells.
+    gpu_seconds: Mapped[float | None] = mapped_column(Double)
+    energy_joules: Mapped[float | None] = mapped_column(Double)
     arithmetic: Mapped[str | None] = mapped_column(StorableText())  # name of what computed the text
     prompt_digest: Mapped[str | None] = mapped_column(String(16))  # digest of the token ids
     reused_from: Mapped[str | None] = mapped_column(String(32))  # the job that the text was computed for
@@ -251,6 +275,17 @@ class LogprobsRow(Base):
         String(32), ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True
     )
     number: Mapped[int] = mapped_column(primary_key=True)  # number of the answer, from 0; below 0: the prompt
+    data: Mapped[bytes] = mapped_column(LargeBinary)
+
+
+class EmbeddingRow(Base):
+    """The embedding of an ended job, float32 (`jobs.reply.embeddings`)."""
+
+    __tablename__ = "embeddings"
+
+    job_id: Mapped[str] = mapped_column(
+        String(32), ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True
+    )
     data: Mapped[bytes] = mapped_column(LargeBinary)
 
 

@@ -43,6 +43,12 @@ class WorkerStore:
         of_model = [] if model is None else [WorkerRow.model == model]
         return self._find(self._recent(), WorkerRow.state.in_(states), *of_model)
 
+    def could_serve(self, model: str | None = None) -> list[Worker]:
+        """Return the live workers that load several models in turn, this one (None: any) among them."""
+        settle_heartbeats(self.database)
+        found = self._find(self._recent(), WorkerRow.state.in_(LIVE), WorkerRow.models.is_not(None))
+        return [worker for worker in found if model is None or worker.could_serve(model)]
+
     @retried
     def pause(self, workers: Sequence[str] | None, *, paused: bool = True) -> list[Worker]:
         """Pause live workers, or with `paused=False` resume them; returns those that this changed.
@@ -70,13 +76,13 @@ class WorkerStore:
         return WorkerRow.heartbeat_at > self.database.clock_time(ago=stale)
 
     def models(self) -> Sequence[str]:
-        """Return the names of all models ever served, sorted."""
+        """Return the names of all models that were ever served, or are to be in turn, sorted."""
         with self.database.read() as connection:
-            return (
-                connection.execute(select(WorkerRow.model).distinct().order_by(WorkerRow.model))
-                .scalars()
-                .all()
-            )
+            names = set(connection.execute(select(WorkerRow.model).distinct()).scalars())
+            lists = connection.execute(select(WorkerRow.models).where(WorkerRow.models.is_not(None)))
+            for listed in lists.scalars():
+                names.update(listed if isinstance(listed, list) else ())
+        return sorted(names)
 
     def _find(self, *conditions: Any) -> list[Worker]:
         query = select(WorkerRow.__table__).where(*conditions).order_by(WorkerRow.started_at.desc())
@@ -103,8 +109,8 @@ class RegisteredWorker:
 
     @retried
     def register(self, host: str, pid: int, model: str, gpu: str | None, detail: str | None = None) -> None:
-        """Insert this worker as starting, or update it if it has slept; `detail` describes its activity for
-        people."""
+        """Insert this worker as starting, or update it if it has slept or is starting already; `detail`
+        describes its activity for people."""
         values = {
             "host": host,
             "pid": pid,
@@ -115,11 +121,18 @@ class RegisteredWorker:
             "started_at": self.database.now(),
             "heartbeat_at": self.database.clock_time(),
         }
-        asleep = (WorkerState.SLEEPING, WorkerState.LOST)
-        woken = update(WorkerRow).where(WorkerRow.id == self.worker_id, WorkerRow.state.in_(asleep))
+        before = (WorkerState.SLEEPING, WorkerState.LOST, WorkerState.STARTING)
+        woken = update(WorkerRow).where(WorkerRow.id == self.worker_id, WorkerRow.state.in_(before))
         with self.database.write() as connection:
             if not connection.execute(woken.values(**values)).rowcount:
                 connection.execute(insert(WorkerRow).values(id=self.worker_id, **values))
+
+    @retried
+    def register_models(self, models: Sequence[str], *, swap_for_interactive: bool) -> None:
+        """Record that this registered worker loads these models in turn."""
+        listed = {"models": list(models), "swap_for_interactive": swap_for_interactive}
+        with self.database.write() as connection:
+            connection.execute(update(WorkerRow).where(WorkerRow.id == self.worker_id).values(**listed))
 
     def paused(self) -> bool:
         """Return True if somebody has paused this worker, and nobody resumed it."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.base.extras import pip_install
 from nightmill.jobs.errors import BatchFileError, BatchFileUnavailableError, MissingExtraError
-from nightmill.jobs.formats.rows import FileFormat
+from nightmill.jobs.formats.rows import FLOATS, FileFormat
 from nightmill.jobs.tables.kinds import BOOLEAN, JSON, NUMBER, TEXT, WHOLE
 
 if TYPE_CHECKING:
@@ -128,6 +128,7 @@ def schema_of(layout: "TableLayout") -> Any:
         NUMBER: arrow.float64(),
         BOOLEAN: arrow.bool_(),
         JSON: arrow.string(),
+        FLOATS: arrow.list_(arrow.float32()),
     }
     if layout.shape.schema is None:
         kept = [arrow.field(name, kinds[kind]) for name, kind in layout.shape.kept]

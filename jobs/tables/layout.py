@@ -9,6 +9,7 @@ from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.formats.layout import Layout, WholeWriter
 from nightmill.jobs.formats.results import READ, answer_values, error_of, reply_values
 from nightmill.jobs.formats.rows import FileFormat
+from nightmill.jobs.reply.embeddings import written
 from nightmill.jobs.reply.job import Job
 from nightmill.jobs.tables.kinds import cell, flat
 from nightmill.jobs.tables.shape import ID, Shape
@@ -61,12 +62,12 @@ class TableLayout(Layout):
 
     def head(self) -> bytes:
         """The names of the columns, in CSV."""
-        return self.csv_line(self.columns) if self.format is FileFormat.CSV else b""
+        return self._csv_line(self.columns) if self.format is FileFormat.CSV else b""
 
     def line(self, row: JsonObject) -> bytes:
         """A row of CSV or JSON lines."""
         if self.format is FileFormat.CSV:
-            return self.csv_line(cell(row.get(name)) for name in self.columns)
+            return self._csv_line(cell(row.get(name)) for name in self.columns)
         return super().line(row)
 
     def owns(self, row: JsonObject) -> bool:
@@ -92,6 +93,8 @@ class TableLayout(Layout):
         }
         if self.errors:
             return made | {"line": job.row} | error_of(job)
+        if job.packed_embedding is not None:
+            made["embedding"] = written(job.packed_embedding)
         parsed = job.parsed if self.shape.spread else None
         spread = spread_values(parsed, self.shape.spread)
         return (

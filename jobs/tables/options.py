@@ -13,8 +13,8 @@ from nightmill.jobs.request.spec import JobSpec
 from nightmill.jobs.request.template import Empty, Template
 from nightmill.jobs.tables.spreading import spread_columns
 
-ANSWER = "answer"
-"""The name of the column of answers, unless another is given."""
+ANSWER, EMBEDDING = "answer", "embedding"
+"""The name of the column of answers, or of embeddings, unless another is given."""
 ALL, NONE = "all", "none"
 _LONGEST_NAME = 256  # characters of a column of ours
 
@@ -41,6 +41,7 @@ class OfRows(NamedTuple):
     constrained: Constrained | None = None
     several: bool = False
     tools: bool = False
+    embeds: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +82,7 @@ class TableOptions:
             defaults.constrained,
             several=params.n > 1 or params.logprobs is not None or bool(params.score),
             tools=defaults.tools is not None,
+            embeds=params.embed,
         )
         return cls._checked(said, rows)
 
@@ -88,7 +90,7 @@ class TableOptions:
     def _checked(cls, said: Mapping[str, Any], rows: OfRows) -> Self:
         template = Template.parse(said["template"])
         system = Template.parse(said["system"], "system") if "system" in said else None
-        plain = said.get("plain", False)
+        plain = said.get("plain", rows.embeds)
         if not isinstance(plain, bool):
             raise _wrong("plain", f"must be true or false, not {json_type(plain)}")
         if plain and system is not None:
@@ -110,7 +112,7 @@ class TableOptions:
             system=system,
             plain=plain,
             keep=_keep(said.get("keep", ALL)),
-            column=_column(said.get("column", ANSWER)),
+            column=_column(said.get("column", EMBEDDING if rows.embeds else ANSWER)),
             spread=spread_columns(rows.constrained) if said.get("spread") else (),
             empty=_empty(said.get("empty", Empty.ERROR)),
             rows=rows,

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.errors import InvalidParameterError
+from nightmill.jobs.formats.rows import FLOATS
 from nightmill.jobs.request.template import listed
 from nightmill.jobs.tables.kinds import JSON, TEXT, WHOLE
 from nightmill.jobs.tables.options import ALL, NONE, TableOptions
@@ -48,6 +49,7 @@ class Shape:
     spread: tuple[tuple[str, str], ...]
     several: bool
     tools: bool
+    embeds: bool = False
 
     @classmethod
     def of(cls, options: TableOptions, columns: Mapping[str, str], schema: bytes | None) -> Self:
@@ -69,6 +71,7 @@ class Shape:
             spread=options.spread,
             several=options.rows.several,
             tools=options.rows.tools,
+            embeds=options.rows.embeds,
         )
 
     @classmethod
@@ -84,6 +87,7 @@ class Shape:
             spread=_pairs(values.get("spread", ())),
             several=bool(values.get("several")),
             tools=bool(values.get("tools")),
+            embeds=bool(values.get("embeds")),
         )
 
     def values(self) -> JsonObject:
@@ -93,7 +97,7 @@ class Shape:
             said[SCHEMA] = self.schema
         if self.spread:
             said["spread"] = [list(pair) for pair in self.spread]
-        return said | {name: True for name in ("several", "tools") if getattr(self, name)}
+        return said | {name: True for name in ("several", "tools", "embeds") if getattr(self, name)}
 
     def ours(self, *, errors: bool) -> tuple[Ours, ...]:
         """Our columns, in order; none has the name of a kept one or of another."""
@@ -113,6 +117,12 @@ class Shape:
 
     def _wanted(self, errors: bool) -> Iterator[tuple[str, str, str]]:
         """(key, name, kind); the answer's column comes first, where it can have its name."""
+        if self.embeds:
+            yield from () if errors else (("embedding", self.column, FLOATS),)
+            for name, kind in (_ERRORS if errors else {"prompt_tokens": WHOLE}).items():
+                yield name, name, kind
+            yield ID, "job_id", TEXT
+            return
         yield "answer", self.column, TEXT
         if not errors:
             taken = {name for name, _ in self.kept} | {self.column}

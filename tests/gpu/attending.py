@@ -1,15 +1,17 @@
 """Drives the launchers of attention over paged caches, and says what they should give."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from nightmill.worker.model.spec import Attention
 from nightmill.worker.runners.gpu.attention.choice import Decode, Prefill
 from nightmill.worker.runners.gpu.attention.pieces import NO_PIECES
 from nightmill.worker.runners.gpu.device.device import Device
-from nightmill.worker.runners.gpu.device.operands import ELEMENT
+from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, Buffer
 from nightmill.worker.runners.gpu.shapes import padded_rows
 from tests.gpu.oracles import Paged, attention_oracle
-from tests.support.operands import cache_of, elements, fetched, inputs_of, poisoned, shape_of
+from tests.support.operands import buffer, cache_of, elements, fetched, inputs_of, poisoned, shape_of
 
 
 def run_decode(
@@ -28,7 +30,8 @@ def run_decode(
     )  # fmt: skip
     out = poisoned(device, (count, attention.heads, attention.head_dim), ELEMENT)
     step = shape_of(tokens=count, drawn=count, pieces=len(pieces))
-    decode(elements(device, qkv), cache_of(device, paged.k_cache, paged.v_cache), inputs, step, out)
+    cache, sinks = cache_of(device, paged.k_cache, paged.v_cache), sinks_on(device, paged)
+    decode(elements(device, qkv), cache, inputs, step, out, sinks)
     return fetched(device, out)
 
 
@@ -37,7 +40,7 @@ def run_split(
 ) -> np.ndarray:
     """By split attention: so few sequences at a time that they do not fill a chip."""
     parts = [slice(first, first + 3) for first in range(0, len(lengths), 3)]
-    few = [Paged([], [], paged.k_cache, paged.v_cache, paged.tables[part]) for part in parts]
+    few = [replace(paged, keys=[], values=[], tables=paged.tables[part]) for part in parts]
     return np.concatenate(
         [
             run_decode(device, decode, attention, qkv[part], some, lengths[part], pieces=NO_PIECES)
@@ -49,7 +52,7 @@ def run_split(
 def decode_oracle(attention: Attention, qkv: np.ndarray, paged: Paged, lengths: list[int]) -> np.ndarray:
     return np.concatenate(
         [
-            attention_oracle(attention, qkv[s : s + 1], k, v, np.array([length]))
+            attention_oracle(attention, qkv[s : s + 1], k, v, np.array([length]), paged.sinks)
             for s, (k, v, length) in enumerate(zip(paged.keys, paged.values, lengths, strict=True))
         ]
     )
@@ -73,21 +76,29 @@ def run_prefill(
     out = poisoned(device, (starts[-1], attention.heads, attention.head_dim), ELEMENT)
     cache = cache_of(device, paged.k_cache, paged.v_cache)
     step = shape_of(tokens=len(qkv), tiles=len(tiles), groups=groups)
-    prefill(elements(device, queries), cache, inputs, step, out)
+    prefill(elements(device, queries), cache, inputs, step, out, sinks_on(device, paged))
     return fetched(device, out)
 
 
 def prefill_oracle(
     attention: Attention, qkv: np.ndarray, paged: Paged, lengths: list[int], chunks: list[int]
 ) -> np.ndarray:
-    ends = np.cumsum(chunks)
-    return np.concatenate(
-        [
-            attention_oracle(
-                attention, qkv[end - chunk : end], keys, values, length - chunk + np.arange(chunk) + 1
-            )
-            for end, chunk, length, keys, values in zip(
-                ends, chunks, lengths, paged.keys, paged.values, strict=True
-            )
-        ]
-    )
+    ends, results = np.cumsum(chunks), []
+    for end, chunk, length, keys, values in zip(ends, chunks, lengths, paged.keys, paged.values, strict=True):
+        visible = length - chunk + np.arange(chunk) + 1
+        own = qkv[end - chunk : end]
+        results.append(attention_oracle(attention, own, keys, values, visible, paged.sinks))
+    return np.concatenate(results)
+
+
+def sinks_on(device: Device, paged: Paged) -> Buffer:
+    """Those of the layer, on the device."""
+    return ABSENT if paged.sinks is None else buffer(device, paged.sinks)
+
+
+def make_sinks(rng: np.random.Generator, attention: Attention) -> np.ndarray:
+    """Scores of which some are far above all others, some far below, and most among them."""
+    sinks = rng.standard_normal(attention.heads).astype(np.float32) * 3
+    sinks[:: max(attention.heads // 2, 2)] = 12.0
+    sinks[-1] = -300.0
+    return sinks

@@ -16,7 +16,7 @@ from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.waits import BOUNDED_WAITS
 from nightmill.worker.runners.gpu.runner import CudaRunner
 from nightmill.worker.runners.kv_format import KvFormat
-from tests.support.cuda_runners import cuda_runner
+from tests.support.cuda_runners import cuda_runner, pretended_card
 from tests.support.needs import Need, reason
 
 HERE = Path(__file__).parent
@@ -64,7 +64,7 @@ def kv() -> KvFormat:
 @pytest.fixture
 def device(element: Element, kv: KvFormat) -> Iterator[Device]:
     """The first GPU, for one test."""
-    with Device(0, element, kv) as device:
+    with Device(0, element, kv, pretended=pretended_card()) as device:
         yield device
 
 

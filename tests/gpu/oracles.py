@@ -51,6 +51,7 @@ class Paged:
     k_cache: Array  # [pages, G, 16, D] of them
     v_cache: Array
     tables: Array  # (S, stride) int32
+    sinks: Array | None = None  # (H,) of the layer, if it has any
 
 
 def make_paged(
@@ -95,10 +96,12 @@ def attention_of(shape: tuple[int, int, int], **changes: Any) -> Attention:
     return replace(spec.layers[0].attention, **changes)
 
 
-def attention_oracle(attention: Attention, qkv: Array, keys: Array, values: Array, visible: Array) -> Array:
+def attention_oracle(
+    attention: Attention, qkv: Array, keys: Array, values: Array, visible: Array, sinks: Array | None = None
+) -> Array:
     """`ops.attention` in float64: qkv (M, H + 2 G, D), keys and values (L, G, D), visible (M,)."""
     q = qkv[:, : attention.heads]
-    how = ops.Scores(attention.scale, attention.softcap, attention.window)
+    how = ops.Scores(attention.scale, attention.softcap, attention.window, sinks)
     length = -(-len(keys) // ops.KEY_TILE) * ops.KEY_TILE
     padded = [np.zeros((1, length, *keys.shape[1:])) for _ in range(2)]
     padded[0][0, : len(keys)] = keys
@@ -132,6 +135,7 @@ def noisy_scores(logits: Array, rows: SamplingRows, row: int) -> Array:
 SHAPES = [(14, 2, 64), (16, 8, 128), (4, 4, 64), (32, 2, 128), (12, 1, 64), (20, 1, 64)]
 OTHER_SHAPES = [(4, 2, 80), (10, 1, 96), (2, 1, 112), (2, 1, 160), (4, 2, 192), (8, 4, 256), (10, 1, 256)]
 SLOW_SHAPES = [(4, 2, 16), (3, 3, 40), (8, 2, 32), (2, 1, 144), (2, 1, 320)]
+WIDE_SHAPES = [(16, 2, 512), (3, 1, 512), (40, 1, 512)]
 LONG = 32_000  # tokens
 
 

@@ -31,6 +31,7 @@ from nightmill.worker.runners.kv_format import KvFormat
 from tests.gpu.comparing_on_gpu import SOURCE, ResultsOnGpu
 from tests.gpu.product_trials import DONE, X_SCALE, say
 from tests.gpu.resident import ResidentWeights
+from tests.support.cuda_runners import pretended_card
 from tests.support.operands import products_with
 from tests.support.real_products import ROWS, RealQkv, real_qkvs
 
@@ -72,7 +73,7 @@ def main(head: str, style: str, formats: str, *options: str) -> int:
         if group_of(one) == (head, RopeStyle(style).value, formats):
             found.setdefault(sizes, one)
     chosen, wrong = list(found.values()), 0
-    with Device() as device:
+    with Device(pretended=pretended_card()) as device:
         say(f"compiling for {len(chosen)} of {head} {style} {formats}")
         kept, attention = _formats(chosen[0]), chosen[0].attention
         pairs = [(Kind.PLAIN, one) for one in dict.fromkeys(kept)]

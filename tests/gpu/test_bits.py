@@ -16,6 +16,7 @@ from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import Request
+from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.element_choice import choose_element
@@ -26,6 +27,8 @@ from tests.gpu.conftest import Make
 from tests.support.driving import BLOCK, Chunk, Cuda, Pages, generate, logits_of
 from tests.support.engines import NoText
 from tests.support.ggufs import write_model
+from tests.support.parts import PARTS, file_of_halves
+from tests.support.true_guesses import guess_truly
 
 LONGEST = 1100
 CONTEXT = 1536
@@ -45,11 +48,16 @@ HEADS: dict[str, dict[str, Any]] = {
         "architecture": "qwen3", "width": 256, "heads": 4, "kv_heads": 2, "head_dim": 128, "kind": BF16,
     },
 }  # fmt: skip
-"""Heads of 64 and 128 have fast attention, others the general one. Files in BF16 are computed in it."""
+"""Heads of 64 and 128 have fast attention, others the general one. Files in BF16 are computed in it.
+
+Beside them, specs of PARTS.
+"""
 
 
 CASES = [(heads, WeightsFormat.ELEMENT, KvFormat.ELEMENT) for heads in HEADS]
 CASES += [(heads, WeightsFormat.ELEMENT, KvFormat.FP8) for heads in ("64", "16", "128 in BF16")]
+CASES += [(part, WeightsFormat.ELEMENT, KvFormat.ELEMENT) for part in ("sinks", "latents")]
+CASES += [("latents", WeightsFormat.FP8, KvFormat.ELEMENT)]
 CASES += [("64", WeightsFormat.FP8, KvFormat.ELEMENT), ("128 in BF16", WeightsFormat.FP8, KvFormat.FP8)]
 Case = tuple[str, WeightsFormat, KvFormat]
 
@@ -64,7 +72,15 @@ def case(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture(scope="module")
 def file(case: Case, tmp_path_factory: pytest.TempPathFactory) -> GgufFile:
     path = tmp_path_factory.mktemp("model") / "model.gguf"
+    if case[0] in PARTS:
+        return file_of_halves(path.parent, PARTS[case[0]])
     return GgufFile.open(write_model(path, seed=3, ffn=384, context_length=CONTEXT, **HEADS[case[0]]))
+
+
+@pytest.fixture(scope="module")
+def spec(case: Case, file: GgufFile) -> ModelSpec:
+    """In place of that which keys of a file say."""
+    return PARTS[case[0]] if case[0] in PARTS else read_spec(file)
 
 
 @pytest.fixture(scope="module")
@@ -202,3 +218,24 @@ def test_answers_are_the_same_in_any_company_and_through_any_interruption(
     tight = make(slots=37, kv_pages=page + 40, context=context, depth=3)  # sequences give way again and again
     assert first == answers(tight, asked, context=context, budget=300, sharing=True)
     assert first == answers(tight, asked, context=context, budget=300, sharing=True, interrupt=9)
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "kernels"])
+def test_drafts_change_no_token(
+    spec: ModelSpec, make: Make, monkeypatch: pytest.MonkeyPatch, graphs: bool
+) -> None:
+    """Of eight sequences and fewer; contexts that are split, whole, and of one token."""
+    context, page = CONTEXT, -(-CONTEXT // BLOCK)
+    prompts = texts(spec, [1, 15, 16, 17, 200, 640, 1000, 1100], 21)
+    asked = [
+        Request(
+            str(index), 1, prompt, GenerationParams(max_tokens=40 + index, temperature=index % 2), 900 + index
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+    runner = make(slots=48, kv_pages=48 * page, context=context, graphs=graphs)
+    plain = generate(runner, asked, context=context, token_budget=2048)
+    guess_truly(monkeypatch, plain, vocab=spec.vocab)
+    for some in (asked, asked[-1:], asked[3:5]):
+        drafted = generate(runner, some, context=context, token_budget=2048, drafts=True)
+        assert drafted == {one.job_id: plain[one.job_id] for one in some}

@@ -2,6 +2,7 @@
 
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,11 +15,14 @@ from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, FP8, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.loading import load_weights
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
-from nightmill.worker.runners.gpu.products.fp8.hopper_fp8 import FP8_TILES, HopperFp8
+from nightmill.worker.runners.gpu.products.fp8.format import Fp8Format
+from nightmill.worker.runners.gpu.products.fp8.hopper_fp8 import FP8_TILES
+from nightmill.worker.runners.gpu.products.mma_tiles import MMA_TILES
 from nightmill.worker.runners.gpu.shapes import SUMMED, Kind, Shape
 from nightmill.worker.runners.reference import ops
 from nightmill.worker.runners.reference.rounding import to_fp8
 from tests.support.comparing import nmse
+from tests.support.cuda_runners import pretended_card
 from tests.support.driving import BLOCK, Chunk, Cuda, HasLogits, Pages, Reference, logits_of
 from tests.support.elements import BOTH_ELEMENTS, ROUNDED_ONCE, rounded
 from tests.support.family_cases import GPU_FILES, file_of
@@ -31,10 +35,10 @@ SIZES = ((1152, 896), (520, 80), (264, 18_944))  # outputs, inputs
 
 
 @pytest.fixture(autouse=True)
-def hopper() -> None:
-    with Device() as device:
-        if not device.hopper:
-            missing(Need.HOPPER)
+def fp8() -> None:
+    with Device(pretended=pretended_card()) as device:
+        if not device.fp8:
+            missing(Need.FP8)
 
 
 def bytes_of(numbers: Array) -> Array:
@@ -70,7 +74,8 @@ class Rows:
 @BOTH_ELEMENTS
 @pytest.mark.parametrize("kind", FP8_TILES, ids=str)
 def test_every_tile_is_exact_and_gives_the_same_bits(device: Device, kind: Kind) -> None:
-    products = HopperFp8(device, [kind], fp8_room(device, 0, 0))
+    products: Any = Fp8Format().launcher(device, [kind], fp8_room(device, 0, 0))
+    tiles: Any = FP8_TILES[kind] if device.hopper else [tile for tile in MMA_TILES if tile.takes(kind)]
     rng = np.random.default_rng(1)
     gated, floats = kind.activation is not None, kind in SUMMED
     for outputs, inputs in SIZES:
@@ -85,7 +90,7 @@ def test_every_tile_is_exact_and_gives_the_same_bits(device: Device, kind: Kind)
                 activation = ops.geglu if kind is Kind.GEGLU else ops.swiglu
                 exact = activation(rounded(exact, device.element).astype(np.float64))
             first = None
-            for tile in FP8_TILES[kind]:
+            for tile in tiles:
                 held = np.full((rows + 1, outputs), np.nan, dtype=np.float32)
                 if kind is Kind.RESIDUAL:
                     held[:rows] = before
@@ -106,7 +111,7 @@ def test_rows_of_elements_are_rounded_before_they_are_multiplied(device: Device)
     rng = np.random.default_rng(2)
     x = elements(device, rng.standard_normal((9, 896)))
     weight = Rows(device, 520, 896, rng).matrix
-    given = HopperFp8(device, [Kind.ADDEND], fp8_room(device, 9, 896))
+    given: Any = Fp8Format().launcher(device, [Kind.ADDEND], fp8_room(device, 9, 896))
     quantised = fp8_room(device, 9, 896)
     given._quantise(x.address, quantised.address, quantised.scales, 9, 896)
     way = given.candidates(Shape(9, 520, 896, Kind.ADDEND, Format.FP8))[0].kernel(

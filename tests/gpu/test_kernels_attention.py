@@ -6,16 +6,18 @@ import pytest
 from nightmill.worker.runners.gpu.attention.choice import decode_attention
 from nightmill.worker.runners.gpu.attention.decode import DecodeAttention
 from nightmill.worker.runners.gpu.attention.pieces import NO_PIECES, decode_pieces
+from nightmill.worker.runners.gpu.attention.wide import WideDecode, has_room, wide_pieces
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.graphs import Graph
 from nightmill.worker.runners.gpu.device.operands import ELEMENT
-from tests.gpu.attending import decode_oracle, run_decode, run_split
+from tests.gpu.attending import decode_oracle, make_sinks, run_decode, run_split
 from tests.gpu.oracles import (  # fmt: skip
     ATTENTION,
     LONG,
     OTHER_SHAPES,
     SHAPES,
     SLOW_SHAPES,
+    WIDE_SHAPES,
     Paged,
     assert_close,
     attention_of,
@@ -25,13 +27,14 @@ from tests.gpu.oracles import (  # fmt: skip
     poison_before,
 )
 from tests.support.elements import BOTH_ELEMENTS
+from tests.support.needs import Need, missing
 from tests.support.operands import cache_of, elements, fetched, inputs_of, poisoned, shape_of
 
 BORDERS = [1, 2, 15, 16, 17, 63, 64, 65, 255, 256, 257, 511, 513, 1000, 1024, 1025]
 
 
 @BOTH_ELEMENTS
-@pytest.mark.parametrize("shape", SHAPES + OTHER_SHAPES + SLOW_SHAPES)
+@pytest.mark.parametrize("shape", SHAPES + OTHER_SHAPES + SLOW_SHAPES + WIDE_SHAPES)
 def test_decode_at_page_and_segment_borders(device: Device, shape: tuple[int, int, int]) -> None:
     attention = attention_of(shape)
     decode = decode_attention(device, attention, max_context=LONG)
@@ -76,7 +79,7 @@ def test_decode_with_a_window_and_a_cap(
 
 
 @BOTH_ELEMENTS
-@pytest.mark.parametrize("shape", [*SHAPES[:2], (4, 2, 80), (8, 4, 256)])
+@pytest.mark.parametrize("shape", [*SHAPES[:2], (4, 2, 80), (8, 4, 256), WIDE_SHAPES[0]])
 def test_decode_of_long_contexts(device: Device, shape: tuple[int, int, int]) -> None:
     attention = attention_of(shape)
     decode = decode_attention(device, attention, max_context=LONG)
@@ -89,7 +92,7 @@ def test_decode_of_long_contexts(device: Device, shape: tuple[int, int, int]) ->
 
 
 @BOTH_ELEMENTS
-@pytest.mark.parametrize("shape", [*SHAPES[:2], (10, 1, 96), (8, 4, 256)])
+@pytest.mark.parametrize("shape", [*SHAPES[:2], (10, 1, 96), (8, 4, 256), WIDE_SHAPES[0]])
 def test_decode_alone_and_in_a_large_batch_gives_the_same_bits(
     device: Device, shape: tuple[int, int, int]
 ) -> None:
@@ -272,3 +275,69 @@ def test_a_captured_launch_serves_other_contexts(device: Device, count: int) -> 
             np.array([lengths[sequence]]),
         )  # fmt: skip
         assert_close(actual[sequence : sequence + 1], expected, ATTENTION)
+
+
+@BOTH_ELEMENTS
+@pytest.mark.parametrize("window", [None, 128])
+@pytest.mark.parametrize("shape", [(64, 8, 64), (16, 2, 128), (8, 4, 256), (20, 1, 64), SLOW_SHAPES[0]])
+def test_sinks_join_a_softmax_after_all_parts_of_a_context(
+    device: Device, shape: tuple[int, int, int], window: int | None
+) -> None:
+    """As gpt-oss has them. Cut anyhow, in clusters and whole, with the same bits."""
+    attention = attention_of(shape, window=window, sinks=True)
+    decode = decode_attention(device, attention, max_context=LONG)
+    rng = np.random.default_rng(17)
+    lengths = [*BORDERS, 5000]
+    paged = make_paged(
+        rng, lengths, attention.kv_heads, attention.head_dim, stride=LONG // 16, element=device.element
+    )
+    paged.sinks = make_sinks(rng, attention)
+    for sequence, length in enumerate(lengths):
+        poison_before(paged, sequence, length - (window or LONG))
+    qkv = make_queries(rng, len(lengths), attention, device.element)
+    case = attention, qkv, paged, lengths
+    results = [run_decode(device, decode, *case)]
+    if isinstance(decode, DecodeAttention):
+        contexts, everyone = np.array(lengths, dtype=np.int32), np.arange(len(lengths), dtype=np.int32)
+        for at_once in (1, 20):
+            pieces = decode_pieces(contexts, everyone, segment=256, at_once=at_once, most_cut=1000)
+            results.append(run_decode(device, decode, *case, pieces=pieces))
+        if attention.head_dim <= 128:
+            results.append(run_split(device, decode, *case))
+    assert_close(results[0], decode_oracle(*case), ATTENTION)
+    for other in results[1:]:
+        np.testing.assert_array_equal(other, results[0])
+
+
+@BOTH_ELEMENTS
+@pytest.mark.parametrize("shape", WIDE_SHAPES)
+def test_contexts_of_wide_heads_cut_anyhow_give_the_bits_of_whole_ones(
+    device: Device, shape: tuple[int, int, int]
+) -> None:
+    if not has_room(device):
+        missing(Need.HOPPER)
+    wide_contexts_cut_anyhow(device, shape, [9000, 1, 300, 255, 256, 257, 4097, 16], LONG)
+
+
+def wide_contexts_cut_anyhow(
+    device: Device, shape: tuple[int, int, int], lengths: list[int], max_context: int
+) -> None:
+    """And float64."""
+    attention, rng = attention_of(shape), np.random.default_rng(19)
+    decode = WideDecode(device, attention, max_context=max_context)
+    paged = make_paged(
+        rng, lengths, attention.kv_heads, attention.head_dim, stride=-(-max_context // 16),
+        element=device.element,
+    )  # fmt: skip
+    qkv = make_queries(rng, len(lengths), attention, device.element)
+    contexts, everyone = np.array(lengths, dtype=np.int32), np.arange(len(lengths), dtype=np.int32)
+    whole, *cuts = (
+        wide_pieces(contexts, everyone, segment=decode.segment, at_once=at_once, most_cut=1000)
+        for at_once in (1, 5, 100)
+    )
+    assert len(whole) == len(lengths) < len(cuts[-1])
+    expected = run_decode(device, decode, attention, qkv, paged, lengths, pieces=whole)
+    assert_close(expected, decode_oracle(attention, qkv, paged, lengths), ATTENTION)
+    for pieces in cuts:
+        actual = run_decode(device, decode, attention, qkv, paged, lengths, pieces=pieces)
+        np.testing.assert_array_equal(actual, expected)

@@ -7,13 +7,14 @@ from nightmill.worker.model.spec import Attention
 from nightmill.worker.runners.gpu.attention.choice import Prefill, prefill_attention
 from nightmill.worker.runners.gpu.attention.prefill import PortablePrefill
 from nightmill.worker.runners.gpu.device.device import Device
-from tests.gpu.attending import prefill_oracle, run_prefill
+from tests.gpu.attending import make_sinks, prefill_oracle, run_prefill
 from tests.gpu.oracles import (  # fmt: skip
     ATTENTION,
     LONG,
     OTHER_SHAPES,
     SHAPES,
     SLOW_SHAPES,
+    WIDE_SHAPES,
     Paged,
     assert_close,
     attention_of,
@@ -34,7 +35,7 @@ def make_prefill(device: Device, attention: Attention, *, portable: bool = False
 
 @BOTH_ELEMENTS
 @pytest.mark.parametrize("portable", [False, True], ids=["best", "portable"])
-@pytest.mark.parametrize("shape", SHAPES + OTHER_SHAPES + SLOW_SHAPES)
+@pytest.mark.parametrize("shape", SHAPES + OTHER_SHAPES + SLOW_SHAPES + WIDE_SHAPES)
 def test_prefill_of_ragged_chunks(device: Device, shape: tuple[int, int, int], portable: bool) -> None:
     attention = attention_of(shape)
     prefill = make_prefill(device, attention, portable=portable)
@@ -87,7 +88,7 @@ def test_prefill_with_a_window_and_a_cap(
 
 
 @BOTH_ELEMENTS
-@pytest.mark.parametrize("shape", [*SHAPES[:2], (4, 2, 80), (8, 4, 256)])
+@pytest.mark.parametrize("shape", [*SHAPES[:2], (4, 2, 80), (8, 4, 256), WIDE_SHAPES[0]])
 def test_prefill_deep_in_a_long_context(device: Device, shape: tuple[int, int, int]) -> None:
     attention = attention_of(shape)
     prefill = make_prefill(device, attention)
@@ -107,7 +108,7 @@ def test_prefill_deep_in_a_long_context(device: Device, shape: tuple[int, int, i
 
 @BOTH_ELEMENTS
 @pytest.mark.parametrize("portable", [False, True], ids=["best", "portable"])
-@pytest.mark.parametrize("shape", SHAPES[:2])
+@pytest.mark.parametrize("shape", [*SHAPES[:2], WIDE_SHAPES[0]])
 def test_prefill_in_chunks_gives_the_bits_of_prefill_in_one_piece(
     device: Device, shape: tuple[int, int, int], portable: bool
 ) -> None:
@@ -193,3 +194,30 @@ def test_rising_scores_of_some_rows_leave_the_bits_of_others(
     plain = run_prefill(device, prefill, attention, qkv, paged, [RISING], [RISING])
     others = np.delete(np.arange(attention.heads), np.arange(1, attention.heads, 4))
     np.testing.assert_array_equal(mixed[:, others], plain[:, others])
+
+
+@BOTH_ELEMENTS
+@pytest.mark.parametrize("window", [None, 128])
+@pytest.mark.parametrize("portable", [False, True], ids=["best", "portable"])
+@pytest.mark.parametrize("shape", [(64, 8, 64), (16, 2, 128), (8, 4, 256), SLOW_SHAPES[0]])
+def test_sinks_join_a_softmax_at_its_end(
+    device: Device, shape: tuple[int, int, int], portable: bool, window: int | None
+) -> None:
+    attention = attention_of(shape, window=window, sinks=True)
+    prefill = make_prefill(device, attention, portable=portable)
+    rng = np.random.default_rng(18)
+    chunks, before = [330, 1, 130], [0, 400, 500]
+    lengths = [chunk + earlier for chunk, earlier in zip(chunks, before, strict=True)]
+    paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim, element=device.element)
+    paged.sinks = make_sinks(rng, attention)
+    for sequence, earlier in enumerate(before):
+        poison_before(paged, sequence, (earlier + 1 - (window or LONG)) // TILE * TILE)
+    qkv = make_queries(rng, sum(chunks), attention, device.element)
+    whole = run_prefill(device, prefill, attention, qkv, paged, lengths, chunks)
+    assert_close(whole, prefill_oracle(attention, qkv, paged, lengths, chunks), ATTENTION)
+    first = 0
+    for chunk in (100, 2, 37, 191):
+        part = slice(first, first + chunk)
+        first += chunk
+        piece = run_prefill(device, prefill, attention, qkv[part], paged, [first], [chunk])
+        np.testing.assert_array_equal(piece, whole[part])

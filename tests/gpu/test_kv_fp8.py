@@ -40,6 +40,7 @@ from tests.gpu.oracles import (  # fmt: skip
 )
 from tests.gpu.test_kernels_rows import weights_of
 from tests.support.comparing import compare_logits
+from tests.support.cuda_runners import pretended_card
 from tests.support.driving import Chunk, Cuda, Pages, Reference, logits_of
 from tests.support.elements import BOTH_ELEMENTS, rounded
 from tests.support.fp8_pages import kept_by
@@ -176,7 +177,7 @@ def test_decode_over_bytes_has_the_bits_of_decode_over_elements(
     cases = [Case.of(shape, scores, element) for shape in SIZES]
     found = []
     for kv in KvFormat:
-        with Device(0, element, kv) as device:
+        with Device(0, element, kv, pretended=pretended_card()) as device:
             compile_kernels(device, cases, (DecodeAttention, GeneralDecode))
             found.append([case.decode(device) for case in cases])
     for case, plain, ours in zip(cases, *found, strict=True):
@@ -194,7 +195,7 @@ def test_prefill_over_bytes_has_the_bits_of_prefill_over_elements(
     cases = [Case.of(shape, scores, element) for shape in SIZES]
     found = []
     for kv in KvFormat:
-        with Device(0, element, kv) as device:
+        with Device(0, element, kv, pretended=pretended_card()) as device:
             compile_kernels(device, cases, (HopperPrefill, PortablePrefill, Widening))
             found.append([case.prefill(device) for case in cases])
     for case, plain, ours in zip(cases, *found, strict=True):

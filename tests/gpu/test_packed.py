@@ -16,6 +16,7 @@ from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.products.chooser import Products
+from nightmill.worker.runners.gpu.products.packed.packed_mma import PackedMma
 from nightmill.worker.runners.gpu.products.packed.packed_rows import PackedRows
 from nightmill.worker.runners.gpu.products.packed.unpack import Unpacked
 from nightmill.worker.runners.gpu.rows.activate import Activate
@@ -119,10 +120,10 @@ ROWS = (1024, 1, 3, 8, 9, 16, 17, 40, 64, 65, 257)
 
 @EACH_FORMAT
 def test_products_have_the_bits_of_those_over_elements(device: Device, kept: Format) -> None:
-    """By every way there is, among any number of rows; also by that of few rows on GPUs before Hopper."""
+    """By every way there is, among any number of rows; also by those on other GPUs than Hopper."""
     with all_products(device, kept) as products:
-        gate_up = poisoned(device, (65, 2 * 1152), ELEMENT)
-        few_rows = PackedRows(device, [kept], Activate(device), gate_up)
+        gate_up = poisoned(device, (ROWS[0] + 1, 2 * 1152), ELEMENT)
+        portable = [one(device, [kept], Activate(device), gate_up) for one in (PackedRows, PackedMma)]
         for index, kind in enumerate(KINDS if kept in EACH_KIND else (Kind.PLAIN, Kind.RESIDUAL)):
             outputs, inputs = ((520, 768), (1152, 1024), (896, 4352))[index % 3]
             if kept.step == 64 and index % 2:
@@ -146,7 +147,7 @@ def test_products_have_the_bits_of_those_over_elements(device: Device, kept: For
                 ways = products._candidates(shape)
                 assert ways
                 if one_sum and outputs <= gate_up.shape[1] // 2:
-                    ways += few_rows.candidates(shape)
+                    ways += [way for one in portable for way in one.candidates(shape)]
                 for way, words in zip(ways, results_of(device, ways, shape, held, weight, old), strict=True):
                     np.testing.assert_array_equal(
                         words[:rows], expected[:rows], err_msg=f"{kind} {rows} {outputs} {inputs} {way.name}"

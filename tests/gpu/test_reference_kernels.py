@@ -3,6 +3,7 @@
 What only needs a device runs without a GPU too (`tests/unit/runners/test_references_on_host.py`).
 """
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from nightmill.worker.model.spec import Norm
 from nightmill.worker.runners.base import NOT_A_NUMBER
 from nightmill.worker.runners.gpu.attention.choice import decode_attention, prefill_attention
 from nightmill.worker.runners.gpu.attention.general import GeneralDecode
+from nightmill.worker.runners.gpu.attention.latent import as_attention, latent_decode, latent_prefill
+from nightmill.worker.runners.gpu.attention.prefill import PortablePrefill
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, Format
 from nightmill.worker.runners.gpu.kv_cache import PAGE
@@ -22,8 +25,9 @@ from nightmill.worker.runners.gpu.rows.rotation import Rotation
 from nightmill.worker.runners.gpu.shapes import Kind, Shape
 from nightmill.worker.runners.reference import ops
 from tests.gpu import test_kernels_sampling as sampling
-from tests.gpu.attending import run_decode, run_prefill
-from tests.gpu.oracles import ATTENTION, LONG, Paged, attention_of, make_paged, make_queries, nmse
+from tests.gpu.attending import make_sinks, run_decode, run_prefill
+from tests.gpu.latents import make_absorbed, make_latents, run_latent_decode, run_latent_prefill
+from tests.gpu.oracles import ATTENTION, LONG, attention_of, make_paged, make_queries, nmse
 from tests.gpu.test_fp8 import Rows
 from tests.gpu.test_kernels_rows import Normed, rows_of_all_sizes
 from tests.gpu.test_kernels_rows import weights_of as weights_of_heads
@@ -40,6 +44,7 @@ from tests.support.operands import (
     room,
 )
 from tests.support.packed_weights import packed, weights_of
+from tests.support.parts import latent_of
 from tests.support.reference_kernels import (
     QkvOperands,
     ReferenceProducts,
@@ -207,23 +212,40 @@ def test_products_of_fp8_are_those_of_the_reference(device: Device) -> None:
 
 
 @BOTH_ELEMENTS
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("shape", [(14, 2, 64), (8, 4, 256)])
-def test_attention_is_that_of_the_reference(device: Device, shape: tuple[int, int, int]) -> None:
+def test_attention_is_that_of_the_reference(device: Device, shape: tuple[int, int, int], sinks: bool) -> None:
     """`attention_any.cu`: of drawn tokens, and of prompts, each token as one that was drawn."""
-    attention, rng = attention_of(shape), np.random.default_rng(7)
+    attention, rng = attention_of(shape, sinks=sinks), np.random.default_rng(7)
     lengths, chunks = [17, 300, 1025], [17, 64, 200]
     paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim, element=device.element)
     qkv = make_queries(rng, sum(chunks), attention, device.element)
+    paged.sinks = make_sinks(rng, attention) if sinks else None
     reference = GeneralDecode(device, attention)
     decode = decode_attention(device, attention, max_context=LONG)
     drawn = [run_decode(device, one, attention, qkv[:3], paged, lengths) for one in (decode, reference)]
     assert nmse(*drawn) < ATTENTION
     prefill = prefill_attention(device, attention)
     fast = run_prefill(device, prefill, attention, qkv, paged, lengths, chunks)
-    alone = Paged([], [], paged.k_cache, paged.v_cache, np.repeat(paged.tables, chunks, axis=0))
+    alone = replace(paged, keys=[], values=[], tables=np.repeat(paged.tables, chunks, axis=0))
     before = np.repeat(np.array(lengths) - chunks, chunks)
     contexts = (before + np.concatenate([np.arange(chunk) + 1 for chunk in chunks])).tolist()
     assert nmse(fast, run_decode(device, reference, attention, qkv, alone, contexts)) < ATTENTION
+
+
+@BOTH_ELEMENTS
+def test_latent_attention_is_that_of_the_reference(device: Device) -> None:
+    attention, rng = latent_of(20), np.random.default_rng(9)
+    lengths, chunks = [17, 300, 700], [17, 64, 100]
+    paged = make_latents(rng, device, attention, lengths)
+    queries = make_absorbed(rng, device, attention, sum(chunks))
+    slow = as_attention(attention), attention.latent
+    decodes = latent_decode(device, attention, max_context=LONG), GeneralDecode(device, *slow)
+    case = attention, queries[:3], paged, lengths
+    assert nmse(*(run_latent_decode(device, one, *case) for one in decodes)) < ATTENTION
+    prefills = latent_prefill(device, attention), PortablePrefill(device, *slow)
+    whole = attention, queries, paged, lengths, chunks
+    assert nmse(*(run_latent_prefill(device, one, *whole) for one in prefills)) < ATTENTION
 
 
 @BOTH_ELEMENTS

@@ -16,6 +16,7 @@ from nightmill.worker.runners.gpu.states.convolution import ShortConvolution
 from nightmill.worker.runners.gpu.states.delta_net import DeltaNet
 from nightmill.worker.runners.gpu.states.mamba2 import Mamba
 from tests.gpu.state_trials import AnyMixer, Piece, Results, Trial, assert_same, delta_net, mamba
+from tests.support.cuda_runners import pretended_card
 from tests.support.elements import BOTH_ELEMENTS
 
 LENGTHS = (1, 2, 3, 16, 17, 63, 64, 65, 100, 127, 128, 129, 1000)
@@ -70,7 +71,7 @@ KINDS: dict[str, AnyMixer] = {
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     """All files at once: a test would compile its own, one after the other."""
-    with Device(0) as device:
+    with Device(pretended=pretended_card()) as device:
         architecture, hopper = device.architecture, device.hopper
     sources = [
         for_element(source, element)

@@ -72,6 +72,8 @@ def test_warps_that_come_late_at_random_change_no_result(of_service: dict[str, s
         ("halves", "COPIES", "addend_"),
         ("fp8", "RELEASES", "product_"),
         ("prompts", "COPIES", "hopper_attention"),
+        ("latents", "COPIES", "hopper_wide"),
+        ("latents", "RELEASES", "hopper_wide"),
         ("segments", "COPIES", "split_attention_8"),
     ],
 )

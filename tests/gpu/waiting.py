@@ -17,6 +17,7 @@ import numpy as np
 
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.runners.gpu.attention.choice import decode_attention, prefill_attention
+from nightmill.worker.runners.gpu.attention.latent import latent_prefill
 from nightmill.worker.runners.gpu.device import compiler
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, Buffer, Format, Matrix
@@ -27,10 +28,12 @@ from nightmill.worker.runners.gpu.products.packed.packed_few import PackedFew
 from nightmill.worker.runners.gpu.products.packed.packed_gemm import PackedTile, PackedTiles
 from nightmill.worker.runners.gpu.shapes import Candidate, Kind, Shape
 from tests.gpu.attending import run_prefill, run_split
+from tests.gpu.latents import make_absorbed, make_latents, run_latent_prefill
 from tests.gpu.oracles import attention_of, make_paged, make_queries
 from tests.gpu.test_fp8 import Rows
 from tests.support.operands import elements, fetched, fp8_room, matrix, poisoned
 from tests.support.packed_weights import packed, weights_of
+from tests.support.parts import latent_of
 
 RELAYS = tuple(tile for tile in packed_gemm.PACKED_TILES[Kind.FLOAT] if tile.relay)
 TILES = tuple(tile for tile in packed_gemm.PACKED_TILES[Kind.FLOAT] if not tile.relay)
@@ -120,6 +123,20 @@ def prompts(device: Device) -> Results:
     return [run_prefill(device, prefill, attention, qkv, paged, lengths, chunks).tobytes()]
 
 
+def latents(device: Device) -> Results:
+    """Prompts of latent attention, and of heads of 512, in which warpgroups hand weights to each other."""
+    attention, chunks, lengths = latent_of(20), [300, 65, 7], [300, 165, 700]
+    rng = np.random.default_rng(SEED)
+    paged = make_latents(rng, device, attention, lengths)
+    queries = make_absorbed(rng, device, attention, sum(chunks))
+    prefill = latent_prefill(device, attention)
+    yield run_latent_prefill(device, prefill, attention, queries, paged, lengths, chunks).tobytes()
+    wide = attention_of((16, 2, 512))
+    paged = make_paged(rng, lengths, wide.kv_heads, wide.head_dim, element=device.element)
+    qkv = make_queries(rng, sum(chunks), wide, device.element)
+    yield run_prefill(device, prefill_attention(device, wide), wide, qkv, paged, lengths, chunks).tobytes()
+
+
 def segments(device: Device) -> Results:
     """Blocks of a cluster that each attend to a segment of a context."""
     attention = attention_of((14, 2, 64))
@@ -142,6 +159,7 @@ LAUNCHES: dict[str, Callable[[Device], Results]] = {
     "halves": halves,
     "fp8": fp8,
     "prompts": prompts,
+    "latents": latents,
     "segments": segments,
 }
 

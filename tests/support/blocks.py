@@ -12,7 +12,7 @@ _SCALES = {
     Kind.TQ1_0: (52,), Kind.TQ2_0: (64,), Kind.IQ4_NL: (0,), Kind.IQ4_XS: (0,), Kind.IQ3_XXS: (0,),
     Kind.IQ3_S: (0,), Kind.IQ2_XXS: (0,), Kind.IQ2_XS: (0,), Kind.IQ2_S: (0,), Kind.IQ1_S: (0,),
 }  # fmt: skip
-_MOST_EXPONENT = 140  # of MXFP4, that fits half with every weight
+_MOST_EXPONENT = 128  # of MXFP4, that packets keep for halves
 
 
 def random_blocks(kind: GGMLQuantizationType, count: int) -> npt.NDArray[np.uint8]:

@@ -129,15 +129,17 @@ def logits_of(subject: HasLogits, pages: Pages, chunks: Sequence[Chunk], *, admi
 
 def generate(
     runner: Runner, requests: Sequence[Request], *, context: int, token_budget: int,
-    eos_ids: frozenset[int] = frozenset(), check: bool = True,
+    eos_ids: frozenset[int] = frozenset(), check: bool = True, drafts: bool = False,
 ) -> dict[str, tuple[int, ...]]:  # fmt: skip
-    """Generate for all requests at once; the drawn tokens by job id."""
+    """Generate for all requests at once; the drawn tokens by job id. With drafts, some have to be right."""
     engine = Engine(
         runner,
         Detokenizer(text_stream=NoText, eos_ids=eos_ids),
         EngineSizes(context_length=context, max_sequences=runner.slots, token_budget=token_budget),
         constraints=OneByOne(),
+        drafts=drafts,
     )
     done = complete(engine, requests, check=check)
     assert {completion.error for completion in done.values()} <= {None}
+    assert not drafts or engine.stats.guessed_tokens > engine.stats.guessed_right > 0
     return {job_id: completion.token_ids for job_id, completion in done.items()}

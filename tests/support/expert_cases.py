@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from nightmill.jobs.errors import RunnerError
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.rope import Rope, RopeScaling, RopeStyle
 from nightmill.worker.model.spec import (
@@ -17,8 +18,22 @@ from nightmill.worker.model.spec import (
     RouterScores,
     ShortConv,
 )
+from nightmill.worker.runners.gpu.catalogue import check_spec
 from tests.support.ggufs import spec_tensors, write_file
-from tests.support.hybrid_cases import ALONE, DELTA, EPS, GATED, LAYER, MAMBA, NORM, QWEN35, ROPE, SSM, model
+from tests.support.hybrid_cases import (
+    ALONE,
+    DELTA,
+    EPS,
+    GATED,
+    LAYER,
+    MAMBA,
+    NORM,
+    QWEN35,
+    ROPE,
+    SSM,
+    model,
+    with_heads_of_32,
+)
 
 KEYS: dict[str, Any] = {
     "context_length": 512, "embedding_length": 64, "feed_forward_length": 96, "attention.head_count": 4,
@@ -64,19 +79,19 @@ FEEDING = LayerSpec(
     feed_forward=SQUARED,
 )  # fmt: skip
 LATENT = LatentAttention(
-    heads=4, key_dim=12, value_dim=20, latent=24, query_latent=36, norm=NORM, scale=1 / math.sqrt(20),
+    heads=4, key_dim=16, value_dim=24, latent=24, query_latent=40, norm=NORM, scale=1 / math.sqrt(24),
     rope=Rope(style=RopeStyle.PAIRS, dim=8, base=10_000.0, scaling=RopeScaling(original_context=512)),
 )  # fmt: skip
 OLDER_SCALING = RopeScaling(kind="yarn", factor=40.0, original_context=64, own_magnitude=1.0)
 OLDER = replace(
     LATENT, query_latent=None, fused=True, rope=replace(LATENT.rope, scaling=OLDER_SCALING),
-    scale=(1 + 0.0625 * math.log(40)) ** 2 / math.sqrt(20),
+    scale=(1 + 0.0625 * math.log(40)) ** 2 / math.sqrt(24),
 )  # fmt: skip
 OLDER_NETWORKS = (LAYER.feed_forward, replace(EXPERTS, normalise=False, shared=SHARED))
 MLA = {
-    "attention.head_count_kv": 1, "attention.kv_lora_rank": 24, "attention.q_lora_rank": 36,
-    "attention.key_length": 32, "attention.value_length": 24, "attention.key_length_mla": 20,
-    "attention.value_length_mla": 20, "rope.dimension_count": 8, "leading_dense_block_count": 1,
+    "attention.head_count_kv": 1, "attention.kv_lora_rank": 24, "attention.q_lora_rank": 40,
+    "attention.key_length": 32, "attention.value_length": 24, "attention.key_length_mla": 24,
+    "attention.value_length_mla": 24, "rope.dimension_count": 8, "leading_dense_block_count": 1,
 }  # fmt: skip
 
 _FILES: dict[str, tuple[dict[str, Any], ModelSpec]] = {
@@ -176,7 +191,7 @@ _FILES: dict[str, tuple[dict[str, Any], ModelSpec]] = {
         MLA
         | {
             "attention.q_lora_rank": None, "attention.key_length_mla": None,
-            "attention.value_length_mla": None, "attention.key_length": 20, "attention.value_length": 20,
+            "attention.value_length_mla": None, "attention.key_length": 24, "attention.value_length": 24,
             "rope.scaling.type": "yarn", "rope.scaling.factor": 40.0,
             "rope.scaling.original_context_length": 64, "rope.scaling.yarn_log_multiplier": 0.0625,
             "attention.head_count_kv": 4,
@@ -185,6 +200,20 @@ _FILES: dict[str, tuple[dict[str, Any], ModelSpec]] = {
     ),
 }  # fmt: skip
 EXPERT_FILES = {name: (COUNTS | keys, spec) for name, (keys, spec) in _FILES.items()}
+
+
+def _taken(spec: ModelSpec) -> bool:
+    try:
+        check_spec(spec)
+    except RunnerError:
+        return False
+    return bool(spec.experts)
+
+
+_STATES = ("qwen35moe", "granitehybrid, with experts", "nemotron_h_moe")
+_SIZED = {name: with_heads_of_32(file) if name in _STATES else file for name, file in EXPERT_FILES.items()}
+GPU_EXPERT_FILES = {name: file for name, file in _SIZED.items() if _taken(file[1])}
+"""Those that the CUDA runner computes, in sizes that there are kernels for."""
 
 
 def file_of(

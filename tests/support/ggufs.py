@@ -197,17 +197,17 @@ def write_model(
 
 
 def write_file(
-    path: Path, architecture: str, keys: Mapping[str, Any], tensors: Mapping[str, npt.NDArray[Any]]
-) -> Path:
+    path: Path, architecture: str, keys: Mapping[str, Any], tensors: Mapping[str, npt.NDArray[Any]],
+    kind: GGMLQuantizationType = GGMLQuantizationType.BF16,
+) -> Path:  # fmt: skip
     """Write a file of these keys, with the vocabulary's beside them, and tensors, and return `path`.
 
-    Keys are the architecture's: `block_count` becomes `qwen2.block_count`. Tensors of bytes are BF16.
+    Keys are the architecture's: `block_count` becomes `qwen2.block_count`. Tensors of bytes are of that kind.
     """
     writer = GGUFWriter(path, architecture)
     add_keys(writer, architecture, keys)
     for name, tensor in tensors.items():
-        kind = GGMLQuantizationType.BF16 if tensor.dtype == np.uint8 else None
-        writer.add_tensor(name, tensor, raw_dtype=kind)
+        writer.add_tensor(name, tensor, raw_dtype=kind if tensor.dtype == np.uint8 else None)
     return _written(writer, path)
 
 

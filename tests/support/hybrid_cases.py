@@ -1,5 +1,6 @@
 """Families with states from the keys that llama.cpp's converter writes for them, in small."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from nightmill.worker.model.spec import (
 from tests.support.ggufs import byte_vocabulary
 
 EPS = 2**-20
+STATES_OF_32 = {"ssm.state_size": 32, "ssm.inner_size": 192}
 NORM = Norm(EPS)
 KEYS: dict[str, Any] = {
     "context_length": 512, "embedding_length": 64, "feed_forward_length": 96, "attention.head_count": 4,
@@ -128,9 +130,11 @@ HYBRID_FILES: dict[str, tuple[dict[str, Any], ModelSpec]] = {
 }  # fmt: skip
 
 
-def _sized(name: str, keys: dict[str, Any]) -> tuple[dict[str, Any], ModelSpec]:
-    """A file of HYBRID_FILES whose states have heads of 32."""
-    own, spec = HYBRID_FILES[name]
+def with_heads_of_32(
+    file: tuple[dict[str, Any], ModelSpec], keys: Mapping[str, Any] = STATES_OF_32
+) -> tuple[dict[str, Any], ModelSpec]:
+    """A file whose states have heads of 32; `keys` say so."""
+    own, spec = file
 
     def sized(layer: LayerSpec) -> LayerSpec:
         match layer.mixer:
@@ -141,13 +145,10 @@ def _sized(name: str, keys: dict[str, Any]) -> tuple[dict[str, Any], ModelSpec]:
             case _:
                 return layer
 
-    return own | keys, replace(spec, layers=tuple(map(sized, spec.layers)))
+    return own | dict(keys), replace(spec, layers=tuple(map(sized, spec.layers)))
 
 
 GPU_HYBRID_FILES = {
-    name: HYBRID_FILES[name]
-    if name == "lfm2"
-    else _sized(name, {"ssm.state_size": 32, "ssm.inner_size": 192})
-    for name in HYBRID_FILES
+    name: file if name == "lfm2" else with_heads_of_32(file) for name, file in HYBRID_FILES.items()
 }
 """The same in sizes that there are kernels for."""

@@ -37,7 +37,7 @@ class InstantRunner:
     def __init__(self, vocab: int, slots: int) -> None:
         self.vocab = vocab
         self.slots = self.max_draws = slots
-        self.prompt_grid, self.snapshots = 1, 0
+        self.prompt_grid, self.snapshots, self.embeds = 1, 0, False
         self.kv_pages = slots * CONTEXT // self.page_size
         self._drawn: deque[Drawn] = deque()
 

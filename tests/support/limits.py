@@ -2,8 +2,9 @@
 
 Products take as long as reading all weights, as they are kept, or as their FLOPs, whichever is longer;
 attention of drawn tokens takes as long as reading the keys and values of their contexts, that of prompts as
-its FLOPs. A state is read and written for each drawn token; of prompts, its FLOPs count as they are with 64
-tokens at once. All of these one after the other: who overlaps them may exceed it. Power is not counted.
+its FLOPs. Of experts a step reads those that its tokens go to, if every expert is as likely as the others.
+A state is read and written for each drawn token; of prompts, its FLOPs count as they are with 64 tokens at
+once. All of these one after the other: who overlaps them may exceed it. Power is not counted.
 """
 
 import math
@@ -11,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from nightmill.worker.model.spec import Attention, GatedDeltaNet, Mamba2, Mixer, ModelSpec, Role
+from nightmill.worker.model.spec import Attention, Experts, GatedDeltaNet, Mamba2, Mixer, ModelSpec, Role
 from nightmill.worker.runners.base import STATE_CHUNK
 from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
 from nightmill.worker.runners.gpu.precision import HALF, Precision, WeightsFormat
-from nightmill.worker.runners.gpu.weights.layout import all_weights, runs_of
+from nightmill.worker.runners.gpu.weights.layout import OF_EXPERTS, all_weights, layer_weights, runs_of
 
 __all__ = ["BYTES_PER_S", "FLOPS", "Limit", "flops_of_state"]
 
@@ -59,9 +60,10 @@ class Limit:
 
     def _products(self, steps: int, tokens: int) -> float:
         """Seconds of these steps with so many tokens in all, each of which is drawn."""
-        return max(
-            steps * self._kept / self.bytes_per_s, tokens * (self._of_layers + 2 * self._head / self.flops)
+        read = self._kept + sum(
+            size * (1 - (1 - share) ** (tokens / max(steps, 1))) for size, share in self._of_experts
         )
+        return max(steps * read / self.bytes_per_s, tokens * (self._of_layers + 2 * self._head / self.flops))
 
     def _reading(self, tokens: float) -> float:
         """Seconds for their keys and values."""
@@ -75,13 +77,26 @@ class Limit:
     @cached_property
     def _kept(self) -> int:
         """Bytes of all matrices that a step reads: of a table of embeddings it needs a row for each token."""
-        lookup = None if self.spec.tied_head else Role.EMBEDDING
+        left_out = (*OF_EXPERTS, *([] if self.spec.tied_head else [Role.EMBEDDING]))
         return sum(
             run.bytes
             for role, weight in all_weights(self.spec)
-            if weight.is_matrix and role != lookup
+            if weight.is_matrix and role not in left_out
             for run in runs_of(self.spec, role, weight, self.precision)
         )
+
+    @cached_property
+    def _of_experts(self) -> list[tuple[int, float]]:
+        """For each layer with experts: bytes of all of them, and the share that a token goes through."""
+        found = []
+        for index, layer in enumerate(self.spec.layers):
+            if isinstance(experts := layer.feed_forward, Experts):
+                own = layer_weights(self.spec, index)
+                runs = (
+                    run for role in OF_EXPERTS for run in runs_of(self.spec, role, own[role], self.precision)
+                )
+                found.append((sum(run.bytes for run in runs), experts.used / experts.count))
+        return found
 
     @cached_property
     def _head(self) -> int:
@@ -90,8 +105,13 @@ class Limit:
     @cached_property
     def _of_layers(self) -> float:
         """Seconds that a token's products in all layers take."""
-        every = sum(math.prod(weight.shape) for _, weight in self.spec.all_weights() if weight.is_matrix)
-        parameters = every - self._head * (1 if self.spec.tied_head else 2)
+        every = sum(
+            math.prod(weight.shape)
+            for _, weight in self.spec.all_weights()
+            if weight.is_matrix or weight.is_matrices
+        )
+        idle = self.spec.parameters - self.spec.active_parameters
+        parameters = every - idle - self._head * (1 if self.spec.tied_head else 2)
         fp8 = self.precision.weights is WeightsFormat.FP8
         return 2 * parameters / (2 * self.flops if fp8 else self.flops)
 

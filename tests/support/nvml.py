@@ -12,6 +12,7 @@ class FakeNvml:
         self.names = names
         self.lacking = lacking
         self.chosen: int | bytes | None = None
+        self.millijoules = 5_000_000
 
     def __getattr__(self, function: str) -> Any:
         def call(*arguments: Any) -> int:
@@ -50,3 +51,7 @@ class FakeNvml:
 
     def _nvmlDeviceGetMemoryInfo(self, device: Any, memory: Any) -> None:
         memory.total, memory.used = 1 << 37, 1 << 36
+
+    def _nvmlDeviceGetTotalEnergyConsumption(self, device: Any, millijoules: Any) -> None:
+        self.millijoules += 1500
+        millijoules.value = self.millijoules

@@ -23,6 +23,8 @@ def weights_of(kept: Format, rows: int, columns: int) -> tuple[npt.NDArray[np.ui
     kind = GGMLQuantizationType[kept.name]
     block, _ = GGML_QUANT_SIZES[kind]
     blocks = random_blocks(kind, rows * columns // block)
+    if kept is Format.MXFP4:  # exponents with which numbers are halves, normal or not, and 0
+        blocks[:, 0] = np.where(blocks[:, 0] % 16, 95 + blocks[:, 0] % 34, 0)
     return blocks.reshape(rows, -1), dequantize(blocks, kind).reshape(rows, columns)
 
 

@@ -2,12 +2,16 @@
 
     python -m tests.support.quantised_models qwen2.5-7b Q4_K_M q7-q4km.gguf
     python -m tests.support.quantised_models qwen3.5-9b Q4_K_M q9-q4km.gguf
+    python -m tests.support.quantised_models qwen3-30b-a3b Q4_K_M q30-q4km.gguf
+    python -m tests.support.quantised_models gpt-oss-20b MXFP4 oss20.gguf
 
 Blocks are random bytes; only their scales are set, so that values have the deviation of the tests' models
 (`tests.support.ggufs`) and a mean near 0, and logits are spread. Quantising floats would take minutes.
 
 Q4_K_M and Q5_K_M are the mixtures of llama.cpp's `llama-quantize`. As there, a matrix whose rows are no
-multiple of 256 has another type: Q4_K becomes Q5_0, Q5_K Q5_1, Q6_K Q8_0, Q2_K and Q3_K IQ4_NL.
+multiple of 256 has another type: Q4_K becomes Q5_0, Q5_K Q5_1, Q6_K Q8_0, Q2_K and Q3_K IQ4_NL. In MXFP4
+are experts alone, as in the files of gpt-oss; other matrices are Q8_0. Routers are F32 in any, and send
+tokens to all experts as often; with --skew to one in eight 5 times as often as the mean.
 """
 
 import argparse
@@ -24,6 +28,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize
 
 from nightmill.worker.model.spec import ModelSpec, Role
+from tests.support.expert_shapes import EXPERT_SHAPES, ExpertShape
 from tests.support.family_models import MODELS, QWEN, Heads, Size, sized_keys, sized_spec
 from tests.support.ggufs import CHATML, add_keys
 from tests.support.hybrid_shapes import HYBRID_SHAPES, HybridShape
@@ -83,8 +88,10 @@ SCALES: Final = {
     Kind.Q6_K: (208, None, 0.0),
 }  # fmt: skip
 FLOATS: Final = (Kind.F16, Kind.BF16)
-TYPES: Final = (*MIXTURES, *(kind.name for kind in (*SCALES, *FLOATS)))
+TYPES: Final = (*MIXTURES, *(kind.name for kind in (*SCALES, Kind.MXFP4, *FLOATS)))
+_E2M1_DEVIATION: Final = 2.93  # of its numbers, each as likely
 POOL_BYTES: Final = 64 << 20
+_SKEW: Final = 4.0  # of 8 experts of 128, 5 are then among the 16 whose logits spread so much more
 _SAMPLE = 4096  # blocks, of which the deviation is measured
 _THREADS = 16
 
@@ -93,13 +100,14 @@ def main() -> None:
     """Write the model that is asked for."""
     style = argparse.RawDescriptionHelpFormatter
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=style)
-    arguments.add_argument("shape", choices=[*SHAPES, *HYBRID_SHAPES])
+    arguments.add_argument("shape", choices=[*SHAPES, *HYBRID_SHAPES, *EXPERT_SHAPES])
     arguments.add_argument("type", choices=TYPES)
     arguments.add_argument("path", type=Path, metavar="OUT.gguf")
     arguments.add_argument("--seed", type=int, default=0)
+    arguments.add_argument("--skew", action="store_true", help="some experts are chosen more often")
     options = arguments.parse_args()
-    shape = SHAPES.get(options.shape) or HYBRID_SHAPES[options.shape]
-    write(options.path, shape, options.type, seed=options.seed)
+    shapes: dict[str, Shape | HybridShape | ExpertShape] = {**SHAPES, **HYBRID_SHAPES, **EXPERT_SHAPES}
+    write(options.path, shapes[options.shape], options.type, seed=options.seed, skew=options.skew)
 
 
 def kinds_of(spec: ModelSpec, type_name: str) -> dict[str, Kind]:
@@ -109,10 +117,13 @@ def kinds_of(spec: ModelSpec, type_name: str) -> dict[str, Kind]:
     kinds = {}
     for role, weight in spec.all_weights():
         for name, shape in weight.parts:
-            kind = base if weight.is_matrix else Kind.F32
+            multiplied = (weight.is_matrix and role is not Role.ROUTER) or weight.is_matrices
+            kind = base if multiplied else Kind.F32
             better = role is head or (_is_more(name) and _more_bits(name, len(spec.layers)))
-            if type_name in MIXTURES and weight.is_matrix and better:
+            if type_name in MIXTURES and multiplied and better:
                 kind = Kind.Q6_K
+            if kind is Kind.MXFP4 and not weight.is_matrices:
+                kind = Kind.Q8_0
             if kind in FALLBACKS and shape[-1] % 256:
                 kind = FALLBACKS[kind]
             kinds[name] = kind
@@ -120,7 +131,7 @@ def kinds_of(spec: ModelSpec, type_name: str) -> dict[str, Kind]:
 
 
 def _is_more(name: str) -> bool:
-    return name.endswith(("attn_v.weight", "ffn_down.weight"))
+    return name.endswith(("attn_v.weight", "ffn_down.weight", "ffn_down_exps.weight"))
 
 
 def _more_bits(name: str, layers: int) -> bool:
@@ -130,21 +141,25 @@ def _more_bits(name: str, layers: int) -> bool:
 
 
 def write(
-    path: Path, shape: Shape | HybridShape, type_name: str, *, seed: int = 0, pool_bytes: int = POOL_BYTES
-) -> Path:
-    """Write the file and return `path`; matrices are cut from pools of so many random bytes."""
+    path: Path, shape: Shape | HybridShape | ExpertShape, type_name: str, *, seed: int = 0,
+    pool_bytes: int = POOL_BYTES, skew: bool = False,
+) -> Path:  # fmt: skip
+    """Write the file and return `path`; matrices are cut from pools of so many random bytes.
+
+    skew  routers choose one expert in eight 5 times as often as the mean
+    """
     family, keys, spec = shape.file()
     kinds = kinds_of(spec, type_name)
     ends = _write_header(path, family, keys, spec, kinds)
     gains = {Role.EMBEDDING: 2.5, Role.HEAD: 2.5}
-    noise = _Noise(seed, pool_bytes)
+    noise = _Noise(seed, pool_bytes, _SKEW if skew else 1.0)
     with path.open("r+b") as file, ThreadPoolExecutor(_THREADS) as pool:
         file.truncate(max(end for _, end in ends.values()))
         written = []
         for role, weight in spec.all_weights():
             for name, sizes in weight.parts:
-                if weight.is_matrix:
-                    data, start = noise.blocks(kinds[name], gains.get(role, 1.5) / sizes[1] ** 0.5)
+                if kinds[name] is not Kind.F32:
+                    data, start = noise.blocks(kinds[name], gains.get(role, 1.5) / sizes[-1] ** 0.5)
                 else:
                     data, start = noise.vector(role, sizes), 0
                 written.append(pool.submit(_fill, file.fileno(), *ends[name], data, start))
@@ -193,8 +208,9 @@ def _fill(file: int, begin: int, end: int, data: Bytes, start: int) -> None:
 class _Noise:
     """Pools of random blocks, one for each type and deviation, made of the same random bytes."""
 
-    def __init__(self, seed: int, pool_bytes: int) -> None:
+    def __init__(self, seed: int, pool_bytes: int, skew: float = 1.0) -> None:
         self._rng = np.random.default_rng(seed)
+        self._skew = skew
         self._bytes = np.frombuffer(self._rng.bytes(pool_bytes), np.uint8)
         self._pools: dict[tuple[Kind, float], Bytes] = {}
 
@@ -214,6 +230,9 @@ class _Noise:
             values = -np.exp(values)
         elif role is Role.CONVOLUTION:
             values *= shape[1] ** -0.5
+        elif role is Role.ROUTER:
+            values *= 1.5 * shape[1] ** -0.5
+            values[: shape[0] // 8 * shape[1]] *= self._skew
         else:
             values = (1.0 if role.endswith("norm") else 0.0) + 0.1 * values
         return values.astype(np.float32).view(np.uint8)
@@ -227,6 +246,10 @@ class _Noise:
     def _quants(self, kind: Kind, deviation: float) -> Bytes:
         size = GGML_QUANT_SIZES[kind][1]
         blocks = self._bytes[: len(self._bytes) // size * size].reshape(-1, size).copy()
+        if kind is Kind.MXFP4:  # a byte of exponent, of half or all of the deviation
+            exponent = 127 + round(np.log2(deviation / _E2M1_DEVIATION))
+            blocks[:, 0] = exponent - blocks[:, 0] % 2
+            return blocks.reshape(-1)
         if kind in (Kind.Q4_K, Kind.Q5_K):  # minima as the scales: eight of six bits each, in twelve bytes
             blocks[:, 8:12] = blocks[:, 4:8]
             blocks[:, 12:16] = blocks[:, 12:16] & 15 | blocks[:, 12:16] << 4

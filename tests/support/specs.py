@@ -115,6 +115,10 @@ VARIANTS = {
     "half of a head rotated": variant(attention={"rope": replace(ROPE, dim=8)}),
     "and in pairs": variant(attention={"rope": replace(ROPE, dim=8, style=RopeStyle.PAIRS)}),
     "no rotation": variant(attention={"rope": replace(ROPE, dim=0)}),
+    "sinks": replace(
+        PLAIN,
+        layers=tuple(variant(attention={"sinks": True, "window": one}).layers[0] for one in (9, None)),
+    ),
 }  # fmt: skip
 """PLAIN with what a spec can say beyond the families that there are, each alone."""
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.support.expert_shapes import EXPERT_SHAPES
 from tests.support.hybrid_shapes import HYBRID_SHAPES
 from tests.support.limits import Limit
 from tests.support.specs import dense_spec
@@ -31,6 +32,20 @@ def test_states_are_read_and_written_for_each_drawn_token() -> None:
     )
     drawn = limit.workload([64], [101], 1) - limit.workload([64], [1], 1)
     assert drawn == pytest.approx(100 / limit.decoding(1, 114), rel=0.01)
+
+
+# By hand: of 29.0 billion weights of experts a token goes through an eighth of a half; beside them are 1.81
+# billion in layers and 311 million in the head. Of 128 experts 64 tokens go to 125.9.
+def test_of_experts_a_step_reads_those_that_its_tokens_go_to() -> None:
+    limit = Limit(EXPERT_SHAPES["qwen3-30b-a3b"].file()[2])
+    experts, others = 48 * 128 * 3 * 2048 * 768, 48 * (2 * 4096 + 2 * 512) * 2048 + 151_936 * 2048
+    routers = 48 * 2 * 128 * 2048  # two halves for each float
+    for sequences, share in ((1, 8 / 128), (64, 125.9 / 128), (256, 1.0)):
+        step = 2 * (others + routers + share * experts) / 4.27e12
+        assert sequences / limit.decoding(sequences, 0) == pytest.approx(step, rel=0.001)
+    assert 16_384 / limit.decoding(16_384, 0) == pytest.approx(
+        16_384 * 2 * (others + routers / 2 + experts / 16) / 760e12, rel=0.001
+    )
 
 
 # By hand: 358 million weights in layers and 136 million in the head.

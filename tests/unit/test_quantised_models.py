@@ -11,6 +11,8 @@ from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import Role
 from nightmill.worker.runners.gpu.catalogue import check_spec
+from nightmill.worker.runners.reference.experts import choose
+from tests.support.expert_shapes import EXPERT_SHAPES
 from tests.support.family_models import Heads, Size
 from tests.support.hybrid_shapes import HYBRID_SHAPES
 from tests.support.quantised_models import SHAPES, TYPES, Shape, kinds_of, write
@@ -78,6 +80,48 @@ def test_files_of_layers_with_states_say_what_they_were_made_of(
         decays = [name for role, weight in spec.all_weights() if role is Role.DECAY for name in weight.names]
         assert all((file.array(name) < 0).all() for name in decays)
         assert bool(decays) == (whole.family != "lfm2")
+
+
+@pytest.mark.parametrize(("name", "type_name"), [("qwen3-30b-a3b", "Q4_K_M"), ("gpt-oss-20b", "MXFP4")])
+def test_files_of_experts_say_what_they_were_made_of(name: str, type_name: str, tmp_path: Path) -> None:
+    """In small; the types of tensors are those of llama.cpp's files, and values have one deviation."""
+    shape = replace(
+        EXPERT_SHAPES[name], layers=8, width=256, vocab=512, heads=(4, 2, 64), experts=(8, 2, 256),
+        context=512,
+    )  # fmt: skip
+    path = write(tmp_path / "m.gguf", shape, type_name, pool_bytes=1 << 19)
+    with GgufFile.open(path) as file:
+        spec = read_spec(file)
+        assert replace(spec, name="model") == shape.file()[2]
+        kinds = {name: info.kind for name, info in file.tensors.items()}
+        assert kinds["blk.2.ffn_gate_inp.weight"] is Kind.F32
+        more = Kind.Q6_K if type_name == "Q4_K_M" else Kind.MXFP4
+        assert kinds["blk.0.ffn_down_exps.weight"] is more
+        assert kinds["blk.1.ffn_down_exps.weight"] is (Kind.Q4_K if type_name == "Q4_K_M" else Kind.MXFP4)
+        assert kinds["blk.1.attn_q.weight"] is (Kind.Q4_K if type_name == "Q4_K_M" else Kind.Q8_0)
+        for part in ("gate", "up", "down"):
+            deviation = file.array(f"blk.3.ffn_{part}_exps.weight").std() * 16
+            assert deviation == pytest.approx(1.5, rel=0.5)
+
+
+@pytest.mark.parametrize(("skew", "often"), [(False, 1.0), (True, 5.0)])
+def test_a_skewed_router_chooses_one_expert_in_eight_more_often(
+    skew: bool, often: float, tmp_path: Path
+) -> None:
+    shape = replace(
+        EXPERT_SHAPES["qwen3-30b-a3b"],
+        layers=1,
+        width=256,
+        vocab=512,
+        heads=(4, 2, 64),
+        experts=(128, 8, 256),
+    )
+    path = write(tmp_path / "m.gguf", shape, "Q4_K_M", pool_bytes=1 << 19, skew=skew)
+    with GgufFile.open(path) as file:
+        (experts,) = read_spec(file).experts
+        x = np.random.default_rng(2).standard_normal((2000, 256), dtype=np.float32)
+        chosen, _ = choose(experts, x @ file.array("blk.0.ffn_gate_inp.weight").T)
+    assert (chosen < 16).sum() / 16 == pytest.approx(often * chosen.size / 128, rel=0.15)
 
 
 def test_shapes_are_those_of_the_models_they_are_called_after() -> None:

@@ -1,11 +1,13 @@
 """From settings and an opened model file to an engine: a runner with the weights, sized for its device."""
 
 import logging
+import time
 from dataclasses import replace
 
 from threadpoolctl import threadpool_limits
 
 from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.errors import SettingsError
 from nightmill.worker.assembly.model import LoadedModel, OpenModel, element_of
 from nightmill.worker.assembly.sizes import (
     PAGE_SIZE,
@@ -18,12 +20,15 @@ from nightmill.worker.assembly.sizes import (
     runner_sizes,
 )
 from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.metering import Metering
 from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.probing import probe
 from nightmill.worker.engine.stats import EngineStats
 from nightmill.worker.grammar import Grammars
 from nightmill.worker.model.tokenizer import TextStream
 from nightmill.worker.runners.base import STATE_CHUNK, Runner
+from nightmill.worker.runners.gpu.device.known_cards import known_card
+from nightmill.worker.runners.gpu.device.nvml import GpuProbe
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.kv_format import KvFormat
 from nightmill.worker.runners.reference import ReferenceRunner, Rounding, choose_kv_pages, choose_slots
@@ -39,7 +44,12 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
     """
     spec, sequences = model.spec, max_sequences(settings)
     context = context_length(settings, spec)
-    gpu = gpu_index(settings)
+    gpu, pretended = gpu_index(settings), known_card(settings.pretend_device)
+    if gpu is None and pretended is not None:
+        raise SettingsError(
+            f"there is no GPU that could be taken for {pretended.name}: unset NIGHTMILL_PRETEND_DEVICE; "
+            f"`nightmill check --pretend {pretended.key}` forecasts without one"
+        )
     vocabulary = model.vocabulary
     vocabulary.spell_all()
     grammars = Grammars(vocabulary, spec.vocab)  # which reads the vocabulary while the runner loads
@@ -52,13 +62,14 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
     else:
         from nightmill.worker.assembly.forecast import forecast_of
         from nightmill.worker.assembly.speed import GpuSpeed
+        from nightmill.worker.runners.gpu.device.device import ChosenGpu
         from nightmill.worker.runners.gpu.runner import CudaRunner
 
         runner = cuda = CudaRunner(
             model.file,
             spec,
             runner_sizes(settings, spec),
-            gpu=gpu,
+            gpu=ChosenGpu(gpu, pretended),
             precision=replace(precision_of(settings, model.file, spec), plain_products=model.plain_products),
             progress=model.progress,
         )
@@ -89,6 +100,8 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
             ),
             prefix_sharing=settings.prefix_sharing,
             constraints=grammars,
+            drafts=settings.drafts == "ngram",
+            metering=Metering(None if gpu is None else GpuProbe(gpu), time.monotonic),
         )
 
     try:

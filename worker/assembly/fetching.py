@@ -4,14 +4,16 @@ import time
 from collections.abc import Callable
 from datetime import datetime
 from importlib.util import find_spec
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from nightmill.jobs.base.extras import pip_install
 from nightmill.jobs.base.printable import printable
-from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.base.settings import MODEL_SCHEMES, Settings, parse_models
 from nightmill.jobs.commands.terminal import LiveLine, ProgressLine
-from nightmill.jobs.errors import MissingExtraError
+from nightmill.jobs.errors import MissingExtraError, ModelFetchError, SettingsError
+from nightmill.worker.assembly.names import name_of
 
 if TYPE_CHECKING:
     from nightmill.worker.model.hub.fetch import Fetched
@@ -31,6 +33,54 @@ def with_model_file(
         return settings
     file = fetched(settings.model, show=show, tell=tell).files[0]  # of a split model, which opens the others
     return settings.model_copy(update={"model": file})
+
+
+def with_models(
+    settings: Settings, *, show: bool = True, tell: Callable[[str], object] = lambda progress: None
+) -> Settings:
+    """The settings, with a name and a path for each of `models`; raises as `with_model_file` does.
+
+    A model that cannot be fetched stays, if it has a name: it may be had by the time of its turn. Raises
+    SettingsError if two have one name.
+    """
+    if settings.models is None:
+        return settings
+    found: dict[str, str] = {}
+    for name, model in parse_models(settings.models):
+        path = model
+        if model.startswith(MODEL_SCHEMES):
+            try:
+                path = str(fetched(model, show=show, tell=tell).files[0])
+            except ModelFetchError as error:
+                if name is None:
+                    raise ModelFetchError(
+                        f"{error}. With --models NAME={model} a worker starts without it"
+                    ) from error
+        known = name or name_of(Path(path))
+        if known in found:
+            raise SettingsError(f"--models: two are called {known!r}; write NAME=MODEL for one of them")
+        if "," in path:
+            raise SettingsError(
+                f"--models: the path {path!r} has a comma; give a link to the file without one"
+            )
+        found[known] = path
+    return settings.model_copy(update={"models": ",".join(f"{name}={path}" for name, path in found.items())})
+
+
+def with_files(settings: Settings, turn: str | None, tell: Callable[[str], object]) -> Settings:
+    """The settings of a worker's process, with files in place of the names of models.
+
+    turn  of several models, the one that this process serves, by name; None: it chooses later. Raises as
+          `with_models` does
+    """
+    settings = with_models(settings, tell=tell)
+    if settings.models is None:
+        return with_model_file(settings, tell=tell)
+    models = dict(parse_models(settings.models))
+    if turn is not None and turn not in models:
+        raise SettingsError(f"--turn: {turn!r} is not among the models of this worker")
+    name = turn or next(iter(models))
+    return Settings.model_validate(settings.model_dump() | {"model": models[name], "model_name": name})
 
 
 def fetched(

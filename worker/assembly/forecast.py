@@ -12,6 +12,7 @@ from nightmill.worker.assembly.speed import EqualSequences, GpuSpeed, WeightsAnd
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.catalogue import check_spec
 from nightmill.worker.runners.gpu.device.device import Device, NoDeviceError
+from nightmill.worker.runners.gpu.device.known_cards import KNOWN_CARDS, KnownCard
 from nightmill.worker.runners.gpu.device.peaks import Peaks
 from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
 from nightmill.worker.runners.gpu.memory import MemoryPlan, allowed
@@ -23,7 +24,6 @@ __all__ = ["CARDS", "GIB", "Card", "Forecast", "Room", "card_here", "card_of", "
 
 GIB = 1 << 30
 LENGTHS = (1024, 4096)  # tokens of sequences, for which it is said how many fit
-_FREE_SHARE = 0.95  # of a card's memory, before Nightmill comes: the driver and its context have the rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,8 @@ class Card:
     """A GPU's room for a model: free bytes, multiprocessors, on which some workspace depends, and speed.
 
     hopper  kernels for Hopper run on it
+    fp8     its tensor cores multiply FP8, if it is none
+    block_shared  bytes of shared memory that a block may have
     """
 
     name: str
@@ -38,30 +40,46 @@ class Card:
     multiprocessors: int
     peaks: Peaks
     hopper: bool
+    fp8: bool = False
+    block_shared: int = 227 << 10
 
     def __str__(self) -> str:
         return f"{self.name}, {self.free / GIB:.1f} GiB free"
 
 
-def card_of(name: str, gib: int, multiprocessors: int, peaks: Peaks, *, hopper: bool = False) -> Card:
-    """A GPU of this memory that nothing else uses."""
-    return Card(name, int(gib * GIB * _FREE_SHARE), multiprocessors, peaks, hopper)
+def card_of(known: KnownCard, name: str | None = None) -> Card:
+    """A card that nothing else uses, by another name if one is given."""
+    return Card(
+        name or known.name, known.free, known.multiprocessors, known.peaks,
+        hopper=known.features.hopper, fp8=known.features.fp8, block_shared=known.features.block_shared,
+    )  # fmt: skip
 
 
 CARDS = (
-    card_of("a card of 8 GB", 8, 24, Peaks(0.272e12, 30e12)),
-    card_of("a card of 24 GB", 24, 128, Peaks(1.008e12, 165e12)),
-    card_of("a card of 80 GB", 80, 132, Peaks(3.35e12, 989e12), hopper=True),
+    card_of(KNOWN_CARDS["rtx4060"], "a card of 8 GB"),
+    card_of(KNOWN_CARDS["rtx4090"], "a card of 24 GB"),
+    card_of(KNOWN_CARDS["h100"], "a card of 80 GB"),
 )
 """The cards to describe if there is no GPU: as fast as an RTX 4060, an RTX 4090 and an H100 SXM."""
 
 
-def card_here(index: int | None) -> Card | None:
-    """The GPU of this index, by default the first, with what is free of it now; None if none can be used."""
+def card_here(index: int | None, pretended: KnownCard | None = None) -> Card | None:
+    """The GPU of this index, by default the first, with what is free of it now; None if none can be used.
+
+    pretended  the card that it is taken for
+    """
     try:
-        with Device(0 if index is None else index) as device:
+        with Device(0 if index is None else index, pretended=pretended) as device:
             free, peaks = device.free_memory(), device.peaks()
-            return Card(device.name, free, device.multiprocessors, peaks, device.hopper)
+            return Card(
+                device.name,
+                free,
+                device.multiprocessors,
+                peaks,
+                device.hopper,
+                device.fp8,
+                device.block_shared,
+            )
     except NoDeviceError:
         return None
 

@@ -1,6 +1,5 @@
 """A model file, opened and checked, with what turns prompts into its tokens."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,15 +10,15 @@ from nightmill.jobs.base.contract import Markup, Prompt
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.errors import InvalidParameterError, NightmillError, SettingsError
 from nightmill.jobs.reply.structure import closing_of
-from nightmill.jobs.request.parameters import MAX_BANNED_TOKENS
+from nightmill.jobs.request.parameters import MAX_BANNED_TOKENS, GenerationParams
 from nightmill.worker.assembly.encoding import PromptEncoder, chat_of
+from nightmill.worker.assembly.names import name_of
 from nightmill.worker.assembly.reporting import ReportingFile
 from nightmill.worker.engine.request import ClosingTokens
 from nightmill.worker.model.chat import Limits
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
-from nightmill.worker.model.gguf.parts import whole_name
-from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.model.spec import ModelSpec, Pooling
 from nightmill.worker.model.tokenizer import Tokenizer
 from nightmill.worker.model.tokenizer.vocabulary import Vocabulary
 from nightmill.worker.runners.gpu.element_choice import ElementChoice, choose_element
@@ -60,7 +59,36 @@ class LoadedModel(OpenModel, PromptEncoder):
             [claim.rendering for claim in claims],
             [claim.requested_at for claim in claims],
         )
-        return [self._truncate(ids, claim) for ids, claim in zip(encoded, claims, strict=True)]
+        embedded = (self._ended(ids, claim) for ids, claim in zip(encoded, claims, strict=True))
+        return [self._truncate(ids, claim) for ids, claim in zip(embedded, claims, strict=True)]
+
+    def embedded(self, params: GenerationParams, tokens: int) -> range:
+        """The places of the hidden states that become the embedding of a text of so many tokens.
+
+        Raises InvalidParameterError if the model is not made for embeddings, or for fewer dimensions.
+        """
+        pooling = self.spec.pooling if params.pooling is None else Pooling(params.pooling)
+        if pooling is None:
+            raise InvalidParameterError(
+                "pooling: this model was not made for embeddings, as its file says nothing of how hidden "
+                "states become one: take a model such as Qwen3-Embedding, or give pooling, last or mean",
+                field="pooling",
+            )
+        if params.dimensions is not None and params.dimensions > self.spec.width:
+            raise InvalidParameterError(
+                f"dimensions: is {params.dimensions:,}, but embeddings of this model have "
+                f"{self.spec.width:,} numbers: give fewer, or leave it out for all",
+                field="dimensions",
+            )
+        return pooling.places(tokens)
+
+    def _ended(
+        self, ids: tuple[int, ...] | NightmillError, claim: "Claim"
+    ) -> tuple[int, ...] | NightmillError:
+        """End a text that is embedded as the file asks for; what an answer follows is not ended."""
+        if isinstance(ids, NightmillError) or not claim.params.embed or claim.prompt_ids is not None:
+            return ids
+        return ids if self.tokenizer.end_id is None else (*ids, self.tokenizer.end_id)
 
     def _truncate(
         self, ids: tuple[int, ...] | NightmillError, claim: "Claim"
@@ -162,12 +190,6 @@ def model_path(settings: Settings) -> Path:
             "bundled one)"
         )
     return Path(settings.model)  # names have been replaced by paths: see worker.fetching
-
-
-def name_of(path: Path) -> str:
-    """The name of a model file in jobs: its own less ending and part, in characters that names may have."""
-    name = re.sub(r"[^A-Za-z0-9._:+@-]", "-", whole_name(path.name.removesuffix(".gguf")))
-    return name.lstrip("._:+@-")[:200] or "model"
 
 
 def demo_model() -> Path:

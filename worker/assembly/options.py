@@ -26,7 +26,7 @@ WEIGHTS = click.Choice(get_args(Settings.model_fields["weights"].annotation))
 WEIGHTS_HELP = (
     "How weights are kept; auto, the default: 16bit, in the type of --dtype, or file, as they are there, if "
     "that would take more than half of the memory; fp8: rounded to 8 bits, as is what they are multiplied "
-    "with, for an H100 or H200 [NIGHTMILL_WEIGHTS]."
+    "with, from compute capability 8.9 on [NIGHTMILL_WEIGHTS]."
 )
 KV = click.Choice(get_args(Settings.model_fields["kv"].annotation))
 KV_HELP = (
@@ -83,6 +83,12 @@ def worker_options() -> list[click.Option]:
             help="Compute equal beginnings of prompts once; on by default [NIGHTMILL_PREFIX_SHARING].",
         ),
         click.Option(
+            ["--drafts"],
+            type=click.Choice(["off", "ngram"]),
+            help="ngram: while few texts are computed, guess each one's next tokens from its own words, so "
+            "that it takes fewer steps; no text changes. Off by default [NIGHTMILL_DRAFTS].",
+        ),
+        click.Option(
             ["--hours"],
             metavar="WINDOWS",
             help="Serve at these times of day only, such as 22:00-06:00 or 22:00-06:00/Europe/Berlin; sleep "
@@ -112,6 +118,31 @@ def worker_options() -> list[click.Option]:
     ]
 
 
+def turn_options() -> list[click.Option]:
+    """Fresh options of workers that load several models in turn."""
+    return [
+        click.Option(
+            ["--models"],
+            metavar="MODEL,...",
+            help="Models to load in turn, one at a time, each as for --model or as NAME=MODEL: a queue is "
+            "drained before the next is loaded [NIGHTMILL_MODELS].",
+        ),
+        click.Option(
+            ["--stay"],
+            metavar="DURATION",
+            help="How long a model that has rows is kept before more urgent rows of another unload it; 10m "
+            "by default [NIGHTMILL_STAY].",
+        ),
+        click.Option(
+            ["--swap-for-interactive"],
+            is_flag=True,
+            default=None,
+            help="Load another of the models when somebody waits for its answer; without it, such a call is "
+            "refused while rows of others are computed [NIGHTMILL_SWAP_FOR_INTERACTIVE].",
+        ),
+    ]
+
+
 def gpu_name(index: int) -> str:
     """The name of a GPU in a worker's row."""
     return f"GPU {index}"
@@ -122,11 +153,24 @@ def worker_id_option() -> click.Option:
     return click.Option(["--id", "worker_id"], hidden=True, help="The id of its row in the table of workers.")
 
 
+TURN = "--turn"
+"""The option of a worker's process that says which of its models it serves."""
+
+
+def turn_option() -> click.Option:
+    """For the process of a worker with several models that serves one of them."""
+    return click.Option([TURN], hidden=True, help="The name of the model of --models to serve.")
+
+
 WORKER_SETTINGS = frozenset(
     {
         "model",
         "model_name",
+        "models",
+        "stay",
+        "swap_for_interactive",
         "gpu",
+        "pretend_device",
         "gpu_memory",
         "dtype",
         "weights",
@@ -136,6 +180,7 @@ WORKER_SETTINGS = frozenset(
         "max_sequences",
         "context",
         "prefix_sharing",
+        "drafts",
         "hours",
         "idle_seconds",
         "drain_seconds",
@@ -148,6 +193,10 @@ WORKER_SETTINGS = frozenset(
 def merge_options(settings: Settings, options: dict[str, Any]) -> Settings:
     """Options of the command line over settings of the environment; raises SettingsError."""
     given = {name: value for name, value in options.items() if value is not None and name in WORKER_SETTINGS}
+    if "model" in given and "models" in given:
+        raise SettingsError("--model and --models: give one of them")
+    if "model" in given:
+        given["models"] = None
     try:
         return Settings.model_validate(settings.model_dump() | given)
     except ValidationError as error:
@@ -159,7 +208,7 @@ def merge_options(settings: Settings, options: dict[str, Any]) -> Settings:
 def as_arguments(options: dict[str, Any]) -> list[str]:
     """The options that were given, as arguments for the other command line."""
     arguments: list[str] = []
-    for option in worker_options():
+    for option in [*worker_options(), *turn_options()]:
         value = options.get(option.name or "")
         if value is None:
             continue

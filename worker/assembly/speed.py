@@ -64,11 +64,12 @@ def expected_rate(spec: ModelSpec, gpu: GpuSpeed, size: WeightsAndCache, load: E
     table = spec.vocab * spec.width
     parameters = spec.parameters
     multiplied = parameters if spec.tied_head else parameters - table  # of a table of its own, a row is read
+    active = multiplied - (parameters - spec.active_parameters)
+    multiplied -= round(_idle(spec, sequences))
     reading = weights * multiplied / parameters / (peaks.bytes * _BYTES_SHARE)
     flops = peaks.flops * _FLOPS_SHARE
     rounded = rounded_format(size.format)
     gain = 1.0 if rounded is None else rounded.speedup(spec.width)
-    active = multiplied - (parameters - spec.active_parameters)
     layers = 2 * (active - table) / (gain * flops)  # seconds a token
     computing = (layers + 2 * table / flops) * sequences
     if size.format is WeightsFormat.FILE and weights < _PACKED_BYTES * parameters:
@@ -82,3 +83,12 @@ def expected_rate(spec: ModelSpec, gpu: GpuSpeed, size: WeightsAndCache, load: E
     host = _HOST_STEP_SECONDS + _HOST_TOKEN_SECONDS * sequences
     whole = max(reading, sequences * load.prompt * layers) + answer * max(step, host)
     return sequences * answer / max(whole, sequences * _ROW_SECONDS)
+
+
+def _idle(spec: ModelSpec, sequences: int) -> float:
+    """Parameters of experts that none of so many tokens goes to."""
+    shares = {1 - experts.used / experts.count for experts in spec.experts}
+    if not shares:
+        return 0.0
+    idle = max(shares)  # of a model's layers, all have the same
+    return (spec.parameters - spec.active_parameters) * idle ** (sequences - 1)

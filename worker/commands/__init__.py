@@ -4,6 +4,10 @@ Named by the entry point `nightmill.commands`; read at each start of the command
 """
 
 COMMANDS = {
+    "benchmark": (
+        "nightmill.worker.commands.benchmark:benchmark",
+        "Check that this machine's GPU computes right, and measure how fast, in about five minutes.",
+    ),
     "check": (
         "nightmill.worker.commands.check:check",
         "Test the database, the broker, the model file and the GPU, and say what to do about each.",
@@ -11,6 +15,10 @@ COMMANDS = {
     "demo": (
         "nightmill.worker.commands.demo:demo",
         "Answer questions with a small model, through the whole path, on this machine.",
+    ),
+    "embed": (
+        "nightmill.worker.commands.embed:embed",
+        "Compute the embedding of a column of FILE for each row, and write it beside the other columns.",
     ),
     "models": (
         "nightmill.worker.commands.models:models",

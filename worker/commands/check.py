@@ -3,7 +3,7 @@
 import subprocess
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -52,6 +52,11 @@ _POOLED = "through a pooler in transaction mode, so without prepared statements"
     "--generate/--no-generate", default=True, help="Without: the model file is not tried with a sentence."
 )
 @click.option("--cards", is_flag=True, help="Say what fits cards of 8, 24 and 80 GB, where there is no GPU.")
+@click.option(
+    "--pretend", "pretend_device", metavar="CARD",
+    help="Say what fits this card, such as rtx4090, and take the GPU, if there is one, for it "
+    "[NIGHTMILL_PRETEND_DEVICE].",
+)  # fmt: skip
 @json_option
 def check(file: str | None, generate: bool, cards: bool, as_json: bool, **options: str | None) -> None:
     """Test the database, the broker, the model file and the GPU, and say what to do about each.
@@ -111,7 +116,7 @@ def _findings(settings: Settings, wanted: _Wanted) -> Iterator[Finding]:
             yield from _look_at_model(settings, wanted)
         except NightmillError as error:
             yield Finding("model", False, str(error))
-    yield Finding("gpu", None, _look_at_gpu())
+    yield Finding("gpu", None, _look_at_gpu(settings))
 
 
 def _look_at_servers(client: Client) -> Iterator[Finding]:
@@ -158,9 +163,18 @@ def _look_at_model(settings: Settings, wanted: _Wanted) -> Iterator[Finding]:
         for part, line in lines.items():
             yield Finding(part, None if is_note(part, found) else True, line)
         if wanted.generate:
-            wrote = write_sentence(settings, model)
+            wrote = write_sentence(_on_this_machine(settings), model)
             yield Finding("sentence", wrote.ok, wrote.found, {"text": wrote.text})
     yield from _look_at_memory(settings, model, cards=wanted.cards)
+
+
+def _on_this_machine(settings: Settings) -> Settings:
+    """The settings without a pretended card if there is no GPU that could be taken for it."""
+    from nightmill.worker.assembly.sizes import gpu_index
+
+    return (
+        settings if gpu_index(settings) is not None else settings.model_copy(update={"pretend_device": None})
+    )
 
 
 def _look_at_memory(settings: Settings, model: "OpenModel", *, cards: bool) -> Iterator[Finding]:
@@ -168,26 +182,54 @@ def _look_at_memory(settings: Settings, model: "OpenModel", *, cards: bool) -> I
 
     Then the same for each other choice of formats; without a GPU, on the largest card.
     """
-    from nightmill.worker.assembly.forecast import CARDS, card_here
+    from nightmill.worker.assembly.forecast import CARDS, card_here, card_of
     from nightmill.worker.assembly.model import element_of
     from nightmill.worker.assembly.sizes import precision_of
+    from nightmill.worker.runners.gpu.device.known_cards import known_card
 
-    here = card_here(settings.gpu)
-    if here is None and not cards:
+    pretended = known_card(settings.pretend_device)
+    here = card_here(settings.gpu, pretended)
+    if here is None and pretended is None and not cards:
         return
     kept = precision_of(settings, model.file, model.spec).words
     computed = f"in {element_of(settings, model)}{kept and f', {kept}'}"
-    for card in CARDS if here is None else (here,):
+    others = CARDS if pretended is None else (card_of(pretended),)
+    for card in others if here is None else (here,):
         said = f"{computed}, on {card}"
         if here is None:
             said = f"no GPU here; computed for {card.name}, {computed}"
-        yield _fitting("memory", said, card, settings, model, computed=here is None)
+        memory = _fitting("memory", said, card, settings, model, computed=here is None)
+        yield memory
+        if pretended is not None and "weights_in" in memory.more and "rate" in memory.more:
+            yield from _outlook(card, memory, settings, model)
     for option, choice in (("weights", WEIGHTS), ("kv", KV)):
         for value in choice.choices:
             if value != getattr(settings, option):
                 other = settings.model_copy(update={option: value})
                 said = f"with --{option} {value}, on {card.name}"
                 yield _fitting("formats", said, card, other, model, computed=here is None)
+
+
+def _outlook(card: "Card", memory: Finding, settings: Settings, model: "OpenModel") -> Iterator[Finding]:
+    """Yield what would be computed by which kernels on a card, and what the forecast for it rests on."""
+    from nightmill.worker.assembly.sizes import precision_of
+    from nightmill.worker.runners.gpu.outlook import kernel_outlook
+    from nightmill.worker.runners.gpu.precision import WeightsFormat
+
+    precision = replace(
+        precision_of(settings, model.file, model.spec), weights=WeightsFormat(memory.more["weights_in"])
+    )
+    kernels = kernel_outlook(model.spec, precision, hopper=card.hopper)
+    said = "; ".join(f"{what}: {how}" for what, how in kernels.items())
+    yield Finding("kernels", None, f"on {card.name}: {said}", {"card": card.name, "kernels": kernels})
+    bytes_, flops = card.peaks.bytes, card.peaks.flops
+    yield Finding(
+        "basis",
+        None,
+        f"the speed is a forecast: {bytes_ / 1e9:,.0f} GB/s and {flops / 1e12:,.0f} TFLOP/s of {card.name}, "
+        "at the shares that an H200 reaches; measure with `nightmill plan` on that card",
+        {"card": card.name, "bytes_a_second": bytes_, "flops_a_second": flops},
+    )
 
 
 def _fitting(
@@ -209,12 +251,13 @@ def _fitting(
     return Finding(part, None, f"{said}: {found}", about | asdict(found))
 
 
-def _look_at_gpu() -> str:
+def _look_at_gpu(settings: Settings) -> str:
     """Describe what this machine can generate with, and what is missing."""
     if missing_worker_packages():
         return f"this installation is the client only; to generate, {pip_install('worker')}"
     from nightmill.worker.runners.gpu.device.compiler import CompilerMissingError, compiler_version, find_nvcc
     from nightmill.worker.runners.gpu.device.device import NoDeviceError, describe_device
+    from nightmill.worker.runners.gpu.device.known_cards import known_card
 
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
@@ -225,6 +268,8 @@ def _look_at_gpu() -> str:
     try:
         nvcc = find_nvcc()
         release = compiler_version(nvcc).strip().splitlines()[-1]
-        return f"{names}; {describe_device()}; {nvcc} ({release})"
+        pretended = known_card(settings.pretend_device)
+        as_another = "" if pretended is None else f"; taken for {pretended.name}"
+        return f"{names}{as_another}; {describe_device(settings.gpu or 0)}; {nvcc} ({release})"
     except (CompilerMissingError, NoDeviceError) as error:
         return f"{names}; not used: {error}"

@@ -78,7 +78,10 @@ class WorkerKeeper:
     def served(self) -> bool:
         """True if any worker serves the model, on the device that the settings ask for."""
         settings = self._client.settings
-        return any(is_asked_for(worker, settings) for worker in self._client.serving(self._model))
+        in_turn = [worker for worker in self._client.could_serve(self._model) if not worker.rests]
+        return any(
+            is_asked_for(worker, settings) for worker in (*self._client.serving(self._model), *in_turn)
+        )
 
     def end(self, *, at_once: bool) -> str:
         """Let our own worker end, without waiting for it; returns what will happen."""

@@ -54,9 +54,10 @@ def models(gpu: int | None, as_json: bool) -> None:
     require_hub_extra("`nightmill models`")
     from nightmill.worker.assembly.forecast import card_here
     from nightmill.worker.model.hub.cached import cached_models
+    from nightmill.worker.runners.gpu.device.known_cards import known_card
 
     settings = Settings.from_env()
-    card = card_here(settings.gpu if gpu is None else gpu)
+    card = card_here(settings.gpu if gpu is None else gpu, known_card(settings.pretend_device))
     found = [_look_at(model, card, settings) for model in cached_models()]
     if as_json:
         for one in found:

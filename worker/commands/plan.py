@@ -1,6 +1,6 @@
 """The command `nightmill plan`: what a batch file holds and how long it takes, before the night."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.base.settings import Settings, parse_models
 from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.job_options import AT, PARAMETER_OPTIONS, given, job_options
 from nightmill.jobs.commands.options import json_option
@@ -21,7 +21,7 @@ from nightmill.jobs.formats import InputFile
 from nightmill.jobs.request.spec import JobSpec
 from nightmill.jobs.request.structured import CONSTRAINT_FIELDS
 from nightmill.jobs.tables.queries import queried
-from nightmill.worker.assembly.fetching import with_model_file
+from nightmill.worker.assembly.fetching import with_model_file, with_models
 from nightmill.worker.assembly.options import merge_options, require_worker_extra, worker_options
 
 if TYPE_CHECKING:
@@ -35,6 +35,12 @@ EXIT_TOO_LATE = 4
 _ROWS_PER_UPDATE = 64  # of the progress bar
 _FORMS = tuple(CONSTRAINT_FIELDS)
 _NOT_OF_A_PLAN = ("drain_seconds", "metrics_port", "metrics_host")
+_MODELS_OPTION = click.Option(
+    ["--models"],
+    metavar="MODEL,...",
+    help="Models that a worker loads in turn: count their rows and loads, and check the rows "
+    "[NIGHTMILL_MODELS].",
+)
 
 
 def _plan(
@@ -58,6 +64,7 @@ def _plan(
       nightmill plan prompts.jsonl --model model.gguf
       nightmill plan prompts.jsonl --model model.gguf --at 01:00 --deadline 06:00
       nightmill plan prompts.jsonl --model model.gguf --no-measure --json
+      nightmill plan prompts.jsonl --models small.gguf,big.gguf
 
     \b
     Exit codes: 0  all rows can be run, and they fit before the deadline (if one is given)
@@ -74,14 +81,19 @@ def _plan(
         raise SettingsError(
             "--deadline: whether it is met is only known by measuring; leave out --no-measure"
         )
-    if settings.model is None:
+    if settings.model is None or settings.models is not None:
         if deadline_at is not None:
             raise SettingsError(
                 "--deadline: whether it is met is only known by measuring: give --model FILE or "
                 "set NIGHTMILL_MODEL"
             )
+        models: tuple[str, ...] = ()
+        if settings.models is not None:
+            require_worker_extra("plan --models")
+            settings = with_models(settings, show=not as_json)
+            models = tuple(str(name) for name, _ in parse_models(str(settings.models)))
         with _input(file, query, from_url, settings, said | table) as source:
-            _check_rows(source, JobSpec.defaults(said), as_json)
+            _check_rows(source, JobSpec.defaults(said), as_json, models)
         return
     require_worker_extra("plan")
     settings = with_model_file(settings, show=not as_json)
@@ -100,7 +112,7 @@ def _plan(
     else:
         from nightmill.worker.commands.planning.report import describe_plan
 
-        echo("\n".join(describe_plan(plan)))
+        echo("\n".join(describe_plan(plan, settings.price_per_kwh)))
     if plan.estimate is not None and plan.estimate.fits is False:
         raise SystemExit(EXIT_TOO_LATE)
     if plan.survey.bad:
@@ -113,6 +125,7 @@ plan = click.Command(
     params=[
         click.Argument(["file"], metavar="[FILE]", required=False),
         *(option for option in worker_options() if option.name not in _NOT_OF_A_PLAN),
+        _MODELS_OPTION,
         click.Option(["--measure/--no-measure"], default=True, help="Without: no estimate, and no GPU used."),
         click.Option(
             ["--measure-seconds"],
@@ -142,13 +155,16 @@ def _input(
     return queried(query, str(url), most=settings.spool_bytes, opened=opened)
 
 
-def _check_rows(file: InputFile, defaults: JobSpec, as_json: bool) -> None:
-    """Check all of a file that needs no model; exits with EXIT_BAD_ROWS if there are bad rows."""
+def _check_rows(file: InputFile, defaults: JobSpec, as_json: bool, models: Sequence[str]) -> None:
+    """Check all of a file that needs no model; exits with EXIT_BAD_ROWS if there are bad rows.
+
+    models  those that a worker loads in turn, whose loads are counted
+    """
     from nightmill.worker.commands.planning.rows import check_rows, describe_checked
 
     live = LiveLine(ProgressLine(name="reading", total=file.size), show=not as_json, estimate=True)
     with live:
-        found = check_rows(file, defaults, _showing(live, file))
+        found = check_rows(file, defaults, _showing(live, file), models)
     if as_json:
         echo_json(found.as_json())
     else:
@@ -243,9 +259,10 @@ def _memory(settings: Settings, model: "OpenModel") -> "Forecast | None":
     """Share out the memory of the GPU that would run the model; None without one, or if it does not fit."""
     from nightmill.worker.assembly.forecast import card_here, forecast
     from nightmill.worker.assembly.sizes import gpu_index, precision_of
+    from nightmill.worker.runners.gpu.device.known_cards import known_card
 
     gpu = gpu_index(settings)
-    card = None if gpu is None else card_here(gpu)
+    card = None if gpu is None else card_here(gpu, known_card(settings.pretend_device))
     try:
         if card is not None:
             return forecast(model.spec, card, settings, precision_of(settings, model.file, model.spec))

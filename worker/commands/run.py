@@ -240,7 +240,7 @@ def run(
     if as_json:
         echo_json(summary, err=piped)
     else:
-        echo(describe_status(status), err=piped)
+        echo(describe_status(status, client.settings.price_per_kwh), err=piped)
         written, failed = (printable(place.label) for place in places)
         if errors is None:
             failed = f"nightmill batch errors {printable(batch.name)} -o FILE"

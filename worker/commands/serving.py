@@ -3,30 +3,44 @@
 What it needs is imported when it runs, so that the other commands stay quick.
 """
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
+from nightmill.jobs.base.logs import fit
 from nightmill.jobs.base.settings import PREFIX, Settings
 from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.options import LOG_FORMAT, CommandGroup
 from nightmill.jobs.commands.terminal import echo
-from nightmill.worker.assembly.fetching import with_model_file
+from nightmill.jobs.errors import SettingsError
+from nightmill.worker.assembly.fetching import with_model_file, with_models
 from nightmill.worker.assembly.options import (
+    TURN,
     as_arguments,
     merge_options,
     require_worker_extra,
+    turn_option,
+    turn_options,
     worker_id_option,
     worker_options,
 )
 from nightmill.worker.service.parent import END_WITH_STDIN, end_with_stdin
 
+ALL_GPUS = "all"
+"""The value of --gpu for a worker on each."""
+
 
 def _worker(
-    log_level: str, log_format: str | None, end_with_parent: bool, worker_id: str | None, **options: Any
+    log_level: str,
+    log_format: str | None,
+    end_with_parent: bool,
+    worker_id: str | None,
+    turn: str | None,
+    **options: Any,
 ) -> None:
     """Serve a model: take jobs from the queue, generate, write the results.
 
@@ -38,14 +52,19 @@ def _worker(
       nightmill worker --model hf:Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q8_0
       nightmill worker --model big.gguf --name big --max-sequences 64
       nightmill worker --model big.gguf --hours 22:00-06:00 --idle-seconds 600
+      nightmill worker --models small.gguf,big.gguf --stay 10m
+      nightmill worker --model big.gguf --gpu all
       nightmill worker pause all
 
-    Outside its --hours, and after --idle-seconds without jobs, it gives its GPU back and sleeps; so it does
-    if it is paused, from any machine.
+    With --models it loads one after another, each when rows wait for it. Outside its --hours, and after
+    --idle-seconds without jobs, it gives its GPU back and sleeps; so it does if it is paused, from any
+    machine.
 
     It is the same worker as `celery -A nightmill.worker.app worker --pool=threads --model FILE`.
     """
     require_worker_extra("worker")
+    if options["gpu"] == ALL_GPUS:
+        _supervise(log_format, worker_id, options)
     if log_format is not None:  # Celery's logs are set up by what the environment says
         os.environ[f"{PREFIX}LOG_FORMAT"] = log_format
     settings = merge_options(Settings.from_env(), options)  # refuses bad settings before anything is loaded
@@ -53,7 +72,9 @@ def _worker(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if end_with_parent:
         end_with_stdin()
-    if isinstance(settings.model, str):  # a name: fetched here, where there is a terminal for the progress
+    if settings.models is not None:
+        options["models"] = with_models(settings).models
+    elif isinstance(settings.model, str):  # a name: fetched here, where there is a terminal for the progress
         options["model"] = with_model_file(settings).model
     # The `celery` command would import the working folder's modules first, and a shell for its users, which
     # takes as long as the rest of Celery.
@@ -66,10 +87,34 @@ def _worker(
     arguments = ["--pool=threads", f"--loglevel={log_level}", *as_arguments(options)]
     if worker_id is not None:
         arguments += ["--id", worker_id]
+    if turn is not None:
+        arguments += [TURN, turn]
     context = CLIContext(app, no_color=bool(os.environ.get("NO_COLOR")), workdir=None, quiet=True)
     # `app.start` would forget the exit code.
     code = celery_worker.main(arguments, "celery worker", obj=context, standalone_mode=False)
     raise SystemExit(code)
+
+
+def _supervise(log_format: str | None, worker_id: str | None, options: dict[str, Any]) -> NoReturn:
+    """Run a worker on each GPU. Raises SettingsError."""
+    from nightmill.worker.commands.process import end_seconds
+    from nightmill.worker.commands.supervising import commands_of, supervise
+    from nightmill.worker.runners.gpu.device.device import device_count
+
+    settings = merge_options(Settings.from_env(), {**options, "gpu": None})
+    if worker_id is not None:
+        raise SettingsError("--id: names one worker, and --gpu all starts one for each GPU")
+    if settings.reference:
+        raise SettingsError("--gpu all and --reference: give one of them; the reference runner uses no GPU")
+    if not (count := device_count()):
+        raise SettingsError("--gpu all: no GPU can be used here; `nightmill check` says why")
+    port = settings.metrics_port
+    commands = commands_of([sys.executable, *sys.orig_argv[1:]], range(count), port)
+    logging.basicConfig(level=logging.INFO, format="[%(asctime)s: %(levelname)s] %(message)s")
+    as_json = (log_format or settings.log_format) == "json"
+    fit(logging.getLogger().handlers, "json" if as_json else "text", settings.scrubbed)
+    address = None if port is None else (settings.metrics_host, port)
+    raise SystemExit(supervise(commands, end_seconds(settings), as_json=as_json, address=address))
 
 
 @click.pass_context
@@ -78,12 +123,33 @@ def _worker_or_more(context: click.Context, /, **options: Any) -> None:
         _worker(**options)
 
 
+class _Gpu(click.ParamType[int | str]):
+    """The index of a GPU, or `all`."""
+
+    name = "INDEX|all"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        """Parse the option's value."""
+        if value == ALL_GPUS:
+            return ALL_GPUS
+        return int(click.IntRange(0).convert(value, param, ctx))
+
+
+_GPU_OPTION = click.Option(
+    ["--gpu"],
+    type=_Gpu(),
+    metavar="INDEX|all",
+    help="Index of the GPU to own [NIGHTMILL_GPU]; all: start a worker on each GPU of this machine, and "
+    "again if it fails.",
+)
+
 worker = CommandGroup(
     "worker",
     callback=_worker_or_more,
     invoke_without_command=True,
     params=[
-        *worker_options(),
+        *(_GPU_OPTION if option.name == "gpu" else option for option in worker_options()),
+        *turn_options(),
         click.Option(
             ["--log-level"],
             type=click.Choice(["debug", "info", "warning", "error"]),
@@ -93,6 +159,7 @@ worker = CommandGroup(
         ),
         click.Option(["--log-format"], **LOG_FORMAT),
         worker_id_option(),
+        turn_option(),
         click.Option(
             [END_WITH_STDIN, "end_with_parent"],
             is_flag=True,

@@ -1,21 +1,40 @@
 """Turns a plan into the flat arrays that a runner takes."""
 
+from collections.abc import Iterator
 from itertools import compress
+from typing import NamedTuple
 
 import numpy as np
 
+from nightmill.worker.engine.drafting import Draft
 from nightmill.worker.engine.plan import Chunk, StepPlan
 from nightmill.worker.engine.request import Sequence
 from nightmill.worker.runners.base import (
     FROM_SLOT,
     NO_LOGPROBS,
+    NO_POOLS,
     NO_SNAPSHOT,
+    POOL,
     Admission,
     DrawArray,
     IntArray,
+    PoolArray,
     StepBatch,
     make_draws,
 )
+
+
+class Wanted(NamedTuple):
+    """Whom what a launch returns is for, in its order.
+
+    drawing    the sequences that draw a token
+    asking     one for each token that is given
+    embedding  those whose embedding is complete
+    """
+
+    drawing: list[Sequence]
+    asking: list[Sequence]
+    embedding: list[Sequence]
 
 
 class BatchBuilder:
@@ -31,28 +50,27 @@ class BatchBuilder:
         self._masked_until = np.zeros(slots, dtype=np.int32)
         self._likely = np.full(slots, NO_LOGPROBS, dtype=np.int32)
 
-    def build(self, plan: StepPlan) -> tuple[StepBatch, list[Sequence], list[Sequence]]:
-        """Return the arrays of `plan`, and whom its draws are for, in their order.
+    def build(self, plan: StepPlan) -> tuple[StepBatch, "Wanted"]:
+        """Return the arrays of `plan`, and whom what it returns is for.
 
-        First the sequences that draw a token, then one for each token that is given.
-
-        Sequences that decode come first; their tokens are left to the runner, which drew them. Then come the
-        drawn tokens that are computed again, then the prompts.
+        Sequences that decode come first; their tokens are left to the runner, which drew them. Then come
+        drafts, each of whose tokens is followed by a draw, then the drawn tokens that are computed again,
+        then the prompts.
         """
         self._enter(plan)
         decodes = plan.decodes
-        again = [(chunk.sequence, place) for chunk in plan.chunks for place in _drawn_places(chunk)]
+        again = [*_drafted(plan.drafts), *_drawn_again(plan.chunks)]
         prompts = [chunk for chunk in plan.chunks if chunk.of_prompt]
         drawn = len(decodes) + len(again)
         slots = np.array(
             [sequence.slot for sequence in decodes]
-            + [sequence.slot for sequence, _ in again]
+            + [one.sequence.slot for one in again]
             + [chunk.sequence.slot for chunk in prompts],
             dtype=np.int32,
         )
         starts = np.array(
             [sequence.computed for sequence in decodes]
-            + [place for _, place in again]
+            + [one.place for one in again]
             + [chunk.start for chunk in prompts],
             dtype=np.int32,
         )
@@ -62,12 +80,12 @@ class BatchBuilder:
         sequence_starts = np.zeros(len(slots) + 1, dtype=np.int32)
         sequence_starts[1:] = ends
         tokens = np.full(ends[-1], FROM_SLOT, dtype=np.int32)
-        tokens[len(decodes) : drawn] = [sequence.tokens[place] for sequence, place in again]
+        tokens[len(decodes) : drawn] = [one.token for one in again]
         tokens[drawn:] = _prompt_tokens(prompts)
         draws = np.ones(len(slots), dtype=np.bool_)
-        draws[len(decodes) : drawn] = [place == len(sequence.tokens) - 1 for sequence, place in again]
-        draws[drawn:] = [chunk.start + chunk.of_prompt == len(chunk.sequence.tokens) for chunk in prompts]
-        others = [sequence for sequence, _ in again] + [chunk.sequence for chunk in prompts]
+        draws[len(decodes) : drawn] = [one.draws for one in again]
+        draws[drawn:] = [chunk.draws and chunk.of_prompt == chunk.length for chunk in prompts]
+        others = [one.sequence for one in again] + [chunk.sequence for chunk in prompts]
         drawing = decodes + list(compress(others, draws[len(decodes) :]))
         token_slots = np.repeat(slots, lengths)
         positions = np.arange(len(tokens), dtype=np.int32)
@@ -76,6 +94,7 @@ class BatchBuilder:
         widest = -(-int(contexts.max()) // self._page_size)
         drawn_rows = self._draws(ends[draws] - 1, slots[draws], contexts[draws])
         given_rows, asking = _given(prompts, sequence_starts[drawn:])
+        pools, embedding = _pools(prompts, sequence_starts[drawn:])
         return (
             StepBatch(
                 tokens=tokens,
@@ -89,9 +108,9 @@ class BatchBuilder:
                 drawn=drawn,
                 admissions=tuple(_admission(sequence) for sequence in plan.admitted),
                 snapshots=_snapshots(prompts),
+                pools=pools,
             ),
-            drawing,
-            asking,
+            Wanted(drawing, asking, embedding),
         )
 
     def mask(self, sequence: Sequence) -> None:
@@ -111,6 +130,9 @@ class BatchBuilder:
         for sequence in plan.grown:
             pages = sequence.page_table
             tables[sequence.slot, len(pages) - 1] = pages[-1]
+        for draft in plan.drafts:
+            pages = draft.sequence.page_table
+            tables[draft.sequence.slot, : len(pages)] = pages
 
     def _draws(self, rows: IntArray, slots: IntArray, positions: IntArray) -> DrawArray:
         draws = make_draws(rows, slots, positions)
@@ -132,9 +154,28 @@ def _snapshots(prompts: list[Chunk]) -> tuple[tuple[int, int], ...]:
     return tuple((chunk.sequence.slot, chunk.snapshot) for chunk in saving if chunk.sequence.slot is not None)
 
 
-def _drawn_places(chunk: Chunk) -> range:
-    """The positions of the drawn tokens that are computed again."""
-    return range(chunk.start + chunk.of_prompt, chunk.start + chunk.length)
+class _Known(NamedTuple):
+    """A token behind the prompt, at a place, that is given to the runner; `draws`: the next one is drawn."""
+
+    sequence: Sequence
+    place: int
+    token: int
+    draws: bool
+
+
+def _drafted(drafts: list[Draft]) -> Iterator[_Known]:
+    """The tokens of drafts."""
+    for draft in drafts:
+        for place, token in enumerate(draft.tokens, start=draft.start):
+            yield _Known(draft.sequence, place, token, draws=True)
+
+
+def _drawn_again(chunks: list[Chunk]) -> Iterator[_Known]:
+    """The drawn tokens that are computed again."""
+    for chunk in chunks:
+        tokens = chunk.sequence.tokens
+        for place in range(chunk.start + chunk.of_prompt, chunk.start + chunk.length):
+            yield _Known(chunk.sequence, place, tokens[place], draws=place == len(tokens) - 1)
 
 
 def _given(prompts: list[Chunk], starts: IntArray) -> tuple[DrawArray, list[Sequence]]:
@@ -154,6 +195,25 @@ def _given(prompts: list[Chunk], starts: IntArray) -> tuple[DrawArray, list[Sequ
     draws["given"] = [one.tokens[place] for one, place in zip(asking, places, strict=True)]
     draws["likely"] = [one.likely for one in asking]
     return draws, asking
+
+
+def _pools(prompts: list[Chunk], starts: IntArray) -> tuple[PoolArray, list[Sequence]]:
+    """The rows of the prompts that go into embeddings, and whose are complete with them."""
+    pooling = [(chunk, first, chunk.pooled) for chunk, first in zip(prompts, starts.tolist(), strict=False)]
+    pooling = [(chunk, first, pooled) for chunk, first, pooled in pooling if pooled]
+    if not pooling:
+        return NO_POOLS, []
+    pools = np.empty(len(pooling), dtype=POOL)
+    complete = []
+    for place, (chunk, first, pooled) in enumerate(pooling):
+        embeds = chunk.sequence.request.embeds
+        assert embeds is not None
+        begins, ends = pooled.start == embeds.start, pooled.stop == embeds.stop
+        row = first + pooled.start - chunk.start
+        pools[place] = (row, len(pooled), chunk.sequence.slot, begins, ends)
+        if ends:
+            complete.append(chunk.sequence)
+    return pools, complete
 
 
 def _prompt_tokens(chunks: list[Chunk]) -> list[int]:

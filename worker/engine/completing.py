@@ -11,8 +11,16 @@ Decode = Callable[[list[int]], str]
 """The text of all tokens at once."""
 
 
-def completion(sequence: Sequence, decode: Decode, reason: StopReason, error: str | None) -> Completion:
-    """Build the completion of a sequence that ends for `reason`.
+def completion(
+    sequence: Sequence,
+    decode: Decode,
+    reason: StopReason,
+    error: str | None,
+    embedding: bytes | None = None,
+    *,
+    metered: bool = False,
+) -> Completion:
+    """Build the completion of a sequence that ends for `reason`; `metered`: its energy is known.
 
     The reason becomes a stop sequence if the bytes that were still held back complete one.
     """
@@ -40,6 +48,9 @@ def completion(sequence: Sequence, decode: Decode, reason: StopReason, error: st
         cached_tokens=sequence.cached or 0,
         echoed=len(request.echo),
         logprobs=sequence.logprobs,
+        gpu_seconds=sequence.seconds,
+        energy_joules=sequence.joules if metered else None,
+        embedding=embedding,
     )
 
 
@@ -48,9 +59,20 @@ def not_computed(request: Request, reason: StopReason, error: str | None) -> Com
     return Completion(request.job_id, request.attempt, (), "", reason, len(request.prompt_ids), 0, error)
 
 
-def snapshot(sequence: Sequence, decode: Decode) -> Partial:
-    """Return a sequence's tokens and text so far, without an end of the text that may yet be cut."""
+def snapshot(sequence: Sequence, decode: Decode, *, metered: bool = False) -> Partial:
+    """Return a sequence's tokens and text so far, without an end of the text that may yet be cut.
+
+    metered  its energy is known
+    """
     request = sequence.request
     drawn = sequence.tokens[sequence.prompt_length :]
     text = decode(drawn) if sequence.watch is None else sequence.watch.decided
-    return Partial(request.job_id, request.attempt, tuple(drawn), request.echo + text, sequence.prompt_length)
+    return Partial(
+        request.job_id,
+        request.attempt,
+        tuple(drawn),
+        request.echo + text,
+        sequence.prompt_length,
+        sequence.seconds,
+        sequence.joules if metered else None,
+    )

@@ -8,7 +8,8 @@ import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+
+import numpy as np
 
 from nightmill.jobs.base.arithmetic import Arithmetic
 from nightmill.jobs.base.contract import StopReason
@@ -17,10 +18,14 @@ from nightmill.worker.engine.batch import BatchBuilder
 from nightmill.worker.engine.completing import completion, not_computed, snapshot
 from nightmill.worker.engine.constraints import GrammarBackend, NoGrammars, nothing_left
 from nightmill.worker.engine.deltas import FollowedTexts
+from nightmill.worker.engine.drafting import Drafter
+from nightmill.worker.engine.embeddings import normalised
 from nightmill.worker.engine.kv_cache import CacheIntegrityError, PagePool
+from nightmill.worker.engine.launches import Launch
 from nightmill.worker.engine.limits import RequestLimits
 from nightmill.worker.engine.logprobs import Records
 from nightmill.worker.engine.masking import FailedSequences, TokenMasks
+from nightmill.worker.engine.metering import Metering
 from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.plan import StepPlan
 from nightmill.worker.engine.request import (
@@ -36,30 +41,25 @@ from nightmill.worker.engine.scheduler import Scheduler
 from nightmill.worker.engine.sharing import PrefixGroups
 from nightmill.worker.engine.stats import EngineStats
 from nightmill.worker.engine.stops import TextWatch, reason_to_stop, streamed
-from nightmill.worker.runners.base import NO_LOGPROBS, NOT_A_NUMBER, Drawn, Runner, masked_draws
+from nightmill.worker.runners.base import (
+    NO_LOGPROBS,
+    NOT_A_NUMBER,
+    Drawn,
+    Runner,
+    SumArray,
+    masked_draws,
+)
 
 _NO_NUMBERS = (
     "the model's output for this prompt is not a number: what it computes is too large for F16, or its file "
     "is damaged. A worker that is started with --dtype bf16 has room for larger numbers; or try a shorter or "
     "different prompt. If every prompt fails like this, the file is damaged: download it again"
 )
+_NO_EMBEDDINGS = (
+    "embed: this worker computes no embeddings on its GPU: start another with --reference, which computes "
+    "with NumPy"
+)
 _NOT_COMPILED = "what the answer must be was not compiled: a fault of the worker, retry the job"
-
-
-@dataclass(slots=True)
-class _Launch:
-    """An outstanding launch."""
-
-    number: int
-    plan: StepPlan
-    drawing: list[Sequence | None]  # in the order of the tokens it will return; None: nobody wants that one
-    asking: list[Sequence | None]  # the same of tokens of prompts, which are told after those
-    masked: list[int]  # places in `drawing` of those that draw under a mask
-
-    def wanting(self, place: int) -> Sequence | None:
-        """Who is to get the token that is drawn at a place, if anybody still is."""
-        sequence = self.drawing[place]
-        return None if sequence is None or sequence.state is SequenceState.FINISHED else sequence
 
 
 class Engine:
@@ -70,6 +70,8 @@ class Engine:
     prefix_sharing  compute equal beginnings of requests once, and keep such requests together;
                     not where a runner has states and no snapshots of them
     constraints     makes constraints, and asks those of a step together
+    drafts          guess tokens while few requests run; not where a runner has states
+    metering        what steps cost; by default their seconds alone
 
     Raises ValueError for sizes that contradict each other.
     """
@@ -82,7 +84,9 @@ class Engine:
         *,
         prefix_sharing: bool = True,
         constraints: GrammarBackend | None = None,
+        drafts: bool = False,
         clock: Callable[[], float] = time.time,
+        metering: Metering | None = None,
     ) -> None:
         max_sequences, context_length = sizes.max_sequences, sizes.context_length
         if max_sequences > runner.slots:
@@ -101,6 +105,7 @@ class Engine:
         )
         self._token_masks = TokenMasks(self.constraints, runner.vocab)
         self._clock = clock
+        self._metering = metering or Metering(None, time.monotonic)
         self._pool = PagePool(runner.kv_pages, runner.page_size)
         self._scheduler = Scheduler(
             self._pool, max_sequences=max_sequences, token_budget=sizes.token_budget,
@@ -108,13 +113,16 @@ class Engine:
             max_given=max(1, runner.max_draws - max_sequences), prompt_grid=runner.prompt_grid,
             snapshots=runner.snapshots,
         )  # fmt: skip
+        # States have no way back from a guess that was wrong.
+        self._drafter = Drafter() if drafts and runner.prompt_grid == 1 else None
+        self._scheduler.drafter = self._drafter
         self._groups = PrefixGroups() if prefix_sharing else None
         pages = self._pool.pages_for(self._limits.cache_context)
         self._builder = BatchBuilder(slots=runner.slots, pages=pages, page_size=runner.page_size)
         self._sequences: dict[str, Sequence] = {}  # by job id; unfinished
         self._cancelled: list[Sequence] = []
         self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap; may hold finished sequences
-        self._outstanding: deque[_Launch] = deque()
+        self._outstanding: deque[Launch] = deque()
         self._done: list[Completion] = []
         self._followed_texts = FollowedTexts(text_stream)
         self._failed = False
@@ -135,8 +143,10 @@ class Engine:
                 return
             self._finish(known, StopReason.CANCELLED, error="a newer attempt of this job was started")
         params = request.params
-        draws = not request.scores
+        draws, embeds = request.draws, request.embeds is not None
         fault = self._limits.fault(request.prompt_ids, params, request.generated_ids, draws=draws)
+        if fault is None and embeds and not self._runner.embeds:
+            fault = _NO_EMBEDDINGS
         if fault is None and request.constrained is not None and request.constraint is None:
             fault = _NOT_COMPILED
         if fault is not None:
@@ -145,7 +155,8 @@ class Engine:
         self._submitted += 1
         prompt = list(request.prompt_ids)
         # What is drawn behind a text to score is told to nobody, and takes no place in the cache.
-        limit = min(len(prompt) + params.max_tokens, self._limits.cache_context + (not draws))
+        most = 1 if embeds else params.max_tokens
+        limit = min(len(prompt) + most, self._limits.cache_context + (not draws))
         group = None if self._groups is None else self._groups.place(request.prompt_ids, self._submitted)
         ends = frozenset(params.stop_token_ids).union(() if params.ignore_eos else self._eos_ids)
         sequence = Sequence(request, self._submitted, prompt, limit, group, ends=ends)
@@ -190,6 +201,8 @@ class Engine:
         elif self._sequences and plan.empty:
             raise CacheIntegrityError("there are requests, but no step could be planned")
         self._scheduler.release()
+        if not self._outstanding and not self._sequences:
+            self._metering.rest()
         done, self._done = self._done, []
         return done
 
@@ -224,12 +237,16 @@ class Engine:
             generated_tokens=self._generated,
             resumed_tokens=self._resumed,
             preemptions=self._scheduler.preemptions,
+            guessed_tokens=0 if self._drafter is None else self._drafter.guessed,
+            guessed_right=0 if self._drafter is None else self._drafter.right,
             running=self._scheduler.running,
             waiting=self._scheduler.waiting,
             free_pages=self._pool.free,
             pages=self._pool.pages,
             context=self._limits.cache_context,
             sequences=self._max_sequences,
+            gpu_seconds=self._metering.seconds,
+            energy_joules=self._metering.joules,
         )
 
     def partial(self, job_id: str) -> Partial | None:
@@ -270,7 +287,9 @@ class Engine:
         For draining, and after a RunnerError: the runner is then left alone. Completions already made are
         still returned by the next `step`.
         """
-        partials = [snapshot(sequence, self._decode) for sequence in self._sequences.values()]
+        metered = self._metering.joules is not None
+        unfinished = self._sequences.values()
+        partials = [snapshot(sequence, self._decode, metered=metered) for sequence in unfinished]
         for sequence in self._sequences.values():
             self._scheduler.finish(sequence)
         self._sequences.clear()
@@ -284,6 +303,7 @@ class Engine:
                     self._failed = True  # what it would have drawn is dropped anyway
             self._scheduler.collected = self._outstanding.popleft().number
         self._scheduler.release()
+        self._metering.rest()
         return partials
 
     def close(self) -> None:
@@ -297,13 +317,8 @@ class Engine:
         if (live := self.running + self.waiting) != len(self._sequences):
             raise CacheIntegrityError(f"{len(self._sequences)} requests are live, {live} are scheduled")
         for sequence in self._sequences.values():
-            draws = sum(sequence in launch.drawing for launch in self._outstanding)
-            touching = [
-                launch.number
-                for launch in self._outstanding
-                if sequence in launch.plan.decodes
-                or any(chunk.sequence is sequence for chunk in launch.plan.chunks)
-            ]
+            draws = sum(launch.drawing.count(sequence) for launch in self._outstanding)
+            touching = [launch.number for launch in self._outstanding if launch.plan.touches(sequence)]
             newest = touching[-1] if touching else min(sequence.last_launch, self._scheduler.collected)
             if (newest, draws) != (sequence.last_launch, sequence.drawing):
                 raise CacheIntegrityError(f"{sequence.request.job_id} miscounts its launches")
@@ -315,7 +330,7 @@ class Engine:
 
         One that asks for log-probabilities begins afresh: those of an earlier attempt are known to nobody.
         """
-        if sequence.likely != NO_LOGPROBS:
+        if sequence.likely != NO_LOGPROBS or sequence.request.embeds is not None:
             return
         for token in sequence.request.generated_ids:
             self._resumed += 1
@@ -343,20 +358,23 @@ class Engine:
                 self._finish(sequence, StopReason.DEADLINE)
 
     def _launch(self, plan: StepPlan) -> None:
-        batch, drawing, asking = self._builder.build(plan)
+        batch, wanted = self._builder.build(plan)
+        self._metering.begin()
         self._failed = True  # unless the runner returns
         self._runner.launch(batch)
         self._steps += 1
-        self._step_sequences += len(plan.decodes) + len(plan.chunks)
+        self._step_sequences += len(plan.decodes) + len(plan.chunks) + len(plan.drafts)
         self._scheduler.launched(plan, self._steps)
         for chunk in plan.chunks:
             end = min(chunk.start + chunk.length, chunk.sequence.prompt_length)
             self._prompt_tokens += max(0, end - chunk.start)
         masked = masked_draws(batch.draws).tolist()
-        self._outstanding.append(_Launch(self._steps, plan, [*drawing], [*asking], masked))
+        drawing, asking, embedding = wanted
+        launch = Launch(self._steps, plan, [*drawing], [*asking], [*embedding], masked)
+        self._outstanding.append(launch)
         self._failed = False
 
-    def _draw(self, launch: _Launch) -> None:
+    def _draw(self, launch: Launch) -> None:
         """While the newest launch computes, see what those before it drew, make its masks, and let it draw.
 
         A text that nothing can follow ends.
@@ -383,24 +401,33 @@ class Engine:
         launch = self._outstanding[0]
         if drawn is None or len(drawn.tokens) != len(launch.drawing) + len(launch.asking):
             raise RunnerError("the runner returned other tokens than the oldest launch was to draw")
+        if len(launch.embedding) != (0 if drawn.sums is None else len(drawn.sums)):
+            raise RunnerError("the runner returned other embeddings than the oldest launch was to complete")
         self._failed = False
         return drawn
 
     def _apply(self, drawn: Drawn) -> None:
         """Give each sequence its token; those that stopped in the meantime get none."""
         launch = self._outstanding.popleft()
+        self._metering.end(launch.plan)
         self._scheduler.collected = launch.number
         finished, not_a_number = SequenceState.FINISHED, NOT_A_NUMBER
         ids = drawn.tokens.tolist()
         records = None if drawn.found is None else Records(drawn.found)
         if launch.asking:
             self._tell(launch, ids, records)
+        guesses = launch.guesses()
+        if drawn.sums is not None:
+            self._embed(launch, drawn.sums)
         for place, (sequence, token) in enumerate(zip(launch.drawing, ids, strict=False)):
             if sequence is None or sequence.state is finished:
                 continue
             if token == not_a_number:
+                launch.drop_rest(place)
                 self._handle_nan(sequence)
                 continue
+            if guesses and guesses.get(place, token) != token:
+                launch.drop_rest(place)
             self._generated += 1
             tokens = sequence.tokens
             tokens.append(token)
@@ -409,12 +436,24 @@ class Engine:
             if sequence.watch is not None or len(tokens) >= sequence.length_limit or token in sequence.ends:
                 self._finish_if_over(sequence)  # in other cases there is no reason to stop
                 self._follow_budget(sequence)
+        self._follow_drafts(launch)
         if launch.masked:
             drew = [launch.wanting(place) for place in launch.masked if ids[place] != not_a_number]
             if obeying := [sequence for sequence in drew if sequence is not None]:
                 self._fail(self._token_masks.accept(obeying))
 
-    def _tell(self, launch: _Launch, ids: list[int], records: Records | None) -> None:
+    def _follow_drafts(self, launch: Launch) -> None:
+        """Go on from what was right of a launch's drafts, and see who may have guesses next."""
+        if self._drafter is None:
+            return
+        self._drafter.settle(launch.plan.drafts, launch.number)
+        active = self._drafter.rows(self.running, self.waiting) > 0
+        if not active and not self._drafter.holding:
+            return
+        drew = dict.fromkeys(one for one in launch.drawing if one is not None)
+        self._drafter.follow([one for one in drew if one.state is SequenceState.RUNNING], active=active)
+
+    def _tell(self, launch: Launch, ids: list[int], records: Records | None) -> None:
         """Give sequences the log-probabilities of tokens of their prompts."""
         assert records is not None, "a runner that was given tokens told nothing"
         for place, sequence in enumerate(launch.asking, start=len(launch.drawing)):
@@ -424,8 +463,18 @@ class Engine:
                 sequence.records += records.of(place, sequence.likely)
                 continue
             self._handle_nan(sequence)
-            for others in (launch.drawing, launch.asking):
-                others[:] = [None if other is sequence else other for other in others]
+            launch.forget(sequence)
+
+    def _embed(self, launch: Launch, sums: SumArray) -> None:
+        """End the sequences whose embeddings are complete."""
+        for sequence, total in zip(launch.embedding, sums, strict=True):
+            if sequence is None or sequence.state is SequenceState.FINISHED:
+                continue
+            if np.isfinite(total).all():
+                embedding = normalised(total, sequence.request.params.dimensions)
+                self._finish(sequence, StopReason.EOS, embedding=embedding)
+            else:
+                self._handle_nan(sequence)
 
     def _handle_nan(self, sequence: Sequence) -> None:
         """A sequence's logits are not numbers: it fails, or is computed again without pages of others."""
@@ -437,8 +486,7 @@ class Engine:
             self._finish(sequence, StopReason.ERROR, error=error)
             return
         for launch in self._outstanding:
-            launch.drawing = [None if drawing is sequence else drawing for drawing in launch.drawing]
-            launch.asking = [None if asking is sequence else asking for asking in launch.asking]
+            launch.forget(sequence)
 
     def _finish_if_over(self, sequence: Sequence) -> None:
         """Look at the token that was added last."""
@@ -460,8 +508,16 @@ class Engine:
         if live and sequence.budget is not None and sequence.follow_budget():
             self._builder.mask(sequence)
 
-    def _finish(self, sequence: Sequence, reason: StopReason, error: str | None = None) -> None:
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: StopReason,
+        error: str | None = None,
+        embedding: bytes | None = None,
+    ) -> None:
         """Make the completion; pages and slot follow when no launch uses them any more."""
         del self._sequences[sequence.request.job_id]
         self._scheduler.finish(sequence)
-        self._done.append(completion(sequence, self._decode, reason, error))
+        metered = self._metering.joules is not None
+        done = completion(sequence, self._decode, reason, error, embedding, metered=metered)
+        self._done.append(done)

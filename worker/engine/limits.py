@@ -57,7 +57,8 @@ class RequestLimits:
         """Why a prompt of these token ids can never run, with the remedy; None where it can.
 
         begun: the tokens that an earlier attempt has drawn
-        draws: an answer follows; without, as behind a text to score, the prompt may fill the context
+        draws: an answer follows; without, as behind a text to score or in one to embed, the prompt may fill
+            the context
         """
         if not prompt:
             return "the prompt has no tokens: give it some text"
@@ -70,7 +71,9 @@ class RequestLimits:
         if len(prompt) + draws <= self.cache_context:
             return None
         what, left = "the prompt has", ", of which at least one must be left for the answer"
-        if not draws:
+        if params.embed:
+            what, left = "the text to embed has", ""
+        elif not draws:
             what, left = "the prompt, with what is scored behind it, has", ""
         said = f"{what} {len(prompt)} tokens, which {PAST_CONTEXT}: this worker's"
         if len(prompt) + draws > self.context:

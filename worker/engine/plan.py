@@ -1,7 +1,8 @@
 """A step as the scheduler plans it: which tokens of which sequences are computed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from nightmill.worker.engine.drafting import Draft
 from nightmill.worker.engine.request import Sequence
 from nightmill.worker.runners.base import NO_SNAPSHOT
 
@@ -29,9 +30,20 @@ class Chunk:
         return self.sequence.given(self.start, self.of_prompt)
 
     @property
+    def pooled(self) -> range:
+        """The places whose hidden states go into the embedding of its sequence."""
+        return self.sequence.pooled(self.start, self.length)
+
+    @property
+    def rows_asked(self) -> int:
+        """Rows that it is asked about or that are pooled, beside the one in which its sequence would draw."""
+        return len(self.given) + max(0, len(self.pooled) - 1)
+
+    @property
     def draws(self) -> bool:
         """True if the chunk ends with the last known token of its sequence, so that the next is drawn."""
-        return self.start + self.length == len(self.sequence.tokens)
+        ends = self.start + self.length == len(self.sequence.tokens)
+        return ends and self.sequence.request.embeds is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +52,7 @@ class StepPlan:
 
     decodes   sequences of which the token at `computed`, the one last drawn, is computed and the next drawn
     chunks    pieces of prompts, and drawn tokens where a sequence is computed again
+    drafts    the last tokens of sequences, with guesses at the next ones, all of which are followed by draws
     """
 
     decodes: list[Sequence]
@@ -47,11 +60,20 @@ class StepPlan:
     admitted: list[Sequence]
     grown: list[Sequence]
     preempted: list[Sequence]
+    drafts: list[Draft] = field(default_factory=list)
 
     @property
     def empty(self) -> bool:
         """True if there is nothing to do until a launch is collected."""
-        return not self.decodes and not self.chunks
+        return not self.decodes and not self.chunks and not self.drafts
+
+    def touches(self, sequence: Sequence) -> bool:
+        """Whether any token of a sequence is computed."""
+        return (
+            sequence in self.decodes
+            or any(chunk.sequence is sequence for chunk in self.chunks)
+            or any(draft.sequence is sequence for draft in self.drafts)
+        )
 
 
 def next_chunk(sequence: Sequence, budget: int, spare: int, given: int, grid: int) -> Chunk:
@@ -59,8 +81,8 @@ def next_chunk(sequence: Sequence, budget: int, spare: int, given: int, grid: in
 
     A step has room for a token or a piece of a prompt of each sequence that can run at once. A drawn token
     that is computed again takes as much: one where all run, more where `spare` are idle. A piece of the
-    prompt is asked about no more than `given` tokens, and ends with the prompt or at a multiple of `grid`. It
-    does not go beyond the next of the sequence's marks.
+    prompt is asked about no more than `given` tokens, or has as many rows that are pooled, and ends with the
+    prompt or at a multiple of `grid`. It does not go beyond the next of the sequence's marks.
     """
     start = sequence.computed
     length = _on_grid(sequence, min(max(0, sequence.prompt_length - start), budget), grid)
@@ -73,6 +95,8 @@ def next_chunk(sequence: Sequence, budget: int, spare: int, given: int, grid: in
     chunk = Chunk(sequence, start, length)
     if (surplus := len(chunk.given) - given) > 0:
         return Chunk(sequence, start, _on_grid(sequence, chunk.given.stop - 1 - surplus - start, grid))
+    if (surplus := chunk.rows_asked - given) > 0:
+        return Chunk(sequence, start, _on_grid(sequence, chunk.pooled.stop - surplus - start, grid))
     return chunk
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from nightmill.jobs.base.contract import Constrained, Markup, StopReason
 from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.worker.engine.logprobs import Logprobs, likely_of, of_nothing, record_bytes
+from nightmill.worker.engine.ngrams import Guesses
 from nightmill.worker.engine.prefix_tree import PrefixNode
 from nightmill.worker.engine.stops import TextWatch
 from nightmill.worker.runners.base import NO_LOGPROBS, NO_SNAPSHOT
@@ -29,7 +30,8 @@ class Request:
     `echo`: what its text begins with, before what is drawn. `scores`: its prompt ends with a text to score,
     so only what is told of that matters; what is drawn after it is no text. `markup`: the marks of thoughts,
     which are not part of the answer. `closing`: what is drawn once thoughts have had all tokens that
-    `max_reasoning_tokens` allows.
+    `max_reasoning_tokens` allows. `embeds`: nothing is drawn; the hidden states at these places of its
+    prompt, which follow each other, become its embedding.
     """
 
     job_id: str
@@ -50,6 +52,20 @@ class Request:
     scores: bool = False
     markup: Markup | None = None
     closing: "ClosingTokens | None" = None
+    embeds: range | None = None
+
+    @property
+    def draws(self) -> bool:
+        """True if its prompt is followed by an answer."""
+        return not self.scores and self.embeds is None
+
+    @property
+    def drawn_freely(self) -> bool:
+        """True if no penalty or ban looks at the tokens that were drawn before."""
+        params = self.params
+        return params.repetition_penalty == 1.0 and not (
+            params.presence_penalty or params.frequency_penalty or params.logit_bias or self.banned
+        )
 
     @property
     def thinking(self) -> tuple[str, str, bool] | None:
@@ -86,17 +102,24 @@ class Completion:
     error: str | None = None
     echoed: int = 0  # characters of the text that are its `Request.echo`
     logprobs: Logprobs | None = None  # log-probabilities, if it asked for them
+    embedding: bytes | None = None  # float32, if it asked for one
     cached_tokens: int = field(default=0, compare=False)
     """Tokens of the prompt that were not computed, since their pages were there; the text is the same."""
+    gpu_seconds: float = field(default=0.0, compare=False)
+    """Its share of the time of the steps that computed it."""
+    energy_joules: float | None = field(default=None, compare=False)
+    """Its share of their energy; None if the device does not tell."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnTokens:
-    """The tokens that were drawn so far for an unfinished request."""
+    """The tokens that were drawn so far for an unfinished request, and what it cost, if it is dropped."""
 
     job_id: str
     attempt: int
     token_ids: tuple[int, ...]
+    gpu_seconds: float = field(default=0.0, compare=False)
+    energy_joules: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +134,8 @@ class Partial:
     token_ids: tuple[int, ...]
     text: str
     prompt_tokens: int
+    gpu_seconds: float = field(default=0.0, compare=False)
+    energy_joules: float | None = field(default=None, compare=False)
 
 
 class Delta(NamedTuple):
@@ -173,10 +198,17 @@ class Sequence:
     promise: tuple[PrefixNode, bytes] | None = None  # where in the tree the page is that it computes next
     follows: "tuple[Sequence, int] | None" = None  # waits until that one has computed so many pages
 
+    # What `Drafter` knows of it.
+    guesses: Guesses | None = None
+    holds: bool = False  # it waits for its last token, since more may be guessed
+    unsettled: bool = False  # its slot may not have its last token: a draft was drawn behind it
+
     snapshot: int = NO_SNAPSHOT  # the place of the states that it goes on from, if it has_shared_pages any
     marks: set[int] = field(default_factory=set)  # tokens of its prompt after which its states are copied
 
     records: bytearray = field(default_factory=bytearray)  # of `Logprobs`, as far as they are known
+    seconds: float = 0.0  # its share of the steps that computed it
+    joules: float = 0.0
     prompt_logprobs_until: int = 0
     """The tokens of its prompt before this place are asked about by a launch, or never."""
 
@@ -221,8 +253,14 @@ class Sequence:
         self.rank = (-self.request.priority, group + self.request.behind, self.order)
 
     def let_run(self) -> None:
-        """One whose next token is drawn under a mask is computed up to that one; others run ahead."""
+        """One whose next token is drawn under a mask is computed up to that one; others run ahead.
+
+        One that holds is computed up to the last token that is known.
+        """
         length, last = len(self.tokens), self.length_limit - 1
+        if self.holds:
+            self.reach = max(min(length, last), self.computed)
+            return
         self.reach = min(max(length + 1, self.masked_from - 1), last) if length < self.masked_until else last
 
     @property
@@ -263,6 +301,22 @@ class Sequence:
         if first is not None:
             known = len(self.records) // record_bytes(self.likely)
             self.prompt_logprobs_until = min(first + known, self.prompt_length)
+
+    def pooled(self, start: int, length: int) -> range:
+        """The places whose hidden states go into its embedding, where these of its prompt are computed."""
+        embeds = self.request.embeds
+        if embeds is None:
+            return range(start, start)
+        first = max(start, embeds.start)
+        return range(first, max(first, min(start + length, embeds.stop)))
+
+    @property
+    def sharable(self) -> int:
+        """Tokens of its prompt that others may have computed: of what follows, it is told something."""
+        known = self.prompt_length
+        if self.prompt_logprobs_until < self.prompt_length:
+            known = self.prompt_logprobs_until - 1
+        return known if self.request.embeds is None else min(known, self.request.embeds.start)
 
     def given(self, start: int, length: int) -> range:
         """The places of tokens that are asked about where these places of its prompt are computed."""

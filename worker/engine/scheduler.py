@@ -14,6 +14,9 @@ Somebody waits for an interactive sequence. It ranks above all others; `interact
 such; where pages lack for one, the lowest-ranked others give theirs back. While there is one, and a little
 longer, a step computes few tokens of prompts, so that no step is long.
 
+Where drafts are made (`Drafter`), sequences that wait for their last token compute guesses at the next ones
+behind it, while few run and slots are free: those are rows of the step as other sequences' tokens would be.
+
 Where prefixes are shared (`PrefixSharing`), a sequence takes the pages that are there already and computes
 the rest. One that waits for pages that a running sequence is computing keeps its place: what ranks below it
 gets neither the slot nor the pages that it will need.
@@ -24,6 +27,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from itertools import takewhile
 
+from nightmill.worker.engine.drafting import Draft, Drafter
 from nightmill.worker.engine.kv_cache import CacheIntegrityError, PagePool
 from nightmill.worker.engine.plan import Chunk, StepPlan, next_chunk
 from nightmill.worker.engine.prefix_tree import PrefixNode
@@ -80,6 +84,7 @@ class Scheduler:
         self._interactive_slots = interactive_slots
         self._interactive = 0  # sequences that wait or run
         self._linger = 0  # steps for which prompts are still computed in short pieces
+        self.drafter: Drafter | None = None
         self.preemptions = 0
         self.collected = 0
 
@@ -160,18 +165,22 @@ class Scheduler:
         """Choose the next step."""
         self.release()
         decodes: list[Sequence] = []
+        drafts: list[Draft] = []
         grown: list[Sequence] = []
         preempted: list[Sequence] = []
         urgent = self._make_way(preempted)
         admitted = self._admit(self._token_budget - len(self._running), interactive=True)
         self._grow(decodes, grown, preempted, urgent)
+        if self.drafter is not None:
+            decodes, drafts = self._drafts(decodes)
         # A better one may have taken an admitted one's pages.
         admitted = [one for one in admitted if one.state is SequenceState.RUNNING]
-        budget = self._prompt_budget(self._token_budget - len(decodes))
+        guesses = sum(len(draft.guesses) for draft in drafts)
+        budget = self._prompt_budget(self._token_budget - len(decodes) - len(drafts) - guesses)
         if not preempted:
             admitted += self._admit(budget)
         chunks: list[Chunk] = []
-        spare = self._max_sequences - len(self._running)
+        spare = self._max_sequences - len(self._running) - guesses
         given = spare + self._max_given
         for sequence in [sequence for sequence in self._running if not sequence.decoding]:
             if budget < 1:
@@ -181,17 +190,23 @@ class Scheduler:
                 continue
             if self._sharing is not None:
                 chunk = self._sharing.with_snapshot(chunk)
-            given -= len(chunk.given)
+            given -= chunk.rows_asked
             chunks.append(chunk)
             budget -= chunk.length
             spare -= bool(chunk.of_prompt) + chunk.length - chunk.of_prompt - 1
-        return StepPlan(decodes, chunks, admitted, grown, preempted)
+        return StepPlan(decodes, chunks, admitted, grown, preempted, drafts)
 
     def launched(self, plan: StepPlan, number: int) -> None:
         """The step is queued as launch `number`: advance what it computes."""
         for sequence in plan.decodes:
             sequence.computed += 1
             sequence.last_launch = number
+        for draft in plan.drafts:
+            sequence = draft.sequence
+            sequence.computed = draft.start + len(draft.tokens)
+            sequence.reach = max(sequence.reach, sequence.computed)
+            sequence.last_launch = number
+            sequence.unsettled = bool(draft.guesses)
         for chunk in plan.chunks:
             sequence = chunk.sequence
             sequence.prompt_logprobs_until = max(sequence.prompt_logprobs_until, chunk.given.stop)
@@ -257,6 +272,35 @@ class Scheduler:
                 grown.append(sequence)
             decodes.append(sequence)
 
+    def _drafts(self, decodes: list[Sequence]) -> tuple[list[Sequence], list[Draft]]:
+        """Divide sequences into those that decode and those that wait for their last token, with guesses.
+
+        Nobody gives way for a guess: it has the pages that are there, or of those that nobody needs now.
+        """
+        assert self.drafter is not None
+        running = len(self._running)
+        rows = min(
+            self.drafter.rows(running, self._waiting_count),
+            self._max_sequences - running,
+            self._token_budget - running - 1,
+        )
+        plain: list[Sequence] = []
+        drafts: list[Draft] = []
+        for sequence in decodes:
+            if not sequence.holds and not sequence.unsettled:
+                plain.append(sequence)
+                continue
+            length = len(sequence.tokens)
+            most = min(rows, sequence.length_limit - 1 - length) if sequence.holds else 0
+            draft = self.drafter.draft(sequence, most)
+            while length + len(draft.guesses) > sequence.room and self._pool.free > running:
+                sequence.page_table += self._pool.allocate(1)
+                sequence.room += self._pool.page_size
+            draft = draft.within(sequence.room)
+            rows -= len(draft.guesses)
+            drafts.append(draft)
+        return plain, drafts
+
     def _make_room(self, sequence: Sequence, preempted: list[Sequence]) -> bool:
         """Preempt from the lowest rank up until a page is free.
 
@@ -283,6 +327,8 @@ class Scheduler:
         """Take a sequence's slot and pages, once no launch uses them; its tokens are kept."""
         del self._running[bisect_left(self._running, sequence.rank, key=_rank)]
         sequence.state = SequenceState.WAITING
+        sequence.holds = False
+        sequence.let_run()
         self._waiting_count += 1
         self._leave(sequence)
 
@@ -355,6 +401,7 @@ class Scheduler:
         self._waiting_count -= 1
         sequence.state = SequenceState.RUNNING
         sequence.slot = self._free_slots.pop()
+        sequence.unsettled = False
         if self._sharing is not None:
             sequence.page_table = self._sharing.adopt(sequence, nodes)
         sequence.page_table += self._pool.allocate(pages - len(nodes))

@@ -72,8 +72,8 @@ class PrefixSharing:
             )
         keys = sequence.page_keys
         usable = (len(tokens) - 1) // self._page_size
-        if sequence.prompt_logprobs_until < sequence.prompt_length:  # shared pages have no log-probabilities
-            usable = min(usable, (sequence.prompt_logprobs_until - 1) // self._page_size)
+        if sequence.sharable < sequence.prompt_length:  # shared pages have no log-probabilities
+            usable = min(usable, sequence.sharable // self._page_size)
         nodes = self._tree.walk(keys, usable)
         found = self._usable(sequence, nodes)
         if len(nodes) < usable:

@@ -14,9 +14,13 @@ class EngineStats:
     generated_tokens: int  # drawn and kept
     resumed_tokens: int  # drawn by earlier attempts and gone on from
     preemptions: int
+    guessed_tokens: int  # computed as drafts of what would be drawn
+    guessed_right: int  # of those, the ones that were drawn
     running: int
     waiting: int
     free_pages: int
     pages: int
     context: int  # tokens that a sequence may have
     sequences: int  # that may run at once
+    gpu_seconds: float = 0.0  # of steps, charged to the sequences that they computed
+    energy_joules: float | None = None  # of these; None if the device does not tell

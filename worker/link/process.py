@@ -144,7 +144,10 @@ class _Loop:
                 self._engine.follow(job_ids)
             case Abandon(number):
                 partials = self._engine.abandon()
-                computed = [DrawnTokens(one.job_id, one.attempt, one.token_ids) for one in partials]
+                computed = [
+                    DrawnTokens(one.job_id, one.attempt, one.token_ids, one.gpu_seconds, one.energy_joules)
+                    for one in partials
+                ]
                 self._tell(number, computed + self._preparing.abandon())
             case Stop():
                 self._stopping = True

@@ -17,14 +17,15 @@ from nightmill.worker.model.attention import Attention, Temperature
 from nightmill.worker.model.experts import Experts, RouterScores
 from nightmill.worker.model.feed_forward import NO_FEED_FORWARD, Activation, FeedForward
 from nightmill.worker.model.latent import LatentAttention
+from nightmill.worker.model.pooling import Pooling
 from nightmill.worker.model.rope import Rope
 from nightmill.worker.model.states import GatedDeltaNet, Mamba2, ShortConv, StateArray
 from nightmill.worker.model.weights import Norm, Role, Shape, Weight, Weights, stack
 
 __all__ = [
     "NO_FEED_FORWARD", "Activation", "Attention", "Experts", "FeedForward", "GatedDeltaNet",
-    "LatentAttention", "LayerSpec", "Mamba2", "Mixer", "ModelSpec", "Norm", "Role", "RouterScores", "Shape",
-    "ShortConv", "StateArray", "Temperature", "Weight",
+    "LatentAttention", "LayerSpec", "Mamba2", "Mixer", "ModelSpec", "Norm", "Pooling", "Role",
+    "RouterScores", "Shape", "ShortConv", "StateArray", "Temperature", "Weight",
 ]  # fmt: skip
 
 Mixer = Attention | LatentAttention | GatedDeltaNet | Mamba2 | ShortConv
@@ -104,6 +105,7 @@ class ModelSpec:
     logit_scale: float = 1.0
     logit_softcap: float | None = None  # after the scale
     overflows_half: bool = False  # trained in BF16, with activations beyond 65,504
+    pooling: Pooling | None = None  # of embeddings; None: it was not made for them
     tensor_types: Mapping[str, str] = field(default_factory=dict, compare=False)
     """GGUF's names of the types of the file's tensors, by name; empty if no file was read."""
 
@@ -118,6 +120,12 @@ class ModelSpec:
         """The different ones among those of the layers."""
         mixers = dict.fromkeys(layer.mixer for layer in self.layers)
         return tuple(mixer for mixer in mixers if isinstance(mixer, Attention))
+
+    @property
+    def latents(self) -> tuple[LatentAttention, ...]:
+        """The same of those with latent attention."""
+        mixers = dict.fromkeys(layer.mixer for layer in self.layers)
+        return tuple(mixer for mixer in mixers if isinstance(mixer, LatentAttention))
 
     @property
     def experts(self) -> tuple[Experts, ...]:

@@ -14,6 +14,11 @@ and takes time to make, so it is not part of the step: `launch` starts the forwa
 token from the slot. While it runs, the launches before it are collected, and `draw` brings the masks. Until
 then nothing of the step is drawn; a step without masks needs no `draw`.
 
+Drafts: a step may draw several tokens of one sequence, which then follow tokens that the engine guessed: each
+is a chunk of its own, computed and drawn as if it were known to be right. No launch that follows says
+FROM_SLOT for that sequence, until one has drawn a single token of it; and its draws have neither masks nor
+penalties. Not where there are states.
+
 Not a number: where a row's logits are none (`worker.runners.sampling` says when), NOT_A_NUMBER is returned
 in place of its token, and every other row draws as if that row were not there. The slot goes on as if token 0
 had been drawn, but does not count it among the tokens seen: launches that ran ahead compute something
@@ -31,11 +36,15 @@ again.
 Snapshots: after a piece of a prompt, a slot's states may be copied to one of the runner's snapshots, and
 sequences with the same tokens may begin with it.
 
+Embeddings: a step may be asked for the hidden states behind the last norm of some rows of prompts (POOL).
+They are added one by one in the order of positions, in float64, to the sum of the sequence's slot: so a sum
+has the same bits however its prompt was cut into chunks. The sum of one row is that row.
+
 Sharing: page tables of several sequences may name the same page, which is then full, written by an earlier
 launch and only read.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -80,6 +89,19 @@ Of equals that with the lower id is first. Only the first `DRAW.likely` count. W
 """
 FoundArray = npt.NDArray[np.void]
 
+POOL = np.dtype([(name, np.int32) for name in ("row", "rows", "slot", "begins", "ends")], align=True)
+"""Rows of a prompt whose hidden states are added to the sum of their slot; at most one of a slot in a step.
+
+row     index into the step's tokens of the first
+rows    how many
+slot    of their sequence
+begins  1: the sum is zero before
+ends    1: the sum is told once they are added
+"""
+PoolArray = npt.NDArray[np.void]
+SumArray = npt.NDArray[np.float64]
+NO_POOLS: PoolArray = np.zeros(0, dtype=POOL)
+
 STATE_CHUNK = 64
 """Positions that layers with states compute at once of a prompt, from each multiple of so many on."""
 
@@ -121,11 +143,13 @@ class StepBatch:
     context_lengths (S,)    tokens of its sequence up to its last one, all in the cache once this step has run
     page_tables    (S, B)  its pages in order, padded with -1; what lies past its context is never read
     slots           (S,)    the slot of its sequence
-    draws           (R,)    what is drawn (DRAW), in the order of rows, one of a sequence; then what is given
-    drawn           the first so many chunks are tokens that were drawn; the others are of prompts
+    draws           (R,)    what is drawn (DRAW), in the order of rows; then what is given. One of a sequence,
+                            but for drafts
+    drawn           the first so many chunks are tokens that were drawn or guessed; the others are of prompts
     admissions      applied before the step
     snapshots       slots whose states are copied after it, each with the number of the snapshot that they
     become
+    pools           (P,)    rows of prompts that are added to embeddings (POOL); only where `Runner.embeds`
     """
 
     tokens: IntArray
@@ -139,6 +163,7 @@ class StepBatch:
     drawn: int
     admissions: tuple[Admission, ...] = ()
     snapshots: tuple[tuple[int, int], ...] = ()
+    pools: PoolArray = field(default_factory=lambda: NO_POOLS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +172,12 @@ class Drawn:
 
     tokens  (R,) ids, also those that were given; NOT_A_NUMBER where the logits were no numbers
     found   (R,) FOUND; rows that asked for nothing hold anything. None if no row asked
+    sums    (E, width) float64, of those of `StepBatch.pools` that end, in their order; None if none does
     """
 
     tokens: IntArray
     found: FoundArray | None = None
+    sums: SumArray | None = None
 
 
 def make_draws(rows: IntArray, slots: IntArray, positions: IntArray) -> DrawArray:
@@ -171,6 +198,12 @@ def masked_draws(draws: DrawArray) -> npt.NDArray[np.intp]:
     return np.flatnonzero(draws["mask"] != UNMASKED)
 
 
+def pooled_rows(pools: PoolArray) -> IntArray:
+    """The rows of a step's tokens that its pools have, in their order."""
+    rows = [np.arange(row, row + count, dtype=np.int32) for row, count in pools[["row", "rows"]].tolist()]
+    return np.concatenate(rows) if rows else np.zeros(0, dtype=np.int32)
+
+
 def mask_words(vocab: int) -> int:
     """Words of 32 tokens that a mask has."""
     return -(-vocab // 32)
@@ -188,7 +221,10 @@ class Runner(Protocol):
     slots: int
     """Sequences that can be admitted at once."""
     max_draws: int
-    """Tokens that a step may draw, or whose log-probability it may tell; at least one for each slot."""
+    """Tokens that a step may draw, or whose log-probability it may tell, and rows of its pools; at least one
+    for each slot."""
+    embeds: bool
+    """False: it is handed no pools, as it cannot compute them."""
     prompt_grid: int
     """Pieces of a prompt end at multiples of so many positions, or with it; 1: anywhere, and no states."""
     snapshots: int

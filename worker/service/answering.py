@@ -17,7 +17,7 @@ from nightmill.jobs.reply.answers import answer_id, answer_seed, split_answer_id
 from nightmill.jobs.reply.job import Answer
 from nightmill.jobs.reply.logprobs import Spell, read, total
 from nightmill.jobs.request.parameters import GenerationParams
-from nightmill.jobs.sql.claims import Outcome
+from nightmill.jobs.sql.claims import Cost, Outcome
 from nightmill.worker.engine.request import Completion, DrawnTokens, Partial, Request
 from nightmill.worker.service.in_flight import InFlight, JobKey
 from nightmill.worker.service.logprobs import apart, logprobs_of
@@ -124,6 +124,12 @@ class Answering:
             for number, text in enumerate(texts)
         ]
 
+    @staticmethod
+    def embed(request: Request, places: range) -> Request:
+        """The request of a job that embeds its prompt: the hidden states at these places count."""
+        params = GenerationParams(embed=True, dimensions=request.params.dimensions, seed=request.params.seed)
+        return replace(request, params=params, embeds=places, generated_ids=(), constrained=None, banned=())
+
     def _echo(self, request: Request, count: int) -> list[Request]:
         """Split a job that generates nothing into a request for each answer: its answers are its prompt."""
         row = _Row(
@@ -223,6 +229,17 @@ def key_of(answer: Request | DrawnTokens) -> JobKey:
     return split_answer_id(answer.job_id)[0], answer.attempt
 
 
+def costs_of(unfinished: Sequence[DrawnTokens]) -> dict[JobKey, Cost]:
+    """What jobs cost that the engine has dropped: the sums over their answers."""
+    costs: dict[JobKey, Cost] = {}
+    for report in unfinished:
+        seconds, joules = costs.get(key_of(report), (0.0, None))
+        if report.energy_joules is not None:
+            joules = (joules or 0.0) + report.energy_joules
+        costs[key_of(report)] = seconds + report.gpu_seconds, joules
+    return costs
+
+
 def pack(drawn: Sequence[Tokens]) -> Tokens:
     """The tokens of all answers of a job in one list: how many each has, and then these."""
     return tuple(item for tokens in drawn for item in (len(tokens), *tokens))
@@ -256,7 +273,10 @@ def _outcome_of_one(completion: Completion, arithmetic: str, logprobs: bytes | N
         reasoning_tokens=thought,
         error=completion.error,
         arithmetic=arithmetic,
+        gpu_seconds=completion.gpu_seconds,
+        energy_joules=completion.energy_joules,
         logprobs=() if logprobs is None else (logprobs,),
+        embedding=completion.embedding,
         # Those of a job with log-probabilities are not kept: it would have to begin afresh.
         drawn=completion.token_ids if logprobs is None and _is_cut(completion) else (),
     )
@@ -275,6 +295,7 @@ def _outcome(key: JobKey, row: _Row, arithmetic: str) -> Outcome:
             (completion for completion in ended if completion.stop_reason in _UNSUCCESSFUL),
             key=lambda completion: _UNSUCCESSFUL.index(completion.stop_reason),
         )
+    joules = [completion.energy_joules for completion in ended]
     error = decisive.error
     if error is not None and any(completion.error != error for completion in ended):
         error = f"answer {split_answer_id(decisive.job_id)[1]}: {error}"
@@ -287,6 +308,8 @@ def _outcome(key: JobKey, row: _Row, arithmetic: str) -> Outcome:
         completion_tokens=sum(completion.completion_tokens for completion in ended),
         cached_tokens=ended[0].cached_tokens,
         reasoning_tokens=row.reasoning_tokens,
+        gpu_seconds=sum(completion.gpu_seconds for completion in ended),
+        energy_joules=None if None in joules else sum(filter(None, joules)),
         error=error,
         arithmetic=arithmetic,
         prompt_logprobs=row.of_prompt,

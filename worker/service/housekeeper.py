@@ -19,9 +19,9 @@ from nightmill.jobs.errors import BrokerError, DatabaseError
 from nightmill.jobs.messages.broker import Broker
 from nightmill.jobs.sql.claims import Claims
 from nightmill.jobs.sql.sweep import Announcement, Sweep
+from nightmill.worker.runners.gpu.device.nvml import GpuProbe
 from nightmill.worker.service.heart import Heart
 from nightmill.worker.service.load import Load
-from nightmill.worker.service.nvml import GpuProbe
 from nightmill.worker.service.shards import Service
 from nightmill.worker.service.suspects import LOOK_SECONDS, SuspectsTurn
 from nightmill.worker.watched import Rounds, end_threads, watched_thread

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.base.settings import Settings
-from nightmill.worker.service.nvml import GpuProbe
+from nightmill.worker.runners.gpu.device.nvml import GpuProbe
 from nightmill.worker.service.shards import Service
 
 

@@ -1,12 +1,12 @@
 """A worker's numbers for Prometheus: kept by others anyway, and read when Prometheus asks for them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from nightmill.jobs.base.extras import pip_install
 from nightmill.jobs.errors import MissingExtraError, SettingsError
-from nightmill.worker.service.nvml import GpuProbe
+from nightmill.worker.runners.gpu.device.nvml import GpuProbe
 from nightmill.worker.service.tally import BUCKETS, Durations
 
 if TYPE_CHECKING:
@@ -22,7 +22,11 @@ _COUNTERS = {
     "shared_tokens": "Tokens of prompts that were found computed.",
     "generated_tokens": "Tokens that were drawn and kept.",
     "resumed_tokens": "Tokens that an earlier attempt had drawn, and that this one went on from.",
+    "gpu_seconds": "Time of steps, which is charged to the jobs that they computed.",
+    "energy_joules": "Energy of steps, which is charged to these jobs; nothing where the GPU does not tell.",
     "preemptions": "Times that a sequence gave its pages back, to be computed again.",
+    "guessed_tokens": "Tokens that were guessed and computed, by drafts.",
+    "guessed_right": "Guessed tokens that were drawn, each of which spared a step.",
 }
 """Fields of EngineStats that only grow, and what they say."""
 
@@ -40,7 +44,10 @@ _OF_GPU = {
 class WorkerMetrics:
     """Collects for a registry of prometheus_client."""
 
-    def __init__(self, service: "Service", model: str, gpu: str | None, probe: GpuProbe) -> None:
+    def __init__(
+        self, service: "Service", model: str, gpu: str | None, probe: GpuProbe, models: Sequence[str] = ()
+    ) -> None:
+        self._models = models or (model,)
         self._service = service
         self._model = model
         self._gpu = gpu or "none"
@@ -54,9 +61,18 @@ class WorkerMetrics:
         info = InfoMetricFamily("nightmill_worker", "What this worker serves, and on what.")
         info.add_metric([], {"model": self._model, "gpu": self._gpu})
         yield info
+        loaded = GaugeMetricFamily(
+            "nightmill_worker_model_loaded",
+            "1 for the model that is loaded, 0 for those that this worker loads in turn with it.",
+            labels=["model"],
+        )
+        for model in self._models:
+            loaded.add_metric([model], float(model == self._model))
+        yield loaded
         for name, says in _COUNTERS.items():
             counter = CounterMetricFamily(f"nightmill_worker_{name}", says, labels=["model"])
-            counter.add_metric([self._model], getattr(stats, name))
+            if (value := getattr(stats, name)) is not None:
+                counter.add_metric([self._model], value)
             yield counter
         gauges = {
             "sequences": ("Sequences in the engine.", {"running": stats.running, "waiting": stats.waiting}),

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from nightmill.jobs.base.contract import Markup
 from nightmill.jobs.errors import NightmillError
+from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.jobs.sql.claims import Claim
 from nightmill.worker.engine.request import ClosingTokens
 
@@ -29,6 +30,13 @@ class Prompting(Protocol):
 
     def tokenize_banned(self, words: Sequence[str], /) -> tuple[TokenIds, ...]:
         """Runs of tokens that spell a banned word in a text. Raises InvalidParameterError if too long."""
+        ...
+
+    def embedded(self, params: GenerationParams, tokens: int, /) -> range:
+        """The places of the hidden states that become the embedding of a text of so many tokens.
+
+        Raises InvalidParameterError if the model is not made for embeddings, or for fewer dimensions.
+        """
         ...
 
     def spell_token(self, token_id: int, /) -> tuple[bytes, str]:

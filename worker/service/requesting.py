@@ -69,6 +69,8 @@ class Requesting:
     def requests(self, claim: Claim, prompt_ids: tuple[int, ...]) -> list[Request]:
         """Build the requests to the engine for a job. Raises InvalidParameterError."""
         request, params = self._request(claim, prompt_ids), claim.params
+        if params.embed:
+            return [self._answering.embed(request, self._prompting.embedded(params, len(prompt_ids)))]
         if params.score:
             return self._answering.score(request, self._prompting.tokenize_texts(params.score))
         if params.echo:

@@ -6,7 +6,7 @@ from datetime import datetime
 
 from nightmill.jobs.base.hours import Hours
 from nightmill.jobs.base.settings import Settings
-from nightmill.jobs.reply.job import IDLE
+from nightmill.jobs.reply.job import IDLE, UNTIL
 from nightmill.jobs.sql.claims import Claims
 from nightmill.worker.service.in_flight import InFlight
 
@@ -34,7 +34,7 @@ class RestRule:
             return "paused, until it is resumed"
         now = self._claims.database.now()
         if self._hours is not None and not self._hours.open_at(now):
-            return f"until {self._opening(self._hours, now)}"
+            return f"{UNTIL}{self._opening(self._hours, now)}"
         if (
             self._idle_seconds is None
             or idle_for < self._idle_seconds

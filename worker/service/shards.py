@@ -29,7 +29,7 @@ from nightmill.jobs.sql.settling import AHEAD
 from nightmill.jobs.streams.redis import Followers
 from nightmill.worker.engine.request import Completion, DrawnTokens, Request
 from nightmill.worker.link.link import EngineLink
-from nightmill.worker.service.answering import Answering, key_of
+from nightmill.worker.service.answering import Answering, costs_of, key_of
 from nightmill.worker.service.in_flight import InFlight, JobKey
 from nightmill.worker.service.prompting import Prompting
 from nightmill.worker.service.publishing import Publisher
@@ -341,7 +341,7 @@ class Service:
             return {}
         self._save_last(unfinished)
         tokens = self._answering.dropped(unfinished)
-        self._hand_back(list(tokens))
+        self._hand_back(list(tokens), unfinished)
         self.in_flight.remove(list(tokens))
         return tokens
 
@@ -378,16 +378,16 @@ class Service:
         left = self.in_flight.end()  # a claim that is still under way is handed back by who made it
         if left:
             self._save_last(unfinished)
-        self._hand_back(left)
+        self._hand_back(left, unfinished)
         self.in_flight.remove(left)
         if not self.in_flight.wait_for_claims(_CLAIM_PATIENCE):
             log.error("a claim is still under way; its jobs wait to be rescued by another worker")
 
-    def _hand_back(self, keys: Sequence[JobKey]) -> None:
+    def _hand_back(self, keys: Sequence[JobKey], unfinished: Sequence[DrawnTokens] = ()) -> None:
         if not keys:
             return
         try:
-            returned = self.claims.hand_back(keys)
+            returned = self.claims.hand_back(keys, costs_of(unfinished))
             log.info("%d unfinished jobs were handed back to the queue", len(returned))
         except DatabaseError as error:
             log.error("%d jobs wait to be rescued by another worker: %s", len(keys), error)

@@ -24,12 +24,16 @@ from nightmill.jobs.base.logs import fit
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.commands.terminal import echo
 from nightmill.jobs.errors import DatabaseError, NightmillError
+from nightmill.jobs.reply.job import IDLE
 from nightmill.jobs.sql.claims import Claims
 from nightmill.jobs.sql.database import Database
+from nightmill.jobs.sql.loads import Loads
 from nightmill.jobs.sql.sweep import Sweep
+from nightmill.worker.assembly.options import TURN
 from nightmill.worker.service.heart import Heart
 from nightmill.worker.service.parent import END_WITH_STDIN, end_with_stdin
 from nightmill.worker.service.resting import RestRule
+from nightmill.worker.service.turns.turning import LOOK_SHARE, Turning, named_models, rules_of
 
 log = logging.getLogger("nightmill.worker")
 
@@ -44,16 +48,28 @@ END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
 class Sleeper:
     """Beats as a sleeping worker until there is no reason left to sleep.
 
-    rule      the reasons
-    heart     of the worker's row
+    rule     the reasons
+    heart    of the worker's row
+    turning  of a worker with several models, which wakes for one of them
     """
 
-    def __init__(self, rule: RestRule, heart: Heart, sweep: Sweep, heartbeat_seconds: float) -> None:
+    def __init__(
+        self,
+        rule: RestRule,
+        heart: Heart,
+        sweep: Sweep,
+        heartbeat_seconds: float,
+        turning: Turning | None = None,
+    ) -> None:
+        self.turn: str | None = None
+        """The model to wake for, of a worker with several."""
         self._rule = rule
+        self._turning = turning
         self._heart = heart
         self._sweep = sweep
         self._heartbeat_seconds = heartbeat_seconds
         self._beaten_at = -heartbeat_seconds
+        self._choose_at = 0.0
         self._complaint = ""
 
     def look(self, now: float) -> bool:
@@ -64,6 +80,12 @@ class Sleeper:
         try:
             # It has been without jobs for as long as it sleeps, which is long enough.
             reason = self._rule.reason(float("inf"))
+            if reason is None and self._turning is not None:
+                if now >= self._choose_at:
+                    began = time.monotonic()
+                    self.turn = self._turning.choose()
+                    self._choose_at = now + LOOK_SHARE * (time.monotonic() - began)
+                reason = None if self.turn is not None else self._turning.trouble or IDLE
             if reason is None:
                 return True
             if now - self._beaten_at >= self._heartbeat_seconds:
@@ -81,17 +103,22 @@ class Sleeper:
 def sleep_command(worker_id: str, model: str, options: dict[str, Any], command: Sequence[str]) -> list[str]:
     """Return the command that sleeps, and later runs `command` as the worker of this id.
 
-    options  the worker's settings `hours` and `idle_seconds`, as far as they are given
+    options  those settings of the worker that say when it sleeps, and what for
     """
     given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value is not None]
     named = [sys.executable, "-P", "-m", _MODULE, "--id", worker_id, "--model", model]
     return [*named, *given, "--", *command]
 
 
-def with_id(command: Sequence[str], worker_id: str) -> list[str]:
-    """Return a worker's command with its id, so that it has the same row again."""
-    command = list(command)
-    return command if "--id" in command else [*command, "--id", worker_id]
+def with_option(command: Sequence[str], name: str, value: str) -> list[str]:
+    """Return a command with this option, in place of what it says of it."""
+    kept: list[str] = []
+    skipped = False
+    for word in command:
+        if not (skipped or word == name or word.startswith(f"{name}=")):
+            kept.append(word)
+        skipped = word == name and not skipped
+    return [*kept, name, value]
 
 
 def become(command: Sequence[str], *, blocked: bool = False) -> NoReturn:
@@ -109,35 +136,43 @@ def become(command: Sequence[str], *, blocked: bool = False) -> NoReturn:
 @click.option("--model", required=True)
 @click.option("--hours")
 @click.option("--idle-seconds", type=float)
+@click.option("--models")
+@click.option("--stay", default="10m")
+@click.option("--swap-for-interactive", type=bool, default=False)
 @click.argument("command", nargs=-1, required=True)
-def main(
-    worker_id: str, model: str, hours: str | None, idle_seconds: float | None, command: tuple[str, ...]
-) -> None:
+def main(worker_id: str, model: str, command: tuple[str, ...], **options: Any) -> None:
     """Sleep as the worker ID until it is to serve again; then become COMMAND."""
     try:
-        settings = Settings.from_env().model_copy(update={"hours": hours, "idle_seconds": idle_seconds})
+        settings = Settings.from_env().model_copy(update=options)
         logging.basicConfig(level=logging.INFO, format="[%(asctime)s: %(levelname)s] %(message)s")
         fit(logging.getLogger().handlers, settings.log_format, settings.scrubbed)
-        _sleep(settings, worker_id, model, command)
+        turn = _sleep(settings, worker_id, model, command)
     except NightmillError as error:
         echo(f"nightmill: {error}", err=True)
         raise SystemExit(1) from error
-    log.info("waking up")
-    become(command)
+    if turn is None:
+        log.info("waking up")
+        become(command)
+    log.info("waking up for %s", turn)
+    become(with_option(command, TURN, turn))
 
 
-def _sleep(settings: Settings, worker_id: str, model: str, command: Sequence[str]) -> None:
-    """Return when the worker is to wake. A signal to end signs it off, and ends the process."""
+def _sleep(settings: Settings, worker_id: str, model: str, command: Sequence[str]) -> str | None:
+    """Return when the worker is to wake: of several models, the one to load.
+
+    A signal to end signs it off, and ends the process.
+    """
     database = Database(settings)
     claims = Claims(database, worker_id)
     for number in END_SIGNALS:
         signal.signal(number, _end)
     if END_WITH_STDIN in command:
         end_with_stdin()
-    rule = RestRule(claims, settings, (None, model))
-    sleeper = Sleeper(
-        rule, Heart(claims, settings.stale_seconds), Sweep(database), settings.heartbeat_seconds
-    )
+    models = named_models(settings)
+    rule = RestRule(claims, settings, (None, *models) if models else (None, model))
+    heart, loads = Heart(claims, settings.stale_seconds), Loads(database, worker_id)
+    turning = Turning(loads, models, rules_of(settings)) if models else None
+    sleeper = Sleeper(rule, heart, Sweep(database), settings.heartbeat_seconds, turning)
     try:
         signal.pthread_sigmask(
             signal.SIG_UNBLOCK, END_SIGNALS
@@ -145,6 +180,7 @@ def _sleep(settings: Settings, worker_id: str, model: str, command: Sequence[str
         while not sleeper.look(time.monotonic()):
             _reap()
             time.sleep(LOOK_SECONDS)
+        return sleeper.turn
     except _Ended:
         claims.sign_off()
         log.info("stopped while asleep")

@@ -149,7 +149,7 @@ class Views:
         if found is None:
             return self.pages.page(request, "checking.html", caller, {"file": file})
         seconds = None if found.broken else await run(seconds_of, found, self.watch.looking)
-        models = sorted({worker.model for worker in await run(self.service.client.serving)})
+        models = await run(self._models)
         values = {
             "file": file,
             "file_id": PREFIX + file.id,
@@ -159,10 +159,16 @@ class Views:
         }
         return self.pages.page(request, "checked.html", caller, values)
 
+    def _models(self) -> list[str]:
+        """Return the models that live workers serve, or load in turn, sorted."""
+        client = self.service.client
+        in_turn = {str(model) for worker in client.could_serve() for model in worker.models or ()}
+        return sorted({worker.model for worker in client.serving()} | in_turn)
+
     async def playground(self, request: Request) -> Response:
         """GET /try: the form for one prompt."""
         caller, run = self.sessions.caller(request), self.service.look
-        models = sorted({worker.model for worker in await run(self.service.client.serving)})
+        models = await run(self._models)
         return self.pages.page(request, "try.html", caller, {"models": models})
 
     async def sign_in(self, request: Request) -> Response:

@@ -235,8 +235,8 @@ def embeddings_are_refused() -> None:
     )
     try:
         embeddings.embed_query("Once")
-    except openai.NotFoundError as error:
-        assert "embeddings" in error.message
+    except openai.BadRequestError as error:
+        assert "not made for embeddings" in error.message
     else:
         raise AssertionError("it was not refused")
 

@@ -170,8 +170,8 @@ def messages_of_anthropic() -> None:
 def embeddings_are_refused() -> None:
     try:
         litellm.embedding(**UNSEEDED, input=["Once"])
-    except litellm.NotFoundError as error:
-        assert "embeddings" in str(error)
+    except litellm.BadRequestError as error:
+        assert "not made for embeddings" in str(error)
     else:
         raise AssertionError("it was not refused")
 

@@ -268,11 +268,24 @@ def echo_alone() -> None:
 
 
 @case
-def embeddings_are_refused() -> None:
+def embeddings() -> None:
+    asked = {"model": MODEL, "input": ["Once", "In the night"], "extra_body": {"pooling": "mean"}}
+    packed = client.embeddings.create(**asked, dimensions=16)
+    plain = client.embeddings.create(**asked, dimensions=16, encoding_format="float")
+    assert [one.index for one in packed.data] == [0, 1] and packed.usage.prompt_tokens > 0
+    for one, other in zip(packed.data, plain.data, strict=True):
+        assert len(one.embedding) == len(other.embedding) == 16
+        assert abs(sum(number * number for number in one.embedding) - 1) < 1e-5
+        pairs = zip(one.embedding, other.embedding, strict=True)
+        assert max(abs(left - right) for left, right in pairs) < 1e-7
+
+
+@case
+def embeddings_of_a_model_that_was_not_made_for_them_are_refused() -> None:
     try:
         client.embeddings.create(model=MODEL, input="Once")
-    except openai.NotFoundError as error:
-        assert "embeddings" in error.message
+    except openai.BadRequestError as error:
+        assert "not made for embeddings" in error.message
     else:
         raise AssertionError("it was not refused")
 

@@ -184,6 +184,9 @@ def test_enqueue_prints_ids_and_keeps_every_option(run: Run, cli_client: Client)
             "return_token_ids": False,
             "truncate_prompt_tokens": None,
             "max_reasoning_tokens": None,
+            "embed": False,
+            "dimensions": None,
+            "pooling": None,
         }
 
 
@@ -255,7 +258,8 @@ def test_cancel_and_retry(run: Run, cli_client: Client) -> None:
 def test_stats_count_jobs_messages_and_workers(run: Run, cli_client: Client) -> None:
     _finish(cli_client, cli_client.enqueue("prompt", batch="b"))
     cli_client.enqueue("prompt")
-    Claims(cli_client.database, "a" * 32).register("myhost", 4, "mymodel", None)
+    registered = Claims(cli_client.database, "a" * 32)
+    registered.register("myhost", 4, "mymodel", None)
     said = json.loads(run("stats", "--json").stdout)
     assert said["state"] == {"queued": 1, "succeeded": 1}
     assert said["stop_reason"] == {"eos": 1}
@@ -267,6 +271,9 @@ def test_stats_count_jobs_messages_and_workers(run: Run, cli_client: Client) -> 
     for_people = " ".join(run("stats").stdout.split())
     assert "stopped by eos 1" in for_people
     assert "worker aaaaaaaa starting, mymodel on myhost" in for_people
+    registered.register_models(["mymodel", "other", "third"], swap_for_interactive=False)
+    in_turn = " ".join(run("stats").stdout.split())
+    assert "starting, mymodel, in turn with other, third on myhost" in in_turn
 
 
 def test_migrate_says_what_it_did(run: Run, directory: Path) -> None:

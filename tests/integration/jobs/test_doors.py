@@ -59,6 +59,9 @@ GOOD: dict[str, st.SearchStrategy[Any]] = {
     "return_token_ids": st.booleans(),
     "truncate_prompt_tokens": st.integers(1, 2**31 - 1),
     "max_reasoning_tokens": st.just(0),
+    "embed": st.booleans(),
+    "dimensions": st.integers(1, 4096),
+    "pooling": st.sampled_from(["last", "mean"]),
     "reasoning_effort": st.sampled_from(["low", "medium", "high"]),
     "score": st.lists(TEXTS, min_size=1, max_size=5),
     "chat_template_kwargs": st.dictionaries(
@@ -232,7 +235,11 @@ def test_a_job_is_the_same_row_or_the_same_refusal_through_every_door(
     kind, expected = doors.python(job)
     found = {door.__name__: door(job) for door in (doors.python_rows, doors.jsonl, doors.csv)}
     found["command_line"] = doors.command_line(job)
-    of_openai = PARAMETERS | CONSTRAINT_FIELDS.keys() | {"prompt", "messages", "model", "custom_id"}
+    of_openai = (
+        PARAMETERS - {"embed", "dimensions", "pooling"}
+        | CONSTRAINT_FIELDS.keys()
+        | {"prompt", "messages", "model", "custom_id"}
+    )
     if job.keys() <= of_openai and ("prompt" in job or 0 <= job.get("logprobs", 0) <= 20):
         found["openai"] = doors.openai(job)
     for door, (how, what) in found.items():

@@ -188,6 +188,7 @@ def test_results_and_errors_come_back_as_columns(sqlite_client: Client) -> None:
         *("custom_id", "id", "text", "stop_reason"),
         *("prompt_tokens", "completion_tokens", "seed", "answers"),
         *("content", "reasoning", "tool_calls", "cached_tokens", "reasoning_tokens"),
+        *("gpu_seconds", "energy_joules"),
     ]
     assert table.to_pylist() == [
         {
@@ -204,6 +205,8 @@ def test_results_and_errors_come_back_as_columns(sqlite_client: Client) -> None:
             "tool_calls": None,
             "cached_tokens": 0,
             "reasoning_tokens": 0,
+            "gpu_seconds": None,
+            "energy_joules": None,
         }
     ]
     assert batch.to_arrow(errors=True).column("code").to_pylist() == ["deadline", "invalid_value"]

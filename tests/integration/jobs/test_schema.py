@@ -302,7 +302,7 @@ def test_an_embedded_database_of_a_newer_version_is_refused(directory: Path, sql
 def test_a_table_that_vanished_is_a_schema_error(empty_database: Database) -> None:
     empty_database.migrate()
     with empty_database.write() as connection:
-        for name in ("partials", "answers", "logprobs"):  # which refer to it
+        for name in ("partials", "answers", "logprobs", "embeddings"):  # which refer to it
             connection.execute(text(f"DROP TABLE {name}"))
         connection.execute(text("DROP TABLE jobs"))
     missing = pytest.raises(SchemaError, match=r"lacks a table \(.*jobs.*\): run `nightmill migrate`")

@@ -47,6 +47,8 @@ NOT_RUN = [
     "nightmill serve --cors-origin https://app.example.org --cors-origin http://localhost:3000",
     "celery -A nightly beat & celery -A nightly worker",
     "nightmill worker --model qwen.gguf --hours 22:00-06:00/Europe/Berlin --idle-seconds 600",
+    "nightmill worker --models small.gguf,big=hf:Qwen/Qwen2.5-7B-Instruct-GGUF:Q4_K_M --stay 10m "
+    "--hours 22:00-06:00",
     'pg_dump --format=custom --file=nightmill.dump "$DATABASE_URL"',
     "export NIGHTMILL_BROKER_URL=redis://redis.example:6379/0",
     "nightmill pull hf:Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q8_0",

@@ -14,8 +14,10 @@ from nightmill.jobs.base.arithmetic import Arithmetic
 from nightmill.jobs.base.contract import StopReason
 from nightmill.jobs.errors import RunnerError
 from nightmill.jobs.request.parameters import GenerationParams
+from nightmill.worker.engine.embeddings import normalised
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.logprobs import of_nothing
+from nightmill.worker.engine.metering import Metering
 from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import Completion, Request
 from nightmill.worker.runners.base import (
@@ -27,6 +29,7 @@ from nightmill.worker.runners.base import (
     Drawn,
     IntArray,
     StepBatch,
+    SumArray,
     wants_logprobs,
 )
 from tests.support.one_by_one import OneByOne
@@ -50,6 +53,7 @@ PIECES = [
     b"!",
 ]
 EOS = len(PIECES) - 1
+LOOPS = 5
 VOCAB = len(PIECES)
 ARITHMETIC = Arithmetic(
     runner="scripted", device="none", weights="none", kv="none", kernels="hash", model="none"
@@ -82,9 +86,10 @@ def hashed(key: int, tokens: list[int]) -> int:
 def next_token(seed: int, tokens: list[int], allowed: list[int] | None = None) -> int:
     """A pseudo-random token that depends on every token before it; EOS about one time in twenty.
 
-    allowed: what a mask leaves, one of which it is
+    allowed: what a mask leaves, one of which it is. With a seed that LOOPS divides it depends on the last two
+    alone, so that texts repeat.
     """
-    number = hashed(seed, tokens)
+    number = hashed(seed, tokens if seed % LOOPS else tokens[-2:])
     if allowed is not None:
         return allowed[number % len(allowed)]
     return EOS if number % 20 == 0 else number // 20 % EOS
@@ -97,6 +102,21 @@ def found_for(tokens: list[int], token: int) -> np.void:
     found["tokens"] = [hashed(VOCAB + place, tokens) % VOCAB for place in range(len(found["tokens"]))]
     found["logprobs"] = found["tokens"] - 0.5
     return found[()]
+
+
+def hidden_state(tokens: list[int]) -> SumArray:
+    """A pseudo-random hidden state (3,) behind these tokens."""
+    return np.array([hashed(VOCAB + 40 + place, tokens) / 2**31 - 1 for place in range(3)])
+
+
+def expected_embedding(request: Request) -> bytes:
+    """The embedding of a request by definition."""
+    assert request.embeds is not None
+    states = [hidden_state([*request.prompt_ids[: place + 1]]) for place in request.embeds]
+    total = np.zeros(3)
+    for state in states:
+        total = total + state
+    return normalised(total, request.params.dimensions)
 
 
 def expected_records(request: Request, answer: tuple[int, ...], likely: int) -> bytes:
@@ -167,6 +187,9 @@ class ScriptedRunner:
         self.max_draws = slots + grid  # so that many prompts are told in pieces
         self.prompt_grid = grid
         self.snapshots = snapshots
+        self.embeds = True
+        self.sums: list[SumArray | None] = [None] * slots
+        self.ended: list[SumArray] = []
         self.states: list[list[int]] = [[-9]] * slots
         self.saved: list[list[int]] = [[-9]] * snapshots
         self.arithmetic = ARITHMETIC
@@ -191,7 +214,7 @@ class ScriptedRunner:
         assert len(self.queue) < self.depth
         assert self.undrawn is None, "the masks of the launch before are missing"
         for field in fields(batch):
-            if field.name not in ("admissions", "draws", "drawn", "snapshots"):
+            if field.name not in ("admissions", "draws", "drawn", "snapshots", "pools"):
                 assert getattr(batch, field.name).dtype == np.int32
         self.batches.append(batch)
         busy = set().union(*(slots for _, slots in self.queue)) if self.queue else set()
@@ -265,9 +288,27 @@ class ScriptedRunner:
             before.append(None if self.spoilt[own].any() else self.cache[own].tolist())
         masks = batch.draws["mask"][batch.draws["mask"] != UNMASKED].tolist()
         assert masks == list(range(len(masks)))
+        self.pool(batch, contexts)
         self.undrawn = batch, known, before
         if not masks:
             self.draw(np.zeros((0, 1), dtype=np.int32))
+
+    def pool(self, batch: StepBatch, contexts: list[IntArray]) -> None:
+        """Add what `hidden_state` says of the rows of prompts to the sums of their slots."""
+        assert len(set(batch.pools["slot"].tolist())) == len(batch.pools)
+        assert len(batch.draws) + batch.pools["rows"].sum() <= self.max_draws
+        for first, rows, slot, begins, ends in batch.pools.tolist():
+            s = int(np.searchsorted(batch.sequence_starts, first, side="right")) - 1
+            assert s >= batch.drawn and batch.slots[s] == slot
+            assert first + rows <= batch.sequence_starts[s + 1] and rows > 0
+            total = np.zeros(3) if begins else self.sums[slot]
+            assert total is not None, "a sum goes on that did not begin"
+            for place in batch.positions[first : first + rows].tolist():
+                own = contexts[s][: place + 1]
+                total = total + (np.nan if self.spoilt[own].any() else hidden_state(self.cache[own].tolist()))
+            self.sums[slot] = None if ends else total
+            if ends:
+                self.ended.append(total)
 
     def go_on(self, batch: StepBatch, s: int, context: list[int], length: int) -> None:
         """Take the tokens of a chunk through its slot's state."""
@@ -295,12 +336,16 @@ class ScriptedRunner:
                 tokens[index] = self.choose(*one, allowed)
                 found[index] = found_for(one[1], int(tokens[index]))
             self.last[slot] = max(tokens[index], 0)
+        drawing = batch.draws["slot"][: len(known)].tolist()
+        for slot in {slot for slot in drawing if drawing.count(slot) > 1}:
+            self.last[slot] = -99  # which of several it is the contract does not say
         for index, prompt in enumerate(before, start=len(known)):
             if prompt is not None:
                 tokens[index] = batch.draws["given"][index]
                 found[index] = found_for(prompt, int(tokens[index]))
         told = found if wants_logprobs(batch.draws) else None
-        self.queue.append((Drawn(tokens, told), set(batch.slots.tolist())))
+        sums, self.ended = np.array(self.ended) if self.ended else None, []
+        self.queue.append((Drawn(tokens, told, sums), set(batch.slots.tolist())))
 
     def check_kinds(self, seed: int, rows: np.ndarray) -> None:
         """A position is computed in one way, whenever it is: those of a prompt first, then drawn ones."""
@@ -331,29 +376,35 @@ class Clock:
         return self.now
 
 
-def make_engine(runner: ScriptedRunner, clock: Clock | None = None, **limits: int) -> Engine:
+def make_engine(
+    runner: ScriptedRunner, clock: Clock | None = None, metering: Metering | None = None, **limits: int
+) -> Engine:
     settings = {"context_length": 64, "max_sequences": runner.slots, "token_budget": 32} | limits
     text, sharing = Detokenizer(PieceStream, frozenset({EOS})), settings.pop("prefix_sharing", True)
+    drafts = settings.pop("drafts", False)
     return Engine(
         runner,
         text,
         EngineSizes(**settings),
         prefix_sharing=bool(sharing),
         constraints=OneByOne(),
+        drafts=bool(drafts),
         clock=clock or Clock(),
+        metering=metering,
     )
 
 
 def make_request(
     job_id: str = "j", prompt: tuple[int, ...] = (0, 1, 2), *, seed: int = 1, deadline: float | None = None,
     priority: int = 5, attempt: int = 1, generated: tuple[int, ...] = (), rule: int | None = None,
-    prompt_logprobs_from: int | None = None, interactive: bool = False, **params: object,
+    prompt_logprobs_from: int | None = None, interactive: bool = False, embeds: range | None = None,
+    **params: object,
 ) -> Request:  # fmt: skip
     parsed = GenerationParams.parse(params)
     constraint = None if rule is None else Rule(rule)
     return Request(
         job_id, attempt, prompt, parsed, seed, deadline, priority, generated, constraint,
-        interactive=interactive, prompt_logprobs_from=prompt_logprobs_from,
+        interactive=interactive, prompt_logprobs_from=prompt_logprobs_from, embeds=embeds,
     )  # fmt: skip
 
 
@@ -397,6 +448,8 @@ def expected(
     """The answer by definition: one request, no cache, the whole text looked at anew after each token."""
     tokens, params = list(request.prompt_ids), request.params
     answer: list[int] = []
+    if request.embeds is not None:
+        return (), "", StopReason.ERROR if poison in tokens else StopReason.EOS
     ends = {*params.stop_token_ids} if params.ignore_eos else {EOS, *params.stop_token_ids}
     while True:
         if poison in tokens:

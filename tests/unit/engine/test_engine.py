@@ -6,13 +6,14 @@ import pytest
 
 from nightmill.jobs.base.contract import PAST_CONTEXT, StopReason
 from nightmill.jobs.errors import RunnerError
-from tests.unit.engine.scripted import (  # fmt: skip
+from tests.unit.engine.scripted import (
     EOS,
     PIECES,
     VOCAB,
     Clock,
     ScriptedRunner,
     expected,
+    expected_embedding,  # fmt: skip
     expected_records,
     make_engine,
     make_request,
@@ -357,3 +358,19 @@ def test_every_answer_depends_on_its_own_prompt_and_seed() -> None:
     done = run(engine)
     assert len({completion.text for completion in done}) >= 15
     assert len(PIECES) == VOCAB
+
+
+def test_as_many_texts_are_embedded_in_a_step_as_sequences_fit() -> None:
+    """None of them draws, so the row of each that would is for its embedding."""
+    runner = ScriptedRunner(slots=8)
+    engine = make_engine(runner)
+    for number in range(8):
+        engine.submit(make_request(str(number), (number, 1, 2), embeds=range(2, 3), embed=True))
+    assert {one.embedding is None for one in run(engine)} == {False}
+    assert engine.stats.steps == 1
+    longer = make_request("longer", tuple(range(12)), embeds=range(12), embed=True)
+    engine.submit(longer)
+    (done,) = run(engine)
+    assert done.embedding == expected_embedding(longer)
+    pooled = [int(batch.pools["rows"].sum()) for batch in runner.batches[1:]]
+    assert pooled == [9, 3]  # one for itself, seven of idle sequences, and one more

@@ -1,9 +1,9 @@
 """The engine under random use: each request completes once, with the text it would have alone.
 
 Many prompts begin alike, so that pages are shared, evicted and waited for; work is abandoned at any step and
-goes on from the tokens that it had. In some runs a token cannot be computed with: only requests that have it
-fail. In some the runner has states, and snapshots of them. Some requests obey a constraint, which may
-leave them nothing to draw.
+goes on from the tokens that it had. Some texts repeat, and drafts guess what they go on
+with. In some runs a token cannot be computed with: only requests that have it fail. In some the runner has
+states, and snapshots of them. Some requests obey a constraint, which may leave them nothing to draw.
 """
 
 from dataclasses import replace
@@ -15,13 +15,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from nightmill.jobs.base.contract import StopReason
 from nightmill.worker.engine.request import Completion, Request
+from nightmill.worker.model.spec import Pooling
 from tests.unit.engine.scripted import (
     EOS,
+    LOOPS,
     VOCAB,
     Clock,
     Rule,
     ScriptedRunner,
     expected,
+    expected_embedding,
     expected_records,
     make_engine,
     make_request,
@@ -59,11 +62,12 @@ class EngineMachine(RuleBasedStateMachine):
         reserved=st.integers(0, 2),
         grid=st.sampled_from([1, 1, 2, 4]),
         snapshots=st.integers(0, 3),
+        drafts=st.booleans(),
     )
     def build(
         self, depth: int, blocks: int, page_size: int, slots: int, spare: int, sharing: bool,
         poison: int | None, reserved: int, grid: int,
-        snapshots: int,
+        snapshots: int, drafts: bool,
     ) -> None:  # fmt: skip
         self.clock = Clock()
         self.poison = poison
@@ -84,6 +88,7 @@ class EngineMachine(RuleBasedStateMachine):
             token_budget=slots + max(spare, runner.prompt_grid - 1),
             prefix_sharing=sharing,
             interactive_slots=min(reserved, slots - 1),
+            drafts=drafts,
         )
         self.requests: dict[tuple[str, int], Request] = {}
         self.attempts: dict[str, int] = {}
@@ -97,7 +102,7 @@ class EngineMachine(RuleBasedStateMachine):
         job=st.integers(0, 9),
         beginning=st.sampled_from(BEGINNINGS),
         rest=st.lists(st.integers(0, VOCAB - 1), max_size=6),
-        seed=st.integers(0, 2**63 - 1),
+        seed=st.integers(0, 2**62) | st.sampled_from(range(0, 20 * LOOPS, LOOPS)),
         max_tokens=st.integers(1, 20),
         stop=st.sampled_from([(), (), ("ab",), ("é", "ST"), ("a ", "ba", "€b")]),
         ignore_eos=st.booleans(),
@@ -108,6 +113,7 @@ class EngineMachine(RuleBasedStateMachine):
         obeys=st.sampled_from([None, None, 1, 2, 3]),
         logprobs=st.sampled_from([None, None, 0, 2]),
         told=st.sampled_from([None, None, 0.0, 0.3, 0.9, 1.0]),
+        pooling=st.sampled_from([None, None, None, *Pooling]),
     )
     def submit(
         self,
@@ -120,12 +126,16 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens: int,
         min_tokens: int,
         told: float | None,
+        pooling: Pooling | None,
         **params: Any,
     ) -> None:
         job_id = f"j{job}"
         attempt = self.attempts[job_id] = self.attempts.get(job_id, 0) + 1
         deadline = None if patience is None else self.clock.now + patience
         prompt = (*beginning, *rest)
+        if pooling is not None and prompt:
+            self.submit_embedding(job_id, attempt, prompt, pooling, params["priority"])
+            return
         request = make_request(
             job_id,
             prompt,
@@ -139,6 +149,17 @@ class EngineMachine(RuleBasedStateMachine):
             prompt_logprobs_from=None if told is None else int(told * len(prompt)),
             **params,
         )
+        self.cancelled.discard(job_id)
+        self.requests[job_id, attempt] = request
+        self.engine.submit(request)
+
+    def submit_embedding(
+        self, job_id: str, attempt: int, prompt: tuple[int, ...], pooling: Pooling, priority: int
+    ) -> None:
+        request = make_request(
+            job_id, prompt, attempt=attempt, priority=priority, interactive=priority == 2,
+            embeds=pooling.places(len(prompt)), embed=True, dimensions=1 + len(prompt) % 3,
+        )  # fmt: skip
         self.cancelled.discard(job_id)
         self.requests[job_id, attempt] = request
         self.engine.submit(request)
@@ -199,7 +220,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert key not in self.done
             tokens, _, reason = self.expected(request)
             assert tokens[: len(partial.token_ids)] == partial.token_ids
-            assert len(partial.token_ids) < len(tokens) or reason is StopReason.ERROR
+            assert len(partial.token_ids) < len(tokens) or reason is StopReason.ERROR or not request.draws
             if keep is not None:
                 attempt = self.attempts[partial.job_id] = self.attempts[partial.job_id] + 1
                 rule = None if request.constraint is None else Rule(request.constraint.key)
@@ -230,7 +251,7 @@ class EngineMachine(RuleBasedStateMachine):
     def check(self, request: Request, completion: Completion) -> None:
         assert completion.completion_tokens == len(completion.token_ids)
         assert completion.prompt_tokens == len(request.prompt_ids)
-        if not request.prompt_ids or len(request.prompt_ids) >= self.context:
+        if not request.prompt_ids or len(request.prompt_ids) + request.draws > self.context:
             assert completion.stop_reason is StopReason.ERROR
             return
         tokens, text, reason = self.expected(request)
@@ -261,6 +282,8 @@ class EngineMachine(RuleBasedStateMachine):
             assert tokens[: completion.completion_tokens] == completion.token_ids
             return
         assert (completion.token_ids, completion.text, completion.stop_reason) == (tokens, text, reason)
+        embeds = request.embeds is not None and reason is not StopReason.ERROR
+        assert completion.embedding == (expected_embedding(request) if embeds else None)
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):

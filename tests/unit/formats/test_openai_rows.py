@@ -372,7 +372,7 @@ def test_a_row_without_a_prompt_is_refused(tmp_path: Path, row: Any, field: str)
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"method": "GET"}, "method"), ({"url": "/v1/embeddings"}, "url"), ({"url": ["x"]}, "url"),
+        ({"method": "GET"}, "method"), ({"url": "/v1/moderations"}, "url"), ({"url": ["x"]}, "url"),
         ({"body": "x"}, "body"), ({"custom_id": 5}, "custom_id"), ({"custom_id": ""}, "custom_id"),
         ({"custom_id": "x" * 513}, "custom_id"), ({"custom_id": "\ud800"}, "custom_id"),
     ],

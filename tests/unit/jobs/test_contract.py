@@ -62,6 +62,9 @@ def test_the_defaults_of_generation_are_those_of_the_contract() -> None:
         "return_token_ids": False,
         "truncate_prompt_tokens": None,
         "max_reasoning_tokens": None,
+        "embed": False,
+        "dimensions": None,
+        "pooling": None,
     }
 
 

@@ -43,7 +43,7 @@ def row(**changes: Any) -> Any:
             "metadata", "owner", "request_id", "cancel_requested_at", "scheduled_at", "deadline_at",
             "started_at", "finished_at", "constrained", "prompt_ids", "rendering", "prompt_digest", "request",
             "history", "reuse", "reused_from", "prior", "held",
-            "cached_tokens", "reasoning_tokens",
+            "cached_tokens", "reasoning_tokens", "gpu_seconds", "energy_joules",
         ]
     )  # fmt: skip
     columns |= {"id": "0" * 32, "state": "queued", "prompt": "hello", "params": {"max_tokens": 3}, "seed": 5}

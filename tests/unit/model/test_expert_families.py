@@ -112,12 +112,12 @@ def test_active_parameters_are_those_that_a_token_goes_through() -> None:
 @pytest.mark.parametrize(
     ("name", "titles"),
     [
-        ("qwen3moe", "layers with mixtures of experts"),
-        ("gpt-oss", "layers with mixtures of experts, attention with sinks"),
-        ("deepseek2", "layers with multi-head latent attention, layers with mixtures of experts"),
+        ("qwen3moe", None),
+        ("gpt-oss", None),
+        ("deepseek2", None),
     ],
 )
-def test_no_kernel_computes_them_and_says_so(name: str, titles: str) -> None:
+def test_what_no_kernel_computes_is_named(name: str, titles: str | None) -> None:
     assert refusal(EXPERT_FILES[name][1]) == titles
 
 

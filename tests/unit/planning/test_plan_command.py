@@ -175,3 +175,18 @@ def test_without_a_model_rows_are_checked_all_the_same(tmp_path: Path) -> None:
     assert CliRunner().invoke(main, ["plan", str(good)], env=env).exit_code == 0
     late = CliRunner().invoke(main, ["plan", str(good), "--deadline", "8h"], env=env)
     assert late.exit_code == 1 and "give --model FILE" in late.stderr
+
+
+def test_of_several_models_in_turn_the_loads_are_counted(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "model": model} for model in ["big", "one", "big", "far"]] + [{"prompt": "any"}]
+    path = write_lines(tmp_path / "in.jsonl", rows)
+    models = "one.gguf,big=two.gguf,three.gguf"
+    done = CliRunner().invoke(main, ["plan", str(path), "--models", models])
+    assert done.exit_code == 0, done.output
+    assert "loads          2: one for 2 rows, big for 2 rows\n" in done.stdout
+    assert "note: 1 row ask for model 'far', which is not in the list" in done.stdout
+    told = json.loads(CliRunner().invoke(main, ["plan", str(path), "--models", models, "--json"]).stdout)
+    assert (told["loads"], told["rows_for_other_models"]) == ({"one": 2, "big": 2}, {"far": 1})
+    write_lines(path, [{"prompt": "any"}])
+    told = json.loads(CliRunner().invoke(main, ["plan", str(path), "--models", models, "--json"]).stdout)
+    assert told["loads"] == {"one": 1}

@@ -12,6 +12,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -21,17 +22,29 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from nightmill.worker.runners.gpu.attention import decode, general, prefill, widening
+from nightmill.worker.runners.gpu.attention import (
+    decode,
+    general,
+    hopper_wide,
+    latent_rows,
+    prefill,
+    wide,
+    widening,
+)
 from nightmill.worker.runners.gpu.device.compiler import kernel_directory
 from nightmill.worker.runners.gpu.device.element import Element
+from nightmill.worker.runners.gpu.device.features import features_of
 from nightmill.worker.runners.gpu.device.sources import Source, for_element
-from nightmill.worker.runners.gpu.products.fp8 import quantise
-from nightmill.worker.runners.gpu.products.packed import packed_rows
-from nightmill.worker.runners.gpu.rows import activate, embedding, logits, norms, rotation
+from nightmill.worker.runners.gpu.experts import combine, grouped, route
+from nightmill.worker.runners.gpu.products import agreeing
+from nightmill.worker.runners.gpu.products.elements import mma_gemm
+from nightmill.worker.runners.gpu.products.fp8 import mma_fp8, quantise
+from nightmill.worker.runners.gpu.products.packed import packed_mma, packed_rows
+from nightmill.worker.runners.gpu.rows import activate, embedding, logits, norms, pooling, rotation
 from nightmill.worker.runners.gpu.states import chunks, convolution, delta_net, mamba2, recurrent
 from nightmill.worker.runners.gpu.weights import repacker
 from nightmill.worker.runners.kv_format import KvFormat
-from tests.support import reference_kernels
+from tests.support import packed_weights, reference_kernels
 from tests.support.needs import Need, missing
 
 HERE = Path(__file__).parent / "cuda_on_host"
@@ -73,6 +86,7 @@ class HostDevice:
 
     hopper = False  # there are no clusters
     compute_capability = (8, 0)
+    features = features_of((8, 0))
     multiprocessors = 40
 
     def __init__(self, element: Element = Element.F16, kv: KvFormat = KvFormat.ELEMENT) -> None:
@@ -108,6 +122,9 @@ class HostDevice:
     def copy_rows_in(self, address: int, pitch: int, array: npt.NDArray[Any], width: int) -> None:
         for place, row in enumerate(array):
             ctypes.memmove(address + place * pitch, row.ctypes.data, width)
+
+    def copy_out(self, array: npt.NDArray[Any], address: int) -> None:
+        ctypes.memmove(array.ctypes.data, address, array.nbytes)
 
     def free(self, address: int) -> None:
         del self._held[address]
@@ -172,6 +189,19 @@ class HostFunction:
         module.launched.add(self._name)
 
 
+class Staged:
+    """In place of `Staging`: a tensor in one part."""
+
+    def __init__(self, device: HostDevice, size: int = 0) -> None:
+        self._device = device
+
+    def parts(self, raw: npt.NDArray[np.uint8], unit: int) -> Iterator[tuple[int, int, int]]:
+        yield self._device.upload(raw), 0, len(raw)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
 class HostMaps:
     """In place of `TensorMaps`."""
 
@@ -210,6 +240,7 @@ def _compiled(
     launchers = "\n".join(f"LAUNCHER({kernel})" for kernel in kernels)
     launch.write_text(_LAUNCH.format(path=source, launchers=launchers))
     includes = [f"-I{one}" for one in (HERE / stands, HERE, kernel_directory())]
+    options = tuple(option.replace("\\,", ",") for option in options)  # as nvcc takes commas (`instances`)
     subprocess.run([compiler, *flags, *options, *includes, launch, "-o", made], check=True)
     KEPT.mkdir(parents=True, exist_ok=True)
     coming = library.with_name(f"{library.name}.{os.getpid()}")
@@ -230,23 +261,34 @@ def _sources_digest() -> str:
 
 def run_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     """Launchers of attention launch on the host from now on; which kernels they did."""
-    launched = _launch_on_host(patch, folder, "warps", (decode, prefill, general))
-    for module in (prefill, widening):
+    launched = _launch_on_host(patch, folder, "warps", (decode, prefill, general, wide, latent_rows))
+    for module in (hopper_wide, prefill, widening):
         patch.setattr(module, "Module", HostModule)
-    patch.setattr(prefill, "TensorMaps", HostMaps)
+    for module in (hopper_wide, prefill):
+        patch.setattr(module, "TensorMaps", HostMaps)
     return launched
 
 
 def run_rows_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     """The same of launchers of rows."""
-    return _launch_on_host(patch, folder, "rows", (activate, embedding, logits, norms, quantise, rotation))
+    modules = (activate, embedding, logits, norms, pooling, quantise, rotation)
+    return _launch_on_host(patch, folder, "rows", modules)
 
 
 def run_packed_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     """The same of products of few rows with packed weights."""
     launched = _launch_on_host(patch, folder, "warps", (activate,))
-    for module in (packed_rows, repacker):
+    for module in (packed_mma, packed_rows, repacker):
         patch.setattr(module, "Module", HostModule)
+    return launched
+
+
+def run_mma_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
+    """The same of products by tiles of `mma_gemm.cu`."""
+    launched = _launch_on_host(patch, folder, "warps", (quantise,))
+    for module in (mma_gemm, mma_fp8, agreeing):
+        patch.setattr(module, "Module", HostModule)
+    patch.setattr(HostModule, "together", False)
     return launched
 
 
@@ -263,6 +305,16 @@ def run_states_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     """The same of layers with states."""
     launched = _launch_on_host(patch, folder, "warps", (chunks, convolution, delta_net, mamba2, recurrent))
     patch.setattr(HostModule, "together", True)
+    return launched
+
+
+def run_experts_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
+    """The same of mixtures of experts."""
+    launched = _launch_on_host(patch, folder, "warps", (route, combine))
+    for module in (grouped, repacker):
+        patch.setattr(module, "Module", HostModule)
+    patch.setattr(HostModule, "together", True)
+    patch.setattr(packed_weights, "Staging", Staged)
     return launched
 
 

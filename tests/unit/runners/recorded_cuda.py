@@ -64,14 +64,20 @@ class RecordedDriver:
     launches  how often each kernel was launched; `library`: products by cuBLASLt
     types     of numbers, as tensor maps (FLOAT16) and the library (2: half) are told
     checked   kernels whose parameters were compared
+    odd       numbers of the library's algorithms, from 0 on, whose results have another digest than all else
+    ran       the numbers of those that ran
     """
 
     capability: tuple[int, int]
     launches: Counter[str] = field(default_factory=Counter)
     types: set[str] = field(default_factory=set)
     checked: set[str] = field(default_factory=set)
+    odd: frozenset[int] = frozenset()
+    ran: list[int] = field(default_factory=list)
     _starts: list[int] = field(default_factory=list)
     _ends: list[int] = field(default_factory=list)
+    _last: int | None = None  # the library's algorithm that ran last, if no kernel did after it
+    _digests: int = 0
     _ticks: Any = field(default_factory=lambda: itertools.count(1))
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
@@ -141,6 +147,9 @@ class RecordedDriver:
 
         def download(target: np.ndarray, *source: Any) -> None:
             target[...] = 0
+            if self.launches["digest"] > self._digests:  # of what ran before it
+                self._digests = self.launches["digest"]
+                target[...] = self._last in self.odd
 
         ticks = self._ticks
         driver.init = _nothing
@@ -175,6 +184,7 @@ class RecordedDriver:
         driver.cuModuleLoadData = lambda cubin: (0, read_kernels(cubin) if cubin else None)
         driver.cuModuleGetFunction = _find
         driver.cuFuncSetAttribute = self._set_attribute
+        driver.cuFuncGetAttribute = lambda attribute, kernel: (0, 0 if kernel is None else kernel.declared)
         driver.cuOccupancyMaxActiveBlocksPerMultiprocessor = lambda kernel, threads, shared: (0, 1)
         driver.cuLaunchKernelEx = self._launch
         driver.cuTensorMapEncodeTiled = self._encode
@@ -202,11 +212,20 @@ class RecordedDriver:
         lt.destroy = _nothing
         lt.get_version = lambda: 130100
 
+        size = lt.matmul_heuristic_result_dtype.itemsize
+
         def heuristic(*arguments: Any) -> None:
             ctypes.c_int32.from_address(arguments[-1]).value = 2
+            for number in range(2):
+                ctypes.c_uint64.from_address(arguments[-2] + number * size).value = number + 1
+
+        def matmul(*arguments: Any) -> None:
+            self.launches.update(library=1)
+            self._last = ctypes.c_uint64.from_address(arguments[12]).value - 1
+            self.ran.append(self._last)
 
         lt.matmul_algo_get_heuristic = heuristic
-        lt.matmul = lambda *arguments: self.launches.update(library=1)
+        lt.matmul = matmul
         return cublas, lt
 
     def _layout(self, kind: int, rows: int, columns: int, stride: int) -> int:
@@ -222,6 +241,8 @@ class RecordedDriver:
         shared = config.sharedMemBytes
         assert shared <= kernel.most, f"{kernel.name}: {shared} bytes of {kernel.most}"
         self.launches[kernel.name] += 1
+        if kernel.name not in ("digest", "swiglu", "geglu"):  # which follow a product
+            self._last = None
         return (0,)
 
     def _set_attribute(self, kernel: Kernel, attribute: str, value: int) -> tuple[int]:
@@ -328,8 +349,8 @@ def _find(kernels: dict[str, Kernel] | None, name: bytes) -> tuple[int, Kernel |
 
 
 def _compile(
-    text: str, nvcc: str, options: Sequence[str], no_extern_c: bool, arch: str, cache_dir: bool,
-    include_dirs: Sequence[str],
+    text: str, nvcc: str, options: Sequence[str], no_extern_c: bool, arch: str, code: str | None,
+    cache_dir: bool, include_dirs: Sequence[str],
 ) -> bytes:  # fmt: skip
     """As `pycuda.compiler.compile`; optimised code would take thrice as long. Empty without nvcc."""
     if not nvcc:
@@ -338,7 +359,8 @@ def _compile(
     include = [f"-I{place}" for place in include_dirs]
     # Tiles of FP8 need so many registers that there are not enough where they are given out carelessly.
     careless = [] if "-DKERNELS=FP8" in " ".join(options) else ["-Xcicc", "-O1", "-Xptxas", "-O0"]
-    command = [nvcc, "-cubin", f"-arch={arch}", *careless, *wanted, *include]
+    target = [f"-arch={arch}", *([] if code is None else [f"-code={code}"])]
+    command = [nvcc, "-cubin", *target, *careless, *wanted, *include]
     command += ["-x", "cu", "-o", "/dev/stdout", "-"]
     done = subprocess.run(command, input=text.encode(), capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()

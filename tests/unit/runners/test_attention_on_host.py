@@ -14,7 +14,7 @@ from nightmill.worker.runners.gpu.attention.general import GeneralDecode
 from nightmill.worker.runners.gpu.attention.pieces import decode_pieces
 from nightmill.worker.runners.gpu.attention.prefill import HopperPrefill, PortablePrefill
 from nightmill.worker.runners.gpu.device.element import Element
-from tests.gpu.attending import decode_oracle, prefill_oracle, run_decode, run_prefill, run_split
+from tests.gpu.attending import decode_oracle, make_sinks, prefill_oracle, run_decode, run_prefill, run_split
 from tests.gpu.oracles import ATTENTION, assert_close, attention_of, make_paged, make_queries, poison_before
 from tests.unit.runners.host_kernels import HostDevice, run_on_host
 
@@ -43,21 +43,28 @@ def launched(monkeypatch: pytest.MonkeyPatch, folder: Path) -> set[str]:
         ((10, 1, 80), {"window": 300}, ["decode_attention_16_2", "split_attention_16"]),
         ((2, 1, 160), {}, ["decode_attention_8_1"]),
         ((10, 1, 256), {"window": 300}, ["decode_attention_8_1"]),
-        ((2, 1, 40), {"window": 300, "softcap": 3.0}, ["decode_attention_any"]),
+        ((2, 1, 256), {"hopper": True}, ["decode_attention_8_1", "decode_attention_8_3"]),
+        ((2, 1, 40), {"window": 300, "softcap": 3.0, "sinks": True}, ["decode_attention_any"]),
+        ((8, 1, 64), {"window": 128, "sinks": True}, ["decode_attention_8_4", "split_attention_8"]),
     ],
     ids=str,
 )
 def test_decode_in_pieces_and_split_gives_the_same_bits(
-    launched: set[str], shape: Shape, scores: dict[str, Any], kernels: list[str]
-) -> None:
+    launched: set[str], monkeypatch: pytest.MonkeyPatch, shape: Shape, scores: dict[str, Any],
+    kernels: list[str],
+) -> None:  # fmt: skip
+    hopper = scores.get("hopper", False)
+    monkeypatch.setattr(HostDevice, "hopper", hopper)
+    monkeypatch.setattr(HostDevice, "multiprocessors", 5 if hopper else 40)
     device: Any = HostDevice()
-    attention = attention_of(shape, **scores)
+    attention = attention_of(shape, **{name: value for name, value in scores.items() if name != "hopper"})
     rng = np.random.default_rng(1)
     lengths = [1, 17, 300, 1100]
     paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim, stride=72)
     for sequence, length in enumerate(lengths):
         poison_before(paged, sequence, length - (attention.window or 2000))
     qkv = make_queries(rng, len(lengths), attention)
+    paged.sinks = make_sinks(rng, attention) if attention.sinks else None
     case = attention, qkv, paged, lengths
     if not DecodeAttention.suits(attention):
         results = [run_decode(device, GeneralDecode(device, attention), *case)]
@@ -82,8 +89,8 @@ def test_decode_in_pieces_and_split_gives_the_same_bits(
     [
         (PortablePrefill, (3, 1, 64), {"window": 70, "softcap": 3.0}),
         (PortablePrefill, (2, 1, 80), {}),
-        (PortablePrefill, (2, 1, 256), {"window": 70}),
-        (HopperPrefill, (3, 1, 64), {"window": 70, "softcap": 3.0}),
+        (PortablePrefill, (2, 1, 256), {"window": 70, "sinks": True}),
+        (HopperPrefill, (3, 1, 64), {"window": 70, "softcap": 3.0, "sinks": True}),
         (HopperPrefill, (4, 2, 128), {"window": 17}),
         (HopperPrefill, (2, 1, 192), {}),
         (HopperPrefill, (2, 1, 256), {"window": 70}),
@@ -102,6 +109,7 @@ def test_prefill_in_chunks_gives_the_bits_of_the_whole(
     for sequence, earlier in enumerate(before):
         poison_before(paged, sequence, (earlier + 1 - (attention.window or 1000)) // TILE * TILE)
     qkv = make_queries(rng, sum(chunks), attention)
+    paged.sinks = make_sinks(rng, attention) if attention.sinks else None
     prefill = launcher(device, attention)
     whole = run_prefill(device, prefill, attention, qkv, paged, lengths, chunks)
     assert_close(whole, prefill_oracle(attention, qkv, paged, lengths, chunks), ATTENTION)

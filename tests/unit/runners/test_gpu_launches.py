@@ -33,7 +33,7 @@ from nightmill.worker.runners.gpu.attention.choice import (
 )
 from nightmill.worker.runners.gpu.catalogue import check_spec
 from nightmill.worker.runners.gpu.device import compiler
-from nightmill.worker.runners.gpu.device.device import Device, NoDeviceError
+from nightmill.worker.runners.gpu.device.device import Device, NoDeviceError, describe_device
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.graphs import Graph
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, Buffer, Matrix
@@ -52,6 +52,7 @@ from tests.support.engines import NoText
 from tests.support.family_cases import GPU_FILES, file_of
 from tests.support.ggufs import write_model
 from tests.support.operands import all_products, cache_of, inputs_of, room, shape_of
+from tests.support.parts import PARTS, file_of_halves
 from tests.support.specs import dense_spec
 from tests.unit.runners.recorded_cuda import AMPERE, HOPPER, RecordedDriver, record
 
@@ -124,7 +125,8 @@ def test_weights_as_in_the_file_launch_kernels_for_their_type(driver: RecordedDr
             runner.collect()
         in_file = sum(file.raw(name).nbytes for name in file.tensors)
         assert in_file <= runner.memory.weights < 1.03 * in_file
-    others = set() if driver.capability == HOPPER else {"packed_floats_1", "unpack_Q8_0"}
+    others = set() if driver.capability == HOPPER else {"packed_floats_1", "packed_mma_elements_128_128_8"}
+    assert driver.capability == HOPPER or "unpack_Q8_0" not in driver.launches, "written anew in each step"
     assert driver.launches.keys() >= {"repack_Q8_0", "embed_Q8_0"} | others
     kinds = {"product", "swiglu", "residual", "float"} if driver.capability == HOPPER else set()
     few_rows = {name.partition("_")[0] for name in driver.launches if re.fullmatch(r"[a-z]+(_\d+){3}", name)}
@@ -182,7 +184,7 @@ def test_fp8_weights_are_refused_where_nothing_multiplies_them(
 ) -> None:
     record(AMPERE, monkeypatch, cubins)
     file = GgufFile.open(MODEL)
-    with pytest.raises(RunnerError, match=r"FP8 weights need .* 9\.0 .* another --weights"):
+    with pytest.raises(RunnerError, match=r"FP8 weights need .* 8\.9 .* another --weights"):
         cuda_runner(file, read_spec(file), slots=1, precision=FP8_WEIGHTS)
     with pytest.raises(RunnerError, match=r"FP8 weights do not take an FFN width of 200 .*another --weights"):
         check_spec(dense_spec(ffn_width=200), FP8_WEIGHTS)
@@ -311,6 +313,45 @@ def test_the_last_layer_computes_what_the_rows_that_draw_need(
             assert rows == [18, 18, *drawing]
 
 
+def test_rows_that_are_pooled_go_through_no_head(
+    hopper: RecordedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two texts one is embedded whole, in pieces; a third one draws beside them."""
+    file = GgufFile.open(MODEL)
+    spec = read_spec(file)
+    heads: list[int] = []
+    compute = Product.__call__
+
+    def noted(product: Product, x: Buffer, weight: Matrix, y: Buffer, count: int) -> None:
+        if product is runner._model.head:
+            heads.append(count)
+        compute(product, x, weight, y, count)
+
+    options = {"slots": 4, "context": CONTEXT, "kv_pages": 64, "max_draws": 36}
+    with closing(cuda_runner(file, spec, tune=False, **options)) as runner:  # type: ignore[arg-type]
+        monkeypatch.setattr(Product, "__call__", noted)
+        engine = Engine(
+            runner,
+            Detokenizer(text_stream=NoText, eos_ids=frozenset()),
+            EngineSizes(context_length=CONTEXT, max_sequences=4, token_budget=512),
+        )
+        embed = GenerationParams(embed=True)
+        texts = [tuple(range(1, 100)), tuple(range(2, 60))]
+        engine.submit(Request("mean", 1, texts[0], embed, 0, embeds=range(99)))
+        engine.submit(Request("last", 1, texts[1], embed, 0, embeds=range(57, 58)))
+        engine.submit(Request("text", 1, (3, 4), GenerationParams(max_tokens=1), 0))
+        done = []
+        while engine.has_work:
+            done += engine.step()
+            engine.check_integrity()
+        assert {one.job_id: len(one.embedding or b"") for one in done} == {
+            "mean": 4 * spec.width, "last": 4 * spec.width, "text": 0,
+        }  # fmt: skip
+        assert heads == [1]
+        assert hopper.launches["pool_rows"] == 3  # 34 rows, 34, 31
+        assert "pool_rows" in hopper.checked
+
+
 def test_all_kernels_are_compiled_at_once(
     driver: RecordedDriver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -356,7 +397,8 @@ def test_every_way_of_a_product_can_be_launched(hopper: RecordedDriver, kind: Ki
         ((20, 1, 128), {"softcap": 50.0}),
         ((4, 2, 80), {}),
         ((20, 1, 256), {"window": 100, "softcap": 50.0, "scale": 0.1}),
-        ((2, 1, 320), {"window": 100, "softcap": 50.0}),
+        ((2, 1, 320), {"window": 100, "softcap": 50.0, "sinks": True}),
+        ((64, 8, 64), {"window": 128, "sinks": True}),
     ],
     ids=str,
 )
@@ -384,12 +426,13 @@ def test_attention_of_all_kinds_is_launched_as_it_was_compiled(
     assert sum("attention" in name for name in driver.launches) >= 2
 
 
-@pytest.mark.parametrize("name", GPU_FILES)
+@pytest.mark.parametrize("name", [*GPU_FILES, *PARTS])
 def test_every_family_is_launched_as_it_was_compiled(
     driver: RecordedDriver, name: str, tmp_path: Path
 ) -> None:
     """A prompt in two chunks, the second with a drawn token of another sequence; then steps of those."""
-    file = file_of(tmp_path, *GPU_FILES[name])
+    part = PARTS.get(name)
+    file = file_of(tmp_path, *GPU_FILES[name]) if part is None else file_of_halves(tmp_path, part)
     tokens, pages = [1] * CONTEXT, Pages(2, CONTEXT // 16)
     steps = [
         [Chunk(0, tokens, 0, 40), Chunk(1, tokens, 0, 9)],
@@ -397,7 +440,7 @@ def test_every_family_is_launched_as_it_was_compiled(
         [Chunk(1, tokens, 10, 1, 1, True), Chunk(0, tokens, 70, 1, 1, True)],
     ]
     options = {"slots": 2, "context": CONTEXT, "kv_pages": 16, "max_tokens": 64}
-    with closing(cuda_runner(file, read_spec(file), **options)) as runner:  # type: ignore[arg-type]
+    with closing(cuda_runner(file, part or read_spec(file), **options)) as runner:  # type: ignore[arg-type]
         for step in steps:
             runner.launch(pages.batch(step, admit=step is steps[0]))
             assert runner.collect() is not None
@@ -525,8 +568,12 @@ def test_a_runner_of_bfloat16_launches_its_kernels_and_says_so_in_the_name_of_it
     assert driver.launches.keys() - {"library"} <= driver.checked
 
 
-def test_a_gpu_without_bfloat16_says_what_to_do(monkeypatch: pytest.MonkeyPatch, cubins: Path) -> None:
-    record((7, 5), monkeypatch, cubins)
-    with pytest.raises(NoDeviceError, match=r"GPU 0 \(recorded\) has no BF16.*--dtype f16"):
-        Device(0, Element.BF16)
-    Device(0).close()
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5), (6, 1)])
+def test_a_gpu_that_is_too_old_is_refused_in_a_sentence(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch, cubins: Path
+) -> None:
+    record(capability, monkeypatch, cubins)
+    sentence = rf"GPU 0 \(recorded\) has compute capability {capability[0]}\.{capability[1]}; .*--reference"
+    for refused in (Device, describe_device):
+        with pytest.raises(NoDeviceError, match=sentence):
+            refused()

@@ -45,8 +45,9 @@ def test_a_changed_header_is_compiled_again_in_every_file_that_reaches_it(kernel
     after = cubins(kernels)
     changed = {name for name, cubin in after.items() if cubin != before[name]}
     assert changed == {
-        "attention_any", "decode_attention", "prefill_attention", "split_attention", "widen_pages",
-        "few_rows", "hopper_qkv", "packed_qkv", "qkv_rope",
+        "attention_any", "decode_attention", "prefill_attention", "split_attention", "wide_attention",
+        "widen_pages",
+        "few_rows", "hopper_qkv", "latent_rows", "packed_qkv", "qkv_rope",
     }  # fmt: skip
 
 
@@ -56,8 +57,8 @@ def test_only_files_that_know_elements_are_compiled_for_each_of_them() -> None:
     half, brain = ([for_element(source_of(name), element) for name in names] for element in Element)
     assert all(options == () for _, options in half)
     assert {path.stem for path, options in brain if options == ()} == {
-        "adjust", "apply_masks", "copy_states", "log_probabilities", "logits", "sample", "sample_filtered",
-        "sample_reference", "slots",
+        "adjust", "apply_masks", "copy_states", "log_probabilities", "logits", "route", "sample",
+        "sample_filtered", "sample_reference", "slots",
     }  # fmt: skip
     assert {options for _, options in brain} == {(), ("-DELEMENT_BF16",)}
 

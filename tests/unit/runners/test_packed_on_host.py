@@ -15,6 +15,7 @@ from gguf.quants import dequantize
 from nightmill.worker.runners.gpu.device.compiler import kernel_directory
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, FLOAT, Format, Matrix
+from nightmill.worker.runners.gpu.products.packed.packed_mma import PackedMma, PackedMmaTile
 from nightmill.worker.runners.gpu.products.packed.packed_rows import PackedRows
 from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.shapes import Kind, Shape
@@ -156,6 +157,57 @@ def test_products_of_few_rows(
     np.testing.assert_allclose(found[:rows, :outputs], wanted, atol=1e-4)
     assert np.isnan(found[rows]).all()
     assert np.isnan(found[:, outputs:]).all(), "wrote past its outputs"
+
+
+@pytest.mark.parametrize(
+    ("tile", "rows", "kept", "kind"),
+    [
+        pytest.param(PackedMmaTile(64, 64, 8), 19, Format.Q5_1, Kind.RESIDUAL, marks=pytest.mark.slow),
+        (PackedMmaTile(64, 128, 8), 70, Format.Q4_K, Kind.PLAIN),
+        pytest.param(PackedMmaTile(128, 64, 8), 20, Format.Q6_K, Kind.ADDEND, marks=pytest.mark.slow),
+        pytest.param(PackedMmaTile(128, 128, 8), 130, Format.Q8_0, Kind.FLOAT, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: value.name if hasattr(value, "name") else str(value),
+)
+def test_tiles_of_many_rows_have_the_bits_of_few(
+    kernels: ctypes.CDLL, element: Element, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *,
+    tile: PackedMmaTile, rows: int, kept: Format, kind: Kind,
+) -> None:  # fmt: skip
+    """With a stack of two matrices, the first of which ends within a panel, or within a tile, and poison."""
+    run_packed_on_host(monkeypatch, tmp_path)
+    device: Any = HostDevice(element)
+    type_ = GGMLQuantizationType[kept.name]
+    inputs = 512 if kept.step == 256 else 288
+    sizes = (24, 40) if kind is Kind.PLAIN else (21, 70)  # of which elements leave in pieces of 16 bytes
+    parts = []
+    for size in sizes:
+        blocks = random_blocks(type_, size * inputs // GGML_QUANT_SIZES[type_][0])
+        address = device.upload(repacked(kernels, kept, blocks.reshape(size, -1), inputs))
+        parts.append(Matrix(address, size, inputs, kept))
+    outputs = sum(sizes)
+    weight = Matrix(parts[0].address, outputs, inputs, Format.MIXED, parts=tuple(parts))
+    rng = np.random.default_rng(rows)
+    before = rng.standard_normal((rows, outputs)).astype(np.float32)
+    x = poisoned(device, (rows + 1, inputs), ELEMENT)
+    words = as_words(rounded(rng.standard_normal((rows, inputs)).astype(np.float32), element), element)
+    ctypes.memmove(x.address, words.ctypes.data, words.nbytes)
+    pitch = outputs + 8
+    few, many = (launcher(device, [kept], Activate(device), ABSENT) for launcher in (PackedRows, PackedMma))
+    found = []
+    for whole in (False, True):
+        y = poisoned(device, (rows + 1, pitch), ELEMENT if kind is Kind.PLAIN else FLOAT)
+        if kind is Kind.RESIDUAL:
+            for row in range(rows):
+                ctypes.memmove(y.from_row(row).address, before[row].ctypes.data, before[row].nbytes)
+        for first in (0,) if whole else range(0, rows, 64):
+            count = rows if whole else min(64, rows - first)
+            shape = Shape(count, outputs, inputs, kind, Format.MIXED, pitch=pitch)
+            kernel = many.kernel(tile, shape) if whole else few.kernel(4, shape)
+            kernel(x.from_row(first), weight, y.from_row(first))
+        found.append(fetched(device, y))
+    np.testing.assert_array_equal(*found)
+    assert np.isfinite(found[1][:rows, :outputs]).all()
+    assert np.isnan(found[1][rows]).all() and np.isnan(found[1][:, outputs:]).all(), "wrote past its results"
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,10 @@
 `tests/gpu/test_reference_kernels.py` holds the fast kernels against them.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
@@ -23,7 +21,7 @@ from tests.support.blocks import random_blocks
 from tests.support.elements import rounded
 from tests.support.operands import elements, fetched, matrix, poisoned
 from tests.support.reference_kernels import ReferenceProducts
-from tests.unit.runners.host_kernels import HostDevice, run_references_on_host
+from tests.unit.runners.host_kernels import HostDevice, Staged, run_references_on_host
 
 pytestmark = pytest.mark.heavy
 
@@ -61,16 +59,6 @@ def test_draws_are_those_of_the_definition(launched: set[str]) -> None:
     assert launched == {"sample_reference"}
 
 
-class _Staged:
-    """In place of `Staging`: a tensor in one part."""
-
-    def __init__(self, device: HostDevice) -> None:
-        self._device = device
-
-    def parts(self, raw: npt.NDArray[np.uint8], row: int) -> Iterator[tuple[int, int, int]]:
-        yield self._device.upload(raw), 0, len(raw)
-
-
 @pytest.mark.parametrize("kept", [Format.Q4_K, Format.Q8_0], ids=lambda kept: kept.name)
 def test_packed_weights_are_those_of_the_file(launched: set[str], device: Any, kept: Format) -> None:
     """With the bits of the product over the dequantised matrix."""
@@ -79,7 +67,7 @@ def test_packed_weights_are_those_of_the_file(launched: set[str], device: Any, k
     blocks = random_blocks(kind, outputs * inputs // GGML_QUANT_SIZES[kind][0])
     exact = rounded(dequantize(blocks, kind).reshape(outputs, inputs), device.element)
     weight = Matrix(device.allocate(kept.bytes(outputs, inputs)), outputs, inputs, kept)
-    staged: Any = _Staged(device)
+    staged: Any = Staged(device)
     repacker = Repacker(device, staged)
     repacker.clear(weight, outputs)
     repacker.load(blocks.reshape(-1), weight, 0)

@@ -42,6 +42,11 @@ def test_embedding_scaled_and_not_and_logits(launched: set[str], device: Any) ->
     assert launched == {"embed", "scale_logits"}
 
 
+def test_hidden_states_are_added_in_order(launched: set[str], device: Any) -> None:
+    on_gpu.test_hidden_states_are_added_to_the_sums_of_slots_in_their_order(device)
+    assert launched == {"pool_rows"}
+
+
 @pytest.mark.parametrize(("width", "pieces"), [(8, 1), (2056, 2), (4104, 4)])
 @pytest.mark.parametrize("kind", ["none", "RMS", "centred, bias"])
 def test_norms_and_sums_between_products(launched: set[str], kind: str, width: int, pieces: int) -> None:

@@ -85,13 +85,14 @@ def test_products_that_take_packed_or_fp8_weights_are_tested(driver: RecordedDri
 def test_plain_products_launch_no_kernel_that_takes_packed_weights(driver: RecordedDriver) -> None:
     plain = replace(IN_FILE, plain_products=True)
     names = started(driver, plain)
-    packed = re.compile(r"(product|float|swiglu|residual|qkv)(_\d+){3,}$")
+    packed = re.compile(r"^(product|float|swiglu|residual|qkv)(_\d+){3,}$")
     by_elements = {name for name in driver.launches if name.startswith("unpack_")}
     assert by_elements == {"unpack_Q8_0"}
-    tiles_of_elements = re.compile(r"(product|swiglu|residual|qkv)(_\d+){5,6}$")
+    tiles_of_elements = re.compile(r"^(product|swiglu|residual|qkv)(_\d+){5,6}$")
     assert {name for name in driver.launches if packed.search(name)} <= {
         name for name in driver.launches if tiles_of_elements.search(name)
     }
+    assert not [name for name in driver.launches if name.startswith("packed_")]
     assert any(line.startswith("qkv of layer 0") for line in names)
     assert not any(line.startswith("rotated") for line in names)
     assert plain.weights_name == IN_FILE.weights_name, "they have the same bits"

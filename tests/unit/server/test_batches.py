@@ -142,7 +142,7 @@ def test_lists_owners_and_the_asynchronous_client(start: Callable[..., Any]) -> 
 
 
 BAD: list[tuple[dict[str, Any], int, str]] = [
-    ({"endpoint": "/v1/embeddings"}, 400, "endpoint"),
+    ({"endpoint": "/v1/moderations"}, 400, "endpoint"),
     ({"endpoint": ["x"]}, 400, "endpoint"),
     ({"completion_window": None}, 400, "completion_window"),
     ({"completion_window": "soon"}, 400, "completion_window"),

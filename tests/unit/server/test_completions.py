@@ -291,6 +291,34 @@ def test_a_call_wakes_an_idle_worker_and_is_told_of_one_that_sleeps_for_another_
     assert taken.status_code == 200  # the worker of this test takes jobs of every model
 
 
+def test_a_call_for_a_model_that_waits_for_its_turn_is_told_when_to_come_again(server: Server) -> None:
+    asked = PLAIN | {"model": "elsewhere"}
+    worker = Claims(server.client.database, "b" * 32)
+    worker.register("host", 2, "loaded", None)
+    worker.register_models(["loaded", "elsewhere"], swap_for_interactive=False)
+    with server.http() as http:
+        worker.beat(WorkerState.READY, stats={"in_flight": 3})
+        refused = http.post("/v1/completions", json=asked)
+        flex = http.post("/v1/completions", json=asked | {"service_tier": "flex"})
+        listed = {one["id"]: one["loaded"] for one in http.get("/v1/models").json()["data"]}
+        worker.beat(WorkerState.READY, stats={"in_flight": 0})
+        idle = http.post("/v1/completions", json=asked)
+        worker.beat(WorkerState.READY, stats={"in_flight": 3})
+        worker.register_models(["loaded", "elsewhere"], swap_for_interactive=True)
+        swapping = http.post("/v1/completions", json=asked)
+        worker.beat(WorkerState.SLEEPING, "until 22:00 (22:00-06:00)")
+        asleep = http.post("/v1/completions", json=asked)
+    assert refused.status_code == 503 and refused.headers["Retry-After"] == "60"
+    said = (
+        "the model 'elsewhere' is not loaded now: its worker serves 'loaded', and loads others in their turn"
+    )
+    assert said in refused.json()["error"]["message"] and refused.json()["error"]["code"] == "not_loaded"
+    # The worker of this test takes jobs of every model.
+    assert [answer.status_code for answer in (flex, idle, swapping)] == [200, 200, 200]
+    assert (listed["loaded"], listed["elsewhere"]) == (True, False)
+    assert asleep.status_code == 503 and "sleeps, until 22:00" in asleep.json()["error"]["message"]
+
+
 def test_a_stream_that_has_to_wait_begins_with_comments_and_then_says_what_went_wrong(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -244,11 +244,6 @@ def test_models_are_what_live_workers_serve(server: Server) -> None:
         client.models.retrieve("a/b")
 
 
-def test_embeddings_are_computed_by_no_model(server: Server) -> None:
-    with pytest.raises(openai.NotFoundError, match="no model here computes embeddings"):
-        server.openai().embeddings.create(model="model", input="Once")
-
-
 def test_health_and_readiness_need_no_key_and_tell_little(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,8 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from nightmill.jobs.base.contract import StopReason
 from nightmill.jobs.errors import DatabaseUnreachableError
 from nightmill.jobs.server.metrics import ANY, MOST_MODELS, OTHERS, names_of
+from nightmill.worker.runners.gpu.device.nvml import GpuProbe
 from nightmill.worker.service.metrics import WorkerMetrics
-from nightmill.worker.service.nvml import GpuProbe
 from tests.support.nvml import FakeNvml
 from tests.support.servers import wait_until
 from tests.unit.server.conftest import EVE, OPS
@@ -87,6 +87,11 @@ def test_numbers_of_servers_and_workers_are_true_and_those_of_the_board_are_ther
         assert worked["nightmill_worker_kv_pages", ("model", "free")] == stats.free_pages
         ended = [worked["nightmill_worker_jobs_total", ("model", str(reason))] for reason in StopReason]
         assert sum(ended) == 3
+        seconds = sum(job.gpu_seconds or 0.0 for job in map(client.get, done))
+        assert worked["nightmill_worker_gpu_seconds_total", ("model",)] == pytest.approx(seconds)
+        joules = sum(job.energy_joules or 0.0 for job in map(client.get, done))
+        assert worked["nightmill_worker_energy_joules_total", ("model",)] == pytest.approx(joules)
+        assert worked["nightmill_worker_model_loaded", ("model",)] == 1
         assert worked["nightmill_worker_gpu_power_watts", ("model",)] == 312.5
         for name in ("claim", "write"):
             assert worked[f"nightmill_worker_{name}_seconds_bucket", ("+Inf", "model")] >= 1

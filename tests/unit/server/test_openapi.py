@@ -62,6 +62,9 @@ def test_its_schemas_are_schemas_and_all_that_are_named_are_there() -> None:
     assert used <= said["components"]["schemas"].keys()
 
 
+RERANK = {"query": "a", "documents": ["b"], "return_documents": True}
+
+
 def test_answers_are_as_it_says(start: Callable[..., Any]) -> None:
     tokenizer_files = f"model={demo_model()}"
     with start(tokenizer_files=tokenizer_files) as server, server.http() as http:
@@ -85,6 +88,15 @@ def test_answers_are_as_it_says(start: Callable[..., Any]) -> None:
                 f"/v1/responses/{response.json()['id']}/cancel"
             ),
             ("DELETE", "/v1/responses/{response_id}"): http.delete(f"/v1/responses/{response.json()['id']}"),
+            ("POST", "/v1/embeddings"): http.post(
+                "/v1/embeddings", json={"model": "model", "input": ["a", [1, 2]], "pooling": "last"}
+            ),
+            ("POST", "/v1/rerank"): (
+                ranked := http.post(
+                    "/v1/rerank", json={"query": "a", "documents": ["b"], "return_documents": True}
+                )
+            ),
+            ("POST", "/v2/rerank"): ranked,
             ("POST", "/v1/messages"): http.post("/v1/messages", json=CHAT | {"max_tokens": 3}),
             ("POST", "/v1/messages/count_tokens"): http.post("/v1/messages/count_tokens", json=CHAT),
             ("POST", "/tokenize"): http.post("/tokenize", json={"messages": CHAT["messages"]}),

@@ -15,7 +15,7 @@ import httpx2
 import pytest
 from sqlalchemy import delete, update
 
-from nightmill.jobs.base.contract import JobState
+from nightmill.jobs.base.contract import JobState, StopReason
 from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import DatabaseUnreachableError
 from nightmill.jobs.reply.job import Job
@@ -26,6 +26,7 @@ from nightmill.jobs.server.pages import night, session
 from nightmill.jobs.server.pages.actions import _again
 from nightmill.jobs.server.pages.plot import HEIGHT, draw
 from nightmill.jobs.sql import dashboard_queries
+from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.jobs.sql.dashboard_queries import DashboardQueries, Minute, RowFilter
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.tables import JobRow, ServerSecretRow
@@ -247,6 +248,25 @@ def test_a_night_is_handed_in_watched_and_downloaded(start: Start) -> None:
         assert Browser(server, BOB).get("/batch/results", name=name).status_code == 404
         bad = browser.send("/hand-in", "/hand-in/begin", file=file_id, temperature="hot")
         assert (bad.status_code, "temperature: " in bad.text) == (400, True)
+
+
+def test_models_in_turn_and_what_rows_cost_are_shown(alone: Server) -> None:
+    claims = Claims(alone.client.database, "a" * 32)
+    claims.register("host", 1, "loaded", None)
+    claims.register_models(["loaded", "next", "third"], swap_for_interactive=False)
+    (job_id,) = alone.client.enqueue_many(["a"], batch="night")
+    (claim,) = claims.claim([job_id])
+    claims.finish(
+        [Outcome(job_id, claim.attempt, StopReason.EOS, "b", 1, 2, gpu_seconds=1800.0, energy_joules=7.2e6)]
+    )
+    browser = Browser(alone)
+    night = " ".join(browser.get("/").text.split())
+    assert "loaded <small>in turn with next, third</small>" in night
+    assert "<option>third</option>" in browser.get("/try").text
+    batch = browser.get("/batch", name="night").text
+    assert "<dt>GPU hours</dt><dd>0.50</dd>" in batch and "<dt>kWh</dt><dd>2.000</dd>" in batch
+    job = browser.get("/job", id=job_id).text
+    assert "<dt>GPU seconds</dt><dd>1800.000</dd>" in job and "<dt>Joules</dt><dd>7200000.0</dd>" in job
 
 
 def test_a_prompt_is_tried_and_repeated_to_the_letter(start: Start) -> None:

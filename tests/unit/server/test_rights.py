@@ -22,7 +22,7 @@ from tests.unit.server.test_pages import Browser
 OWNS, READS = "bob-has-a-long-key", "bob-only-reads-here"
 KEYS = f"bob={OWNS}, bob:read={READS}"
 HARMLESS = {
-    "/v1/embeddings", "/sign-in", "/sign-out", "/tokenize", "/detokenize", "/v1/messages/count_tokens",
+    "/sign-in", "/sign-out", "/tokenize", "/detokenize", "/v1/messages/count_tokens",
 }  # fmt: skip
 """They are posted to and change no row."""
 PROMPT = {"prompt": "Once", "model": "model"}
@@ -65,6 +65,9 @@ def test_a_key_that_may_only_read_is_refused_on_all_paths_that_change_something(
         },
         "/v1/night": {"file": batch.input_file_id},
         "/v1/responses": {"model": "model", "input": "x"},
+        "/v1/embeddings": {"model": "model", "input": "x"},
+        "/v1/rerank": {"query": "x", "documents": ["x"]},
+        "/v2/rerank": {"query": "x", "documents": ["x"]},
         "/v1/messages": {"max_tokens": 1, "messages": [{"role": "user", "content": "x"}]},
         "/v1/chat/completions": {"model": "model", "messages": [{"role": "user", "content": "x"}]},
     }  # fmt: skip
@@ -82,7 +85,7 @@ def test_a_key_that_may_only_read_is_refused_on_all_paths_that_change_something(
     with server.http(READS) as http:
         for method, path in routes:
             where = path.format(**named)
-            if path.startswith("/v1") or path == "/execute":
+            if path.startswith(("/v1", "/v2")) or path == "/execute":
                 if path == "/v1/files":
                     files = {"file": ("a.jsonl", b"{}")}
                     answer = http.post(where, data={"purpose": "batch"}, files=files)

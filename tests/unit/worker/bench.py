@@ -1,23 +1,28 @@
 """A service on an engine (in a thread) whose runner does as a test says."""
 
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from nightmill.jobs.base.contract import Markup
 from nightmill.jobs.client.client import Client
-from nightmill.jobs.errors import ChatTemplateError, NightmillError, RunnerError
+from nightmill.jobs.errors import ChatTemplateError, InvalidParameterError, NightmillError, RunnerError
+from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.jobs.sql.claims import Claim, Claims
 from nightmill.jobs.sql.jobs import Selection
 from nightmill.jobs.sql.sweep import Sweep
 from nightmill.jobs.streams.redis import Followers
 from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.metering import Metering
 from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import ClosingTokens
 from nightmill.worker.runners.base import StepBatch
+from nightmill.worker.runners.gpu.device.nvml import GpuProbe
 from nightmill.worker.service.service_options import ServiceOptions
 from nightmill.worker.service.shards import Service
 from nightmill.worker.service.suspects import SuspectsTurn
+from tests.support.nvml import FakeNvml
 from tests.unit.engine.scripted import EOS, PIECES, PieceStream, ScriptedRunner
 from tests.unit.worker.threads import engine_in_thread
 
@@ -62,6 +67,9 @@ class Pausing(Gated):
 class ScriptedPrompting:
     """Tokenises every prompt as PROMPT, and spells tokens by the scripted runner's pieces."""
 
+    pooling: str | None = None
+    """What the model's file says."""
+
     def tokenize_all(self, claims: Sequence[Claim]) -> list[tuple[int, ...] | NightmillError]:
         return [self.encode(claim) for claim in claims]
 
@@ -77,6 +85,12 @@ class ScriptedPrompting:
 
     def spell_token(self, token_id: int) -> tuple[bytes, str]:
         return PIECES[token_id], f"<{token_id}>"
+
+    def embedded(self, params: GenerationParams, tokens: int) -> range:
+        pooling = params.pooling or self.pooling
+        if pooling is None:
+            raise InvalidParameterError("pooling: no file says any", field="pooling")
+        return range(0 if pooling == "mean" else tokens - 1, tokens)
 
     def markup(self, claim: Claim, prompt_ids: tuple[int, ...]) -> Markup | None:
         return None
@@ -102,10 +116,12 @@ class Bench:
         self.claims.register("host", 1, "model", None)
         self.fatal: list[str] = []
         self.prompting = ScriptedPrompting()
+        nvml = FakeNvml()
         self.engine = Engine(
             runner,
             Detokenizer(text_stream=PieceStream, eos_ids=frozenset({EOS})),
             EngineSizes(context_length=200, max_sequences=runner.slots, token_budget=64),
+            metering=Metering(GpuProbe(0, lambda name: nvml), time.monotonic),
         )
         self.service = Service(
             self.claims,

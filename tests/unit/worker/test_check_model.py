@@ -16,7 +16,7 @@ from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.commands.main import main
 from nightmill.jobs.errors import RunnerError
 from nightmill.jobs.messages.embedded import EmbeddedRedis
-from nightmill.worker.assembly.forecast import CARDS, Card, card_of, forecast
+from nightmill.worker.assembly.forecast import CARDS, Card, forecast
 from nightmill.worker.assembly.model import demo_model
 from nightmill.worker.assembly.options import KV, WEIGHTS
 from nightmill.worker.commands.inspection import quantisation_of, shares
@@ -24,6 +24,7 @@ from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.catalogue import workspace_bytes
+from nightmill.worker.runners.gpu.device.known_cards import KNOWN_CARDS
 from nightmill.worker.runners.gpu.device.peaks import peaks_of
 from nightmill.worker.runners.gpu.kv_cache import page_bytes
 from nightmill.worker.runners.gpu.precision import HALF
@@ -32,6 +33,7 @@ from tests.unit.runners.recorded_cuda import RecordedDriver
 
 Values = dict[str, Any]
 H200 = peaks_of((9, 0), 132, clock_khz=1_980_000, memory_khz=3_201_000, bus_bits=6144)
+LARGE = Card("large", 76 << 30, 132, H200, hopper=True)
 SMALL = Card("small", 200 << 20, 132, H200, hopper=True)
 """So small that steps have as few tokens as they may."""
 
@@ -169,6 +171,26 @@ def test_without_a_gpu_it_is_computed_for_cards_of_usual_sizes(
     assert all(one["computed"] for one in found)
 
 
+def test_without_a_gpu_a_card_is_pretended(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fits, what it would be computed by, and what the forecast rests on; the sentence is NumPy's."""
+    monkeypatch.setitem(sys.modules, "pycuda", None)
+    for key in ("rtx4090", "h100"):
+        card = KNOWN_CARDS[key]
+        found = check(demo_model(), directory, "--pretend", key, "--weights", "file")
+        (memory,), (kernels,), (basis,) = (found[part] for part in ("memory", "kernels", "basis"))
+        assert memory["found"].startswith(f"no GPU here; computed for {card.name}, in F16 (")
+        assert (memory["card"], memory["free"], memory["computed"]) == (card.name, card.free, True)
+        assert ("wgmma" in kernels["found"]) is (key == "h100")
+        assert ("mma.sync" in kernels["kernels"]["prompts"]) is (key != "h100")
+        assert "Q8_0" in kernels["kernels"]["products"]
+        assert f"{card.peaks.bytes / 1e9:,.0f} GB/s" in basis["found"] and "forecast" in basis["found"]
+        fp8 = next(one for one in found["formats"] if one["weights_in"] == "fp8")
+        assert "cache_tokens" in fp8, "both multiply FP8"
+        assert found["sentence"][0]["ok"]
+    done = CliRunner().invoke(main, ["check", "--model", str(demo_model()), "--pretend", "rtx9090"])
+    assert "no card is known as 'rtx9090'" in done.output and "rtx4090" in done.output
+
+
 def test_with_a_gpu_it_is_said_of_that_one(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     RecordedDriver((9, 0)).install(monkeypatch)
     driver = sys.modules["pycuda.driver"]
@@ -205,20 +227,20 @@ def test_what_a_worker_would_refuse_does_not_fit(directory: Path, monkeypatch: p
     RecordedDriver((8, 0)).install(monkeypatch)
     found = check(demo_model(), directory)
     (eight,) = (one for one in found["formats"] if one["weights_in"] == "fp8")
-    assert "weights" not in eight and "need a GPU of compute capability 9.0" in eight["found"]
+    assert "weights" not in eight and "need a GPU of compute capability 8.9" in eight["found"]
     monkeypatch.setenv("NIGHTMILL_CONTEXT", "1000000")
     (memory,) = check(demo_model(), directory)["memory"]
     assert "weights" not in memory and "--context 1000000 is more than the" in memory["found"]
 
 
 def test_no_more_cache_is_counted_than_all_sequences_fill(spec: ModelSpec) -> None:
-    found = forecast(spec, card_of("large", 80, 132, H200, hopper=True), Settings(max_sequences=16))
+    found = forecast(spec, LARGE, Settings(max_sequences=16))
     assert found.cache_tokens == 16 * spec.context_length
     assert found.sequences == {spec.context_length: 16}
 
 
 def test_a_small_gpu_takes_smaller_steps(spec: ModelSpec) -> None:
-    large = forecast(spec, card_of("large", 80, 132, H200, hopper=True), Settings())
+    large = forecast(spec, LARGE, Settings())
     small = forecast(spec, SMALL, Settings())
     assert small.workspace < large.workspace / 2
 
@@ -247,7 +269,7 @@ def test_block_tables_of_all_sequences_are_counted(spec: ModelSpec) -> None:
 def test_memory_may_be_given_in_bytes(spec: ModelSpec) -> None:
     """Then what the card has beside it does not matter."""
     settings = Settings.model_validate({"gpu_memory": "300MiB"})
-    found = forecast(spec, card_of("large", 80, 132, H200, hopper=True), settings)
+    found = forecast(spec, LARGE, settings)
     taken = found.weights + found.workspace + (found.cache_tokens // 16 + 1) * page_bytes(spec)
     assert 300 * 2**20 - page_bytes(spec) < taken <= 300 * 2**20
 

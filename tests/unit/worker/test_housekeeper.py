@@ -12,9 +12,9 @@ from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.base.silence import Silence
 from nightmill.jobs.errors import BrokerUnreachableError
 from nightmill.jobs.sql.claims import Claims
+from nightmill.worker.runners.gpu.device.nvml import GpuProbe
 from nightmill.worker.service.heart import Heart
 from nightmill.worker.service.housekeeper import DEAF_SECONDS, Housekeeper
-from nightmill.worker.service.nvml import GpuProbe
 from tests.support.nvml import FakeNvml
 from tests.support.servers import Clock, wait_until
 from tests.unit.engine.scripted import ScriptedRunner

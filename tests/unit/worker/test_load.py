@@ -13,8 +13,8 @@ from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.reply.job import Worker
 from nightmill.worker.commands.check import _serving
 from nightmill.worker.engine.stats import EngineStats
+from nightmill.worker.runners.gpu.device.nvml import GpuProbe
 from nightmill.worker.service.load import Load
-from nightmill.worker.service.nvml import GpuProbe
 from tests.unit.engine.scripted import ARITHMETIC
 
 PLAIN = "plain products, slower than usual: the product qkv is wrong"

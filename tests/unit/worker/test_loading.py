@@ -70,6 +70,45 @@ def test_of_a_long_prompt_the_end_is_taken_if_no_more_is_wanted(tmp_path: Path) 
         model.close()
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_text_to_embed_ends_as_the_file_says(tmp_path: Path, ends: bool) -> None:
+    metadata = {"tokenizer.ggml.add_eos_token": ends}
+    model = load_model(Settings(model=write_model(tmp_path / "m.gguf", layers=1, metadata=metadata)))
+    try:
+        text, eos = "hello mill", model.vocabulary.eos_id
+        whole = model.encode(text)
+        embeds, cuts = GenerationParams(embed=True), GenerationParams(embed=True, truncate_prompt_tokens=2)
+        claims = [
+            claim(text), replace(claim(text), params=embeds), replace(claim(text), params=cuts),
+            replace(claim(), prompt_ids=[1, 2], params=embeds),
+        ]  # fmt: skip
+        ended = (*whole, eos) if ends else whole
+        assert model.tokenize_all(claims) == [whole, ended, ended[-2:], (1, 2)]
+    finally:
+        model.close()
+
+
+def test_an_embedding_is_pooled_as_the_file_says_or_the_job(tmp_path: Path) -> None:
+    plain = GenerationParams(embed=True)
+    mean = GenerationParams(embed=True, pooling="mean")
+    for number, wanted in ((None, None), (1, range(5)), (3, range(4, 5)), (4, None)):
+        metadata = {} if number is None else {"qwen3.pooling_type": number}
+        path = write_model(tmp_path / f"{number}.gguf", "qwen3", layers=1, metadata=metadata)
+        model = load_model(Settings(model=path))
+        assert model.embedded(mean, 5) == range(5)
+        if wanted is None:
+            with pytest.raises(InvalidParameterError, match=r"^pooling: this model was not made for embed"):
+                model.embedded(plain, 5)
+        else:
+            assert model.embedded(plain, 5) == wanted
+        width = model.spec.width
+        fitting = GenerationParams(embed=True, pooling="last", dimensions=width)
+        assert model.embedded(fitting, 5) == range(4, 5)
+        with pytest.raises(InvalidParameterError, match=r"^dimensions: is 65, but embeddings of this model"):
+            model.embedded(fitting.model_copy(update={"dimensions": width + 1}), 5)
+        model.close()
+
+
 def test_a_word_is_spelt_as_it_stands_in_a_text(model: LoadedModel) -> None:
     runs = model.tokenize_banned(["mill", " mill", "mill"])
     encode = model.tokenizer.encode

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from nightmill.worker.service.nvml import GpuProbe
+from nightmill.worker.runners.gpu.device.nvml import GpuProbe
 from tests.support.nvml import FakeNvml
 
 ALL = {"temperature": 61, "power": 312.5, "utilization": 0.97, "memory_used": 1 << 36, "memory": 1 << 37}
@@ -52,3 +52,11 @@ def test_what_is_not_supported_or_not_installed_is_left_out() -> None:
 
     probe = GpuProbe(0, absent)
     assert probe.read() == probe.read() == {} and len(asked) == 1
+
+
+def test_energy_is_counted_where_the_gpu_tells() -> None:
+    library = FakeNvml()
+    probe = GpuProbe(0, lambda name: library)
+    assert [probe.joules(), probe.joules()] == [5001.5, 5003.0]
+    lacking = FakeNvml(lacking=("nvmlDeviceGetTotalEnergyConsumption",))
+    assert GpuProbe(0, lambda name: lacking).joules() is None and GpuProbe(None).joules() is None

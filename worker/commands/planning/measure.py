@@ -21,10 +21,12 @@ import numpy.typing as npt
 from nightmill.jobs.base.contract import StopReason
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Completion, Request
+from nightmill.worker.engine.stats import EngineStats
 
 WARM_UP = 8
 """Rows that are run first and not measured: the first steps pay for what later ones find ready."""
 _WARM_UP_TOKENS = 4
+_LEAST_METERED = 1.0  # seconds, of which the counter of energy tells enough
 _WINDOW = 8  # steps whose time is looked at as one: a runner may work ahead, and a clock jitters
 _BY_ITSELF = (StopReason.EOS, StopReason.STOP_SEQUENCE)
 
@@ -52,6 +54,8 @@ class Measurement:
     computed_share: float
     """Prompt tokens computed, per token of the prompts: under 1 where prefixes are shared, over 1 where
     sequences were preempted."""
+    watts: float | None = None
+    """Power of the device while it computed; None if it does not tell, or was measured too shortly."""
 
 
 def measure(
@@ -86,7 +90,8 @@ def measure(
         windows.append((now - start, rounds, prompt, after.generated_tokens - stats.generated_tokens))
     lengths, by_itself = _lengths(engine, rows, done)
     prompts = sum(len(request.prompt_ids) for request in rows if request.job_id in lengths)
-    computed = engine.stats.prompt_tokens - before.prompt_tokens
+    after = engine.stats
+    computed = after.prompt_tokens - before.prompt_tokens
     engine.abandon()
     return Measurement(
         speed=fit(windows),
@@ -97,7 +102,15 @@ def measure(
         rows=len(rows),
         seconds=now - began,
         computed_share=computed / max(prompts, 1),
+        watts=_watts(before, after),
     )
+
+
+def _watts(before: EngineStats, after: EngineStats) -> float | None:
+    seconds = after.gpu_seconds - before.gpu_seconds
+    if after.energy_joules is None or seconds < _LEAST_METERED:
+        return None
+    return (after.energy_joules - (before.energy_joules or 0.0)) / seconds
 
 
 def _warm_up(engine: Engine, requests: Sequence[Request]) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.formats import InputFile
+from nightmill.jobs.reply.batch_status import JOULES_PER_KWH
 from nightmill.jobs.request.spec import JobSpec
 from nightmill.worker.assembly.forecast import Forecast
 from nightmill.worker.commands.planning.measure import WARM_UP, Measurement, measure
@@ -39,6 +40,18 @@ class Estimate:
     deadline_at: datetime | None
     measured_rows: int
     measured_seconds: float
+    watts: float | None = None
+    """Power of a worker's GPU while it computed; None if it did not tell."""
+
+    @property
+    def gpu_seconds(self) -> float:
+        """Time of all workers' GPUs."""
+        return self.played.seconds * self.workers
+
+    @property
+    def energy_kwh(self) -> float | None:
+        """Energy of all workers' GPUs, at the measured power; None if that is not known."""
+        return None if self.watts is None else self.watts * self.gpu_seconds / JOULES_PER_KWH
 
     @property
     def done_at(self) -> datetime:
@@ -182,6 +195,7 @@ def make_plan(
             deadline_at=schedule.deadline_at,
             measured_rows=measured.rows,
             measured_seconds=measured.seconds,
+            watts=measured.watts,
         )
     return Plan(
         file=file,
@@ -217,6 +231,8 @@ def _estimate_json(estimate: Estimate) -> JsonObject:
         "done_at": estimate.done_at.isoformat(),
         "deadline_at": None if deadline_at is None else deadline_at.isoformat(),
         "fits": estimate.fits,
+        "gpu_seconds": round(estimate.gpu_seconds, 3),
+        "energy_kwh": None if estimate.energy_kwh is None else round(estimate.energy_kwh, 6),
         "measured_rows": estimate.measured_rows,
         "measured_seconds": round(estimate.measured_seconds, 3),
     }

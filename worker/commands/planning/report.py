@@ -5,7 +5,7 @@ from datetime import timedelta
 
 from nightmill.jobs.base.printable import printable
 from nightmill.jobs.base.times import describe_moment
-from nightmill.jobs.commands.printing import counted
+from nightmill.jobs.commands.printing import counted, describe_cost
 from nightmill.worker.commands.planning.plan import Estimate, Plan
 from nightmill.worker.commands.planning.rows import describe_rows
 
@@ -14,8 +14,8 @@ _LOSS = "on a GPU that costs a model of 7B no speed, and one of 0.5B up to a thi
 """Measured: benchmarks/RESULTS.md, "Structured output" and "Log-probabilities"."""
 
 
-def describe_plan(plan: Plan) -> Iterator[str]:
-    """Lines: the rows, what they ask for, when it will be done."""
+def describe_plan(plan: Plan, price_per_kwh: float | None = None) -> Iterator[str]:
+    """Lines: the rows, what they ask for, when it will be done, and what it costs."""
     found = plan.survey
     yield from describe_rows(plan.file, found.rows, found.good, found.bad)
     for name, count in plan.other_models.items():
@@ -71,6 +71,8 @@ def describe_plan(plan: Plan) -> Iterator[str]:
         yield "time           no estimate: too few rows to measure a speed with, or --no-measure"
     else:
         yield from _describe_estimate(plan.estimate)
+        cost = describe_cost(plan.estimate.gpu_seconds, plan.estimate.energy_kwh, price_per_kwh)
+        yield f"cost           about {cost}"
 
 
 def _describe_pages(plan: Plan) -> str:

@@ -42,6 +42,27 @@ class CheckedRows:
     bad: list[BadRow] = field(default_factory=list)
     models: Counter[str] = field(default_factory=Counter)
     """Numbers of good rows, by the model that they name."""
+    unnamed: int = 0
+    """Good rows that name no model."""
+    in_turn: Sequence[str] = ()
+    """Models that a worker loads in turn; empty: nobody asked about these."""
+
+    @property
+    def loads(self) -> dict[str, int]:
+        """The models that a worker with those `in_turn` loads, each once, and the rows that each answers.
+
+        Rows without a model are answered by one that is loaded for others, or by the first of the list.
+        """
+        found = {model: self.models[model] for model in self.in_turn if self.models[model]}
+        if self.unnamed and self.in_turn:
+            found = found or {self.in_turn[0]: 0}
+            found[next(iter(found))] += self.unnamed
+        return found
+
+    @property
+    def elsewhere(self) -> dict[str, int]:
+        """Rows for models that are not in the list, by model."""
+        return {model: count for model, count in self.models.most_common() if model not in self.in_turn}
 
     def as_json(self) -> JsonObject:
         """The keys of a plan that are known."""
@@ -55,18 +76,22 @@ class CheckedRows:
             "bad_by_code": bad_by_code(self.bad),
             "rows_for_models": dict(self.models.most_common()),
             "estimate": None,
-        }
+        } | ({"loads": self.loads, "rows_for_other_models": self.elsewhere} if self.in_turn else {})
 
 
-def check_rows(file: InputFile, defaults: JobSpec, on_row: Callable[[], None]) -> CheckedRows:
-    """Read and check the whole file; raises BatchFileError."""
-    found = CheckedRows(file)
+def check_rows(
+    file: InputFile, defaults: JobSpec, on_row: Callable[[], None], in_turn: Sequence[str] = ()
+) -> CheckedRows:
+    """Read and check the whole file, for models that a worker loads `in_turn`; raises BatchFileError."""
+    found = CheckedRows(file, in_turn=in_turn)
     for row in file.rows(defaults):
         found.rows += 1
         if (bad := BadRow.of(row)) is not None:
             found.bad.append(bad)
         elif row.spec is not None and row.spec.model is not None:
             found.models[row.spec.model] += 1
+        else:
+            found.unnamed += 1
         on_row()
     return found
 
@@ -91,12 +116,24 @@ def describe_rows(file: InputFile, rows: int, good: int, bad: Sequence[BadRow]) 
 def describe_checked(found: CheckedRows) -> Iterator[str]:
     """The same for a file that was checked without a model."""
     yield from describe_rows(found.file, found.rows, found.rows - len(found.bad), found.bad)
+    if found.in_turn:
+        yield from _describe_loads(found)
+        return
     for model, count in found.models.most_common():
         yield f"note: {counted(count, 'row')} ask for model {printable(model)!r}"
     yield (
         "note: no model is named, so no tokens are counted and no time is estimated: give --model FILE or "
         "set NIGHTMILL_MODEL"
     )
+
+
+def _describe_loads(found: CheckedRows) -> Iterator[str]:
+    loads = found.loads
+    each = ", ".join(f"{printable(model)} for {counted(rows, 'row')}" for model, rows in loads.items())
+    yield f"loads          {len(loads)}{': ' if loads else ''}{each}"
+    for model, count in found.elsewhere.items():
+        yield f"note: {counted(count, 'row')} ask for model {printable(model)!r}, which is not in the list"
+    yield "note: no time is estimated for several models: plan with --model FILE, one after another"
 
 
 def _describe_row(row: BadRow) -> str:

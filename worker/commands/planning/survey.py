@@ -138,7 +138,7 @@ def _fault(
 ) -> tuple[str, str] | None:
     """Which field of a row is too long for the context, and the fault in words; None where all fits."""
     params = spec.params
-    draws = not (params.score or params.only_echo)
+    draws = not params.draws_nothing
     if (fault := limits.fault(prompt_ids, params, draws=draws)) is not None:
         return "prompt", fault
     longest = max(scored, key=len, default=())
@@ -157,9 +157,9 @@ def _count(found: Survey, spec: JobSpec, prompt_ids: tuple[int, ...], limits: Re
     room = limits.cache_context - len(prompt_ids)
     found.prompt_tokens.append(len(prompt_ids))
     found.answers.append(params.answers)
-    found.limits.append(1 if params.score or params.only_echo else min(params.max_tokens, room))
+    found.limits.append(1 if params.draws_nothing else min(params.max_tokens, room))
     found.endless.append(params.ignore_eos and not (params.stop or params.stop_token_ids))
-    found.cut += params.max_tokens > room and not params.score
+    found.cut += params.max_tokens > room and not (params.score or params.embed)
     found.told += params.logprobs is not None or bool(params.score) or params.prompt_logprobs is not None
     if spec.constrained is not None:
         found.constrained[str(spec.constrained.kind)] += 1
@@ -177,8 +177,8 @@ def _keep(found: Survey, request: Request, size: int, draw: random.Random) -> No
         return
     seed = draw.randrange(MAX_SEED) if request.params.seed is None else request.params.seed
     params = request.params
-    if params.score or params.only_echo:  # nothing is generated
-        params = params.model_copy(update={"max_tokens": 1, "score": (), "echo": False})
+    if params.draws_nothing:
+        params = params.model_copy(update={"max_tokens": 1, "score": (), "echo": False, "embed": False})
     draws = params is request.params
     kept = Request(request.job_id, request.attempt, request.prompt_ids, params, seed, scores=not draws)
     if place == len(found.sample):

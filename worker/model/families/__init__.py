@@ -30,6 +30,7 @@ from nightmill.worker.model.families.smollm3 import smollm3
 from nightmill.worker.model.families.stablelm import stablelm
 from nightmill.worker.model.families.starcoder2 import starcoder2
 from nightmill.worker.model.gguf.file import GgufFile
+from nightmill.worker.model.pooling import pooling_of
 from nightmill.worker.model.spec import ModelSpec
 
 __all__ = ["FAMILIES", "read_spec"]
@@ -89,4 +90,5 @@ def read_spec(file: GgufFile) -> ModelSpec:
     spec = family(keys)
     keys.refuse_other_arithmetic()
     check_tensors(file, spec, keys.skipped)
-    return replace(spec, tensor_types={name: tensor.kind.name for name, tensor in file.tensors.items()})
+    types = {name: tensor.kind.name for name, tensor in file.tensors.items()}
+    return replace(spec, tensor_types=types, pooling=pooling_of(file, name))

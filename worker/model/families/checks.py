@@ -10,7 +10,8 @@ __all__ = ["check_tensors"]
 def check_tensors(file: GgufFile, spec: ModelSpec, skipped: tuple[str, ...] = ()) -> None:
     """Raise ModelFileError, which names the tensor, where one lacks, differs or is left over.
 
-    skipped  what names of tensors begin with that may be left over
+    skipped  what names of tensors begin with that may be left over. `cls.` is a head that ranks texts, which
+             leaves what the model generates as it is
     """
     expected = {name: shape for _, weight in spec.all_weights() for name, shape in weight.parts}
     for name, shape in expected.items():
@@ -28,7 +29,7 @@ def check_tensors(file: GgufFile, spec: ModelSpec, skipped: tuple[str, ...] = ()
         if name not in expected
         and name not in ROPE_DIVISORS
         and not name.endswith(".attn_rot_embd")
-        and not name.startswith(skipped)
+        and not name.startswith((*skipped, "cls."))
     ]
     if extra:
         more = f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""

@@ -47,6 +47,8 @@ class Tokenizer:
         self.eos_ids = vocabulary.eos_ids
         self.vocab_size = len(vocabulary.tokens)
         self.add_bos = add_bos
+        self.end_id: int | None = None
+        """The token that texts to embed end with, if the file asks for one."""
         self._engine = engine
         self._space_prefix = space_prefix
         self._strips = strips
@@ -70,7 +72,10 @@ class Tokenizer:
         # Phi-3's own tokenizer declares its tokens so (`rstrip`), which a GGUF file cannot say.
         strips = how is None and file.string("general.architecture", default="") == "phi3"
         with_bos = wanted and vocabulary.bos_id is not None
-        return cls(vocabulary, engine, add_bos=with_bos, space_prefix=prefix, strips=strips)
+        made = cls(vocabulary, engine, add_bos=with_bos, space_prefix=prefix, strips=strips)
+        if file.boolean("tokenizer.ggml.add_eos_token", default=False):
+            made.end_id = vocabulary.eos_id
+        return made
 
     def encode(self, text: str, *, special: bool = False, add_bos: bool | None = None) -> list[int]:
         """The ids of `text`.

@@ -6,10 +6,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nightmill.worker.model.spec import LayerSpec, ModelSpec
+from nightmill.worker.model.spec import NO_FEED_FORWARD, Experts, LayerSpec, ModelSpec
 from nightmill.worker.runners.base import FOUND
+from nightmill.worker.runners.gpu.attention.latent_rows import LatentRoom
 from nightmill.worker.runners.gpu.device.device import Arena, Device, aligned
 from nightmill.worker.runners.gpu.device.operands import BYTE, ELEMENT, FLOAT, INT, Buffer
+from nightmill.worker.runners.gpu.experts.room import ExpertRoom
 from nightmill.worker.runners.gpu.kinds import layer_kinds, mixer_sizes
 from nightmill.worker.runners.gpu.precision import HALF, Precision
 from nightmill.worker.runners.gpu.products.formats import ModelFormats
@@ -24,13 +26,16 @@ LOGIT_ROWS = 512  # rows of logits computed and sampled at once
 
 _GIVEN_ROWS = 32  # beside the draws of all slots: 20 MB of logits for a vocabulary of 152,000
 
+_POOLED_ROWS = 1024  # the same where whole prompts are pooled, which takes no logits
 
-def most_draws(slots: int, prompt_grid: int = 1) -> int:
+
+def most_draws(slots: int, prompt_grid: int = 1, *, pools: bool = False) -> int:
     """Tokens that a step may draw, or tell the log-probability of, if so many sequences run at once.
 
     prompt_grid  pieces of prompts, each token of which may be asked about, are at least so long
+    pools        embeddings of the model are made of all tokens of their texts
     """
-    return slots + max(_GIVEN_ROWS, prompt_grid)
+    return slots + max(_POOLED_ROWS if pools else _GIVEN_ROWS, prompt_grid)
 
 
 class _Array(NamedTuple):
@@ -82,6 +87,7 @@ class Activations:
     gates: Buffer  # of attention, elements
     controls: Buffer  # of mixers with states, float
     work: Buffer  # what kernels of such mixers hand on among them, bytes
+    expert_work: Buffer  # what those of experts do (`experts/room.py`), bytes
 
     @classmethod
     def allocate(
@@ -109,8 +115,10 @@ class Activations:
 
 def _widths(layer: LayerSpec) -> dict[str, int]:
     """Return the widths of the buffers that are as wide as a layer needs."""
-    ffn = layer.feed_forward.width
-    inner = 2 * ffn if layer.feed_forward.gated else ffn
+    network = layer.feed_forward
+    dense = network.shared or NO_FEED_FORWARD if isinstance(network, Experts) else network
+    ffn = dense.width
+    inner = 2 * ffn if dense.gated else ffn
     sizes = mixer_sizes(layer.mixer)
     return {
         "qkv": sizes.inputs, "mixed": sizes.outputs, "mixed_drawing": sizes.outputs, "gates": sizes.gates,
@@ -128,8 +136,11 @@ def _arrays(spec: ModelSpec, precision: Precision, max_tokens: int, max_draws: i
     adds = any(Kind.ADDEND in layer_kinds(layer) for layer in spec.layers)
     rounded = ModelFormats(spec, precision).rounded
     read = ELEMENT if rounded is None else rounded.activations
-    rounds = rounded is not None and only_rms_norms(spec) and not controls  # whose weights are elements
-    widest = max(max(one["mixed"], one["activated"]) for one in widths)
+    # What makes controls, and routers, are elements.
+    rounds = rounded is not None and only_rms_norms(spec) and not controls and not spec.experts
+    latents = (experts.latent or 0 for experts in spec.experts)
+    widest = max(*latents, *(max(one["mixed"], one["activated"]) for one in widths), 0)
+    widest = max(widest, *(one.query_latent or 0 for one in spec.latents), 0)
     return {
         "tokens": _Array((tokens,), INT),
         "no_rows": _Array((tokens,), INT),
@@ -147,7 +158,8 @@ def _arrays(spec: ModelSpec, precision: Precision, max_tokens: int, max_draws: i
             (tokens * (rounded is not None), max(widest, spec.width)), read, rounded is not None
         ),
         "controls": _Array((tokens, controls), FLOAT),
-        "work": _Array((StateMixers.workspace(spec, tokens),), BYTE),
+        "work": _Array((max(StateMixers.workspace(spec, tokens), LatentRoom.workspace(spec, tokens)),), BYTE),
+        "expert_work": _Array((ExpertRoom.workspace(spec, tokens, fp8=rounded is not None),), BYTE),
     }
 
 

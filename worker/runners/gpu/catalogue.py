@@ -3,21 +3,29 @@
 from typing import Protocol
 
 from nightmill.jobs.errors import RunnerError
-from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.model.spec import LatentAttention, ModelSpec
 from nightmill.worker.runners.gpu.activations import LOGIT_ROWS, Activations
 from nightmill.worker.runners.gpu.attention.decode import DecodeAttention
 from nightmill.worker.runners.gpu.attention.general import GeneralDecode
+from nightmill.worker.runners.gpu.attention.hopper_wide import HopperWide
+from nightmill.worker.runners.gpu.attention.latent import LatentKernels
+from nightmill.worker.runners.gpu.attention.latent_rows import LatentRows
 from nightmill.worker.runners.gpu.attention.prefill import HopperPrefill, PortablePrefill
+from nightmill.worker.runners.gpu.attention.wide import WideDecode
 from nightmill.worker.runners.gpu.attention.widening import Widening
 from nightmill.worker.runners.gpu.computed import refusal
 from nightmill.worker.runners.gpu.device.device import NamedGpu
 from nightmill.worker.runners.gpu.device.sources import Source, for_element
+from nightmill.worker.runners.gpu.experts.combine import Combine
+from nightmill.worker.runners.gpu.experts.grouped import GroupedProducts
+from nightmill.worker.runners.gpu.experts.route import Routing
 from nightmill.worker.runners.gpu.precision import HALF, Precision
 from nightmill.worker.runners.gpu.products.formats import ModelFormats
 from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.rows.embedding import Embedding
 from nightmill.worker.runners.gpu.rows.logits import LogitScale
 from nightmill.worker.runners.gpu.rows.norms import Norms
+from nightmill.worker.runners.gpu.rows.pooling import PooledSums
 from nightmill.worker.runners.gpu.rows.rotation import Rotation
 from nightmill.worker.runners.gpu.sampling.sampler import Sampler
 from nightmill.worker.runners.gpu.states.choice import StateMixers
@@ -45,17 +53,22 @@ class Launcher(Protocol):
 
 
 _LAUNCHERS: tuple[type[Launcher], ...] = (
-    Embedding, Norms, Activate, Rotation, LogitScale, DecodeAttention, HopperPrefill, PortablePrefill,
-    GeneralDecode, StateMixers, States, Sampler, Dequantizer,
+    Embedding, Norms, Activate, Rotation, LogitScale, PooledSums, DecodeAttention, HopperPrefill,
+    PortablePrefill, HopperWide, WideDecode, GeneralDecode, LatentKernels, StateMixers, States, Routing,
+    Combine, Sampler, Dequantizer,
 )  # fmt: skip
-_LAST = (Norms, Activate, Rotation, PortablePrefill, StateMixers)
+_LAST = (Norms, Activate, Rotation, PortablePrefill, LatentKernels, StateMixers, Routing, GroupedProducts)
 
 
 def sources_for(spec: ModelSpec, precision: Precision, *, hopper: bool) -> list[Source]:
     """Files and options for nvcc; those that take longest first."""
     widening = (Widening,) if precision.kv is KvFormat.FP8 else ()
     others = (s for launcher in (*_LAUNCHERS, *widening) for s in launcher.sources(spec, hopper=hopper))
-    sources = (*ModelFormats(spec, precision).sources(hopper=hopper), *others)
+    products = [
+        *ModelFormats(spec, precision).sources(hopper=hopper),
+        *GroupedProducts.sources(spec, precision, hopper=hopper),
+    ]
+    sources = (*products, *others)
     return list(dict.fromkeys(for_element(source, precision.element, precision.kv) for source in sources))
 
 
@@ -71,17 +84,22 @@ def workspace_bytes(
     hopper: bool = True,
 ) -> int:
     """Device memory for activations, and that launchers keep; of an unknown GPU, as if it were a Hopper."""
-    attention = spec.attentions[0]
     needed = [
         Activations.workspace(spec, precision, max_tokens=max_tokens, max_draws=max_draws),
         ModelFormats(spec, precision).workspace(),
         Sampler.workspace(max_rows=LOGIT_ROWS, multiprocessors=multiprocessors),
         *(Rotation.workspace(one, max_context=max_context) for one in spec.attentions),
+        *(LatentRows.workspace(one, max_context=max_context) for one in spec.latents),
     ]
+    if spec.latents:
+        return sum(needed) + LatentKernels.workspace(spec.latents[0])
+    attention = spec.attentions[0]
     if DecodeAttention.suits(attention):
         needed.append(
             DecodeAttention.workspace(attention, max_context=max_context, multiprocessors=multiprocessors)
         )
+    elif WideDecode.suits(attention):
+        needed.append(WideDecode.workspace(attention))
     if HopperPrefill.suits(attention, hopper=hopper):
         sizes = {"slots": slots, "max_context": max_context, "max_tokens": max_tokens}
         needed.append(HopperPrefill.reserved(spec, precision.kv, **sizes))
@@ -91,16 +109,21 @@ def workspace_bytes(
 def check_spec(spec: ModelSpec, precision: Precision = HALF, gpu: NamedGpu | None = None) -> None:
     """Raise RunnerError, which names the part or the size, if kernels do not take a model.
 
-    gpu  that may lack what the precision needs
+    gpu  that may lack what the precision or the model needs
     """
     problems = [refusal(spec)]
     if problems == [None]:  # launchers know nothing of what is refused
         problems += [launcher.refusal(spec) for launcher in _LAST]
     # A step has one set of tiles and pieces, which all layers share.
-    if len({(one.heads, one.kv_heads, one.head_dim) for one in spec.attentions}) > 1:
+    heads = {(one.heads, one.kv_heads, one.head_dim) for one in spec.attentions}
+    if len(heads | {(one.heads, one.latent, one.kept) for one in spec.latents}) > 1:
         problems.append("layers with different heads")
     for problem in filter(None, problems):
         raise RunnerError(f"the CUDA kernels do not take {problem}; `--reference` generates without a GPU")
+    if spec.latents and precision.kv is KvFormat.FP8:
+        raise RunnerError(f"{LatentAttention.title} keeps its latents in elements: leave out `--kv fp8`")
+    if gpu is not None and (reason := StateMixers.refusal_on(spec, gpu)) is not None:
+        raise RunnerError(reason)
     if (rounded := ModelFormats(spec, precision).rounded) is not None:
         reason = rounded.refusal(spec) or (None if gpu is None else rounded.refusal_on(gpu))
         if reason is not None:

@@ -1,10 +1,10 @@
 """Parts of a spec that the kernels compute: a model that has others is refused, not computed wrongly."""
 
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from nightmill.worker.model.spec import Attention, GatedDeltaNet, LatentAttention, LayerSpec, ModelSpec
+from nightmill.worker.model.spec import Attention, Experts, FeedForward, GatedDeltaNet, LayerSpec, ModelSpec
 
 __all__ = ["refusal"]
 
@@ -13,7 +13,7 @@ def refusal(spec: ModelSpec) -> str | None:
     """Name the parts or the fields of a spec that no kernel computes, or return None."""
     if lacking := list(_lacking(spec)):
         return ", ".join(lacking)
-    if not spec.attentions:
+    if not (spec.attentions or spec.latents):
         return "a model without a layer of attention"
     names = sorted(set(_differences(spec, _computed(spec))))
     return f"a model with its own {', '.join(names)}" if names else None
@@ -22,12 +22,6 @@ def refusal(spec: ModelSpec) -> str | None:
 def _lacking(spec: ModelSpec) -> Iterator[str]:
     """What whole layers have that no kernel computes."""
     mixers = [layer.mixer for layer in spec.layers]
-    if any(isinstance(mixer, LatentAttention) for mixer in mixers):
-        yield f"layers with {LatentAttention.title}"
-    if spec.experts:
-        yield "layers with mixtures of experts"
-    if any(attention.sinks for attention in spec.attentions):
-        yield "attention with sinks"
     if any(isinstance(mixer, GatedDeltaNet) and mixer.by_key_head for mixer in mixers):
         yield "delta nets in the order of key heads"
 
@@ -45,6 +39,7 @@ def _computed(spec: ModelSpec) -> ModelSpec:
         output_norm_name=spec.output_norm_name,
         tied_head=spec.tied_head,
         overflows_half=spec.overflows_half,
+        pooling=spec.pooling,
         embedding_scale=spec.embedding_scale,
         logit_scale=spec.logit_scale,
         logit_softcap=spec.logit_softcap,
@@ -59,10 +54,35 @@ def _computed_layer(layer: LayerSpec) -> LayerSpec:
         attention_post_norm=layer.attention_post_norm,
         feed_forward_norm=layer.feed_forward_norm,
         feed_forward_norm_name=layer.feed_forward_norm_name,
-        feed_forward=layer.feed_forward,
+        feed_forward=_computed_network(layer.feed_forward),
         feed_forward_post_norm=layer.feed_forward_post_norm,
         residual_scale=layer.residual_scale,
-        parallel=layer.parallel,
+        parallel=layer.parallel and not isinstance(layer.feed_forward, Experts),
+    )
+
+
+def _computed_network(network: FeedForward | Experts) -> FeedForward | Experts:
+    if isinstance(network, FeedForward):
+        return network
+    return Experts(
+        count=network.count,
+        used=network.used,
+        width=network.width,
+        activation=network.activation,
+        gated=network.gated,
+        scores=network.scores,
+        selection_bias=network.selection_bias,
+        groups=network.groups,
+        groups_used=network.groups_used,
+        normalise=network.normalise,
+        scale=network.scale,
+        router_bias=network.router_bias,
+        bias=network.bias,
+        expert_scales=network.expert_scales,
+        fused=network.fused,
+        latent=network.latent,
+        shared=None if network.shared is None else replace(network.shared, bias=False),
+        shared_gated=network.shared_gated,
     )
 
 
@@ -84,6 +104,7 @@ def _computed_attention(attention: Attention) -> Attention:
         scale=attention.scale,
         softcap=attention.softcap,
         temperature=attention.temperature,
+        sinks=attention.sinks,
     )
 
 

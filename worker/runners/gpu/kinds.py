@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 from nightmill.worker.model.spec import (
     Attention,
+    Experts,
+    FeedForward,
     GatedDeltaNet,
     LatentAttention,
     LayerSpec,
@@ -15,14 +17,15 @@ from nightmill.worker.model.spec import (
 )
 from nightmill.worker.runners.gpu.shapes import GATED, Kind
 
-__all__ = ["LayerKinds", "MixerSizes", "kinds_of", "layer_kinds", "mixer_sizes"]
+__all__ = ["LayerKinds", "MixerSizes", "gate_up_kind", "kinds_of", "layer_kinds", "mixer_sizes"]
 
 
 class LayerKinds(NamedTuple):
     """Kinds of a layer's products, beside that of queries, keys and values, which is PLAIN.
 
     RESIDUAL where a product is added to the residual stream as it is; ADDEND where a bias, a norm or a scale
-    comes between. PLAIN where the activation is no part of gate and up. None where the layer has none.
+    comes between. PLAIN where the activation is no part of gate and up. None where the layer has none;
+    experts have products of their own.
     """
 
     output: Kind | None
@@ -62,7 +65,8 @@ def mixer_sizes(mixer: Mixer | None) -> MixerSizes:
         case ShortConv():
             return MixerSizes(_filled_up(3 * mixer.width), mixer.width)
         case LatentAttention():
-            raise TypeError("no kernel computes latent attention")
+            outputs = mixer.heads * mixer.value_dim  # `inputs`: queries, in whose room what draws is gathered
+            return MixerSizes(max(mixer.heads * mixer.head_dim, outputs), outputs)
 
 
 def _filled_up(size: int) -> int:
@@ -75,16 +79,28 @@ def layer_kinds(layer: LayerSpec) -> LayerKinds:
     if mixer is not None:
         bias = isinstance(mixer, Attention) and mixer.output_bias
         output = _added(layer, layer.attention_post_norm, bias=bias)
-    if ffn.width:
-        fused = (kind for kind, activation in GATED.items() if activation is ffn.activation)
-        gate_up = next(fused, Kind.PLAIN) if ffn.gated and not ffn.bias else Kind.PLAIN
+    if isinstance(ffn, FeedForward) and ffn.width:
+        gate_up = gate_up_kind(ffn)
         down = _added(layer, layer.feed_forward_post_norm, bias=ffn.bias)
     return LayerKinds(output, gate_up, down)
 
 
+def gate_up_kind(network: FeedForward) -> Kind:
+    """Return the kind of the product of gate and up."""
+    fused = (kind for kind, activation in GATED.items() if activation is network.activation)
+    return next(fused, Kind.PLAIN) if network.gated and not network.bias else Kind.PLAIN
+
+
+def _around_experts(experts: Experts) -> set[Kind]:
+    """The kinds of the products of a latent and of the shared expert; what is added up later is an ADDEND."""
+    kinds = set() if experts.latent is None else {Kind.PLAIN, Kind.ADDEND}
+    return kinds if experts.shared is None else kinds | {gate_up_kind(experts.shared), Kind.ADDEND}
+
+
 def kinds_of(spec: ModelSpec) -> frozenset[Kind]:
-    """Return all kinds of products that a model has."""
+    """Return all kinds of products that a model has, but those of experts."""
     found = {kind for layer in spec.layers for kind in layer_kinds(layer) if kind is not None}
+    found |= {kind for experts in spec.experts for kind in _around_experts(experts)}
     controls = any(mixer_sizes(layer.mixer).controls for layer in spec.layers)
     return frozenset((Kind.PLAIN, Kind.FLOAT, *([Kind.ADDEND] if controls else []))) | found
 

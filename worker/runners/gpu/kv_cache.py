@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nightmill.worker.model.spec import Attention, ModelSpec
+from nightmill.worker.model.spec import Attention, LatentAttention, Mixer, ModelSpec
 from nightmill.worker.runners.gpu.device.device import Arena, Device, aligned
 from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, Buffer
 from nightmill.worker.runners.kv_format import KvFormat
@@ -25,7 +25,10 @@ _NUMBERS = {KvFormat.ELEMENT: ELEMENT, KvFormat.FP8: np.dtype(np.uint8)}
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """A layer's keys and values, each (pages, kv_heads, a part): elements or, of an FP8 cache, bytes."""
+    """A layer's keys and values, each (pages, kv_heads, a part): elements or, of an FP8 cache, bytes.
+
+    Latent attention has one head of what it keeps, whose keys are its values, too: both are the same buffer.
+    """
 
     keys: Buffer
     values: Buffer
@@ -51,29 +54,25 @@ class KvCache:
         """Take the memory, zeroed: what is behind a context must be finite. Raises DeviceMemoryError."""
         kind = _NUMBERS[device.kv]
         shapes = [
-            (pages, mixer.kv_heads, part_numbers(mixer.head_dim, device.kv))
-            if isinstance(mixer, Attention)
-            else None
-            for mixer in (layer.mixer for layer in spec.layers)
+            [(pages, heads, part_numbers(size, device.kv)) for heads, size in _parts(layer.mixer)]
+            for layer in spec.layers
         ]
-        sizes = [0 if shape is None else math.prod(shape) * kind.itemsize for shape in shapes]
-        arena = Arena(device, sum(2 * aligned(size) for size in sizes), "the KV cache")
-        layers = tuple(
-            NO_PAGES
-            if shape is None
-            else LayerCache(*(Buffer(arena.take(size), shape, kind) for _ in range(2)))
-            for shape, size in zip(shapes, sizes, strict=True)
-        )
+        sizes = (math.prod(shape) * kind.itemsize for parts in shapes for shape in parts)
+        arena = Arena(device, sum(map(aligned, sizes)), "the KV cache")
+        layers = []
+        for parts in shapes:
+            held = [Buffer(arena.take(math.prod(shape) * kind.itemsize), shape, kind) for shape in parts]
+            layers.append(LayerCache(held[0], held[-1]) if held else NO_PAGES)
         device.fill(arena.base, 0, arena.size)
         tokens = np.dtype(np.int32)
         address = device.allocate(pages * PAGE * tokens.itemsize, "the tokens of the KV cache")
-        return cls(layers, Buffer(address, (pages, PAGE), tokens))
+        return cls(tuple(layers), Buffer(address, (pages, PAGE), tokens))
 
 
 def page_bytes(spec: ModelSpec, kv: KvFormat = KvFormat.ELEMENT) -> int:
     """Bytes of a page: keys and values of all layers, and the tokens."""
-    mixers = (layer.mixer for layer in spec.layers)
-    return sum(2 * _part_bytes(one, kv) for one in mixers if isinstance(one, Attention)) + 4 * PAGE
+    parts = (part for layer in spec.layers for part in _parts(layer.mixer))
+    return sum(heads * part_numbers(size, kv) for heads, size in parts) * _NUMBERS[kv].itemsize + 4 * PAGE
 
 
 def part_numbers(head_dim: int, kv: KvFormat) -> int:
@@ -81,6 +80,12 @@ def part_numbers(head_dim: int, kv: KvFormat) -> int:
     return PAGE * (head_dim + (kv is KvFormat.FP8))
 
 
-def _part_bytes(attention: Attention, kv: KvFormat) -> int:
-    """Bytes of the keys, or of the values, of a layer in a page."""
-    return attention.kv_heads * part_numbers(attention.head_dim, kv) * _NUMBERS[kv].itemsize
+def _parts(mixer: Mixer | None) -> list[tuple[int, int]]:
+    """KV heads and their sizes: of keys and of values, or of what is both."""
+    match mixer:
+        case Attention():
+            return [(mixer.kv_heads, mixer.head_dim)] * 2
+        case LatentAttention():
+            return [(mixer.kv_heads, mixer.kept)]
+        case _:
+            return []

@@ -1,17 +1,17 @@
 """The layers of a model, each bound once to its launchers, weights, pages and buffers.
 
 What a layer is made of follows from its spec alone: what mixes its tokens, if anything does, whether it has a
-feed-forward network, whether its products are fused with what comes after, and what is added to the residual
-stream, as it is or normed, scaled, with a bias.
+feed-forward network or experts, whether its products are fused with what comes after, and what is added to
+the residual stream, as it is or normed, scaled, with a bias.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from nightmill.worker.model.spec import FeedForward, LayerSpec, ModelSpec
+from nightmill.worker.model.spec import Experts, LayerSpec, ModelSpec
 from nightmill.worker.runners.gpu.activations import Activations
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import Buffer, Format, Matrix
+from nightmill.worker.runners.gpu.feed_forward import ExpertLaunchers, GateUp, Mixture, MixtureAddition
 from nightmill.worker.runners.gpu.kinds import layer_kinds, mixer_sizes
 from nightmill.worker.runners.gpu.kv_cache import KvCache, LayerCache
 from nightmill.worker.runners.gpu.mixers import LayerMixer, Mixers
@@ -24,42 +24,7 @@ from nightmill.worker.runners.gpu.states.memory import States
 from nightmill.worker.runners.gpu.states.operands import LayerStates
 from nightmill.worker.runners.gpu.weights.layout import LayerWeights, NormWeight, Weights
 
-__all__ = ["Addition", "GateUp", "Layer", "LayerKernels", "Launchers", "bind_layers"]
-
-
-class GateUp:
-    """Gate, up and activation, in one launch if a product has all; layers of equal sizes share it.
-
-    activate  the activation by itself
-    inner     room for what it reads
-    """
-
-    def __init__(
-        self, products: Products, activate: Activate, inner: Buffer, feed_forward: FeedForward, kind: Kind,
-        weight: Matrix,
-    ) -> None:  # fmt: skip
-        outputs = weight.rows if kind is Kind.PLAIN else feed_forward.width
-        self.product = products.of(kind, outputs, weight.columns, weight.format)
-        self._activate = None if kind.activation else activate
-        self._inner = inner
-        self._activation, self._gated = feed_forward.activation, feed_forward.gated
-
-    def __call__(self, x: Buffer, layer: LayerWeights, out: Buffer, rows: int) -> None:
-        """Queue it for x (rows, width) -> out (rows, F)."""
-        if self._activate is None:
-            self.product(x, layer.gate_up, out, rows)
-        else:
-            self.product(x, layer.gate_up, self._inner, rows)
-            self._activate(
-                self._inner, out, rows, self._activation, gated=self._gated, bias=layer.gate_up_bias
-            )
-
-    def tune(
-        self, x: Buffer, layers: Sequence[LayerWeights], out: Buffer, rows: int, beside: Callable[[], None]
-    ) -> None:
-        """Time the kernels of the product, as `Product.tune` does."""
-        target = out if self._activate is None else self._inner
-        self.product.tune(x, [layer.gate_up for layer in layers], target, rows, beside)
+__all__ = ["Addition", "Layer", "LayerKernels", "Launchers", "bind_layers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +60,7 @@ class Addition:
 class LayerKernels:
     """The launchers of one kind of layer; None for a part that it lacks. Norms are shared by all layers.
 
+    mixture  experts, in place of gate_up and down
     few  the fused kernels for steps of a few sequences, where they suit
     """
 
@@ -102,6 +68,7 @@ class LayerKernels:
     output: Product | None
     gate_up: GateUp | None
     down: Product | None
+    mixture: Mixture | None
     few: FewRows | None
 
 
@@ -110,6 +77,7 @@ class Layer:
     """A layer.
 
     attended, fed  what its mixer, and the feed-forward network, end with; None where there is no such
+    combined       the same of experts
     parallel       both read what attention's norm gives
     at             buffers as wide as it needs
     """
@@ -120,8 +88,14 @@ class Layer:
     states: LayerStates
     attended: Addition | None
     fed: Addition | None
+    combined: MixtureAddition | None
     parallel: bool
     at: Activations
+
+    @property
+    def feeds(self) -> bool:
+        """Whether it has a feed-forward network, or experts."""
+        return self.fed is not None or self.combined is not None
 
     @property
     def first_norm(self) -> NormWeight:
@@ -131,12 +105,13 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Launchers:
-    """The launchers that all layers of a model share."""
+    """The launchers that all layers of a model share; None of experts, if it has none."""
 
     products: Products
     norms: Norms
     activate: Activate
     mixers: Mixers
+    experts: ExpertLaunchers | None = None
 
 
 def bind_layers(
@@ -147,16 +122,18 @@ def bind_layers(
     products, norms, width = launchers.products, launchers.norms, spec.width
 
     def kernels_of(layer: LayerSpec, own: LayerWeights) -> LayerKernels:
-        mixer, ffn, kinds, sizes = (
-            layer.mixer,
-            layer.dense,
-            layer_kinds(layer),
-            mixer_sizes(layer.mixer),
-        )
-        output = gate_up = down = few = None
+        mixer, ffn, kinds = layer.mixer, layer.feed_forward, layer_kinds(layer)
+        output = gate_up = down = mixture = few = None
         if kinds.output is not None:
-            output = products.of(kinds.output, width, sizes.outputs, own.attn_output.format)
-        if kinds.gate_up is not None and kinds.down is not None:
+            outputs = mixer_sizes(mixer).outputs
+            output = products.of(kinds.output, width, outputs, own.attn_output.format)
+        if isinstance(ffn, Experts):
+            assert launchers.experts is not None
+            assert own.experts is not None
+            mixture = Mixture(
+                launchers.experts, products, launchers.activate, ffn, width, own.experts, at.of(layer)
+            )
+        elif kinds.gate_up is not None and kinds.down is not None:
             inner = at.of(layer).gate_up
             gate_up = GateUp(products, launchers.activate, inner, ffn, kinds.gate_up, own.gate_up)
             down = products.of(kinds.down, width, ffn.width, own.ffn_down.format)
@@ -164,28 +141,30 @@ def bind_layers(
             rotates = FewRows.suits(layer, width, own.formats, hopper=device.hopper)
             few = FewRows(device, layer, width, launchers.mixers.angles_of(mixer) if rotates else None)
         mixes = None if mixer is None else launchers.mixers.of(mixer, own)
-        return LayerKernels(mixes, output, gate_up, down, few)
+        return LayerKernels(mixes, output, gate_up, down, mixture, few)
 
     def bound(index: int, layer: LayerSpec, own: LayerWeights) -> Layer:
         kind = layer, own.formats
         if kind not in known:
             known[kind] = kernels_of(layer, own)
         kernels, kinds, scale = known[kind], layer_kinds(layer), layer.residual_scale
-        following, attended, fed = entered[index + 1], None, None
+        following, attended, fed, combined = entered[index + 1], None, None, None
         if kernels.output is not None:
             then = None if layer.parallel else own.ffn_norm
             attended = Addition(
                 kernels.output, own.attn_output, norms, at.added if kinds.output is Kind.ADDEND else None,
                 own.attn_output_bias, own.attn_post_norm, scale,
-                following if kernels.down is None else then,
+                following if kernels.down is None and kernels.mixture is None else then,
             )  # fmt: skip
         if kernels.down is not None:
             fed = Addition(
                 kernels.down, own.ffn_down, norms, at.added if kinds.down is Kind.ADDEND else None,
                 own.ffn_down_bias, own.ffn_post_norm, scale, following,
             )  # fmt: skip
+        if kernels.mixture is not None:
+            combined = MixtureAddition(own.ffn_post_norm, scale, following)
         return Layer(
-            kernels, own, cache.layers[index], states.layers[index], attended, fed, layer.parallel,
+            kernels, own, cache.layers[index], states.layers[index], attended, fed, combined, layer.parallel,
             at.of(layer),
         )  # fmt: skip
 

@@ -13,10 +13,10 @@ import numpy.typing as npt
 
 from nightmill.jobs.errors import ModelFileError
 from nightmill.worker.model.gguf.file import GgufFile
-from nightmill.worker.model.spec import Attention, Mixer, ModelSpec, Norm, Role, Weight
+from nightmill.worker.model.spec import LatentAttention, Mixer, ModelSpec, Norm, Role, Weight
 from nightmill.worker.runners.gpu.device.device import Arena, Device
 from nightmill.worker.runners.gpu.device.element import Element
-from nightmill.worker.runners.gpu.device.operands import ABSENT, FLOAT, Buffer, Format, Matrix
+from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, FLOAT, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.precision import Precision
 from nightmill.worker.runners.gpu.products.formats import MatrixRounder, ModelFormats
 from nightmill.worker.runners.gpu.states.operands import MixerWeights
@@ -25,6 +25,9 @@ from nightmill.worker.runners.gpu.weights.head_order import RowOrder
 from nightmill.worker.runners.gpu.weights.layout import (
     NO_MATRIX,
     NO_NORM,
+    ExpertWeights,
+    HeadMatrices,
+    LatentWeights,
     LayerWeights,
     NormWeight,
     Run,
@@ -37,6 +40,7 @@ from nightmill.worker.runners.gpu.weights.layout import (
     weight_bytes,
 )
 from nightmill.worker.runners.gpu.weights.repacker import Repacker
+from nightmill.worker.runners.gpu.weights.router import router_parts
 from nightmill.worker.runners.gpu.weights.staging import Staging
 
 __all__ = ["load_weights"]
@@ -72,14 +76,10 @@ def load_weights(
     rounded = ModelFormats(spec, precision).rounded
     rounder = None if rounded is None else rounded.rounder(device, dequantizer)
     try:
-        weights = _Loader(device, file, spec, precision, arena, dequantizer, repacker, rounder).load()
+        loader = _Loader(device, file, spec, precision, arena, dequantizer, repacker, rounder)
+        weights = loader.load()
         if not all(maker.fits() for maker in makers):
-            element = device.element
-            remedy = "--dtype bf16" if element is Element.F16 else "--reference"
-            raise ModelFileError(
-                f"{file.path}: a weight is beyond {element.largest:g}, the largest number of {element.name}, "
-                f"or is not a number; if the file is not damaged, give {remedy}"
-            )
+            raise _beyond(file, device.element)
     finally:
         staging.close()
         for maker in makers:
@@ -88,6 +88,15 @@ def load_weights(
             rounder.close()
     report(f"weights: {arena.used:,} bytes on {device.name}")
     return weights
+
+
+def _beyond(file: GgufFile, element: Element) -> ModelFileError:
+    """A weight is no element."""
+    remedy = "--dtype bf16" if element is Element.F16 else "--reference"
+    return ModelFileError(
+        f"{file.path}: a weight is beyond {element.largest:g}, the largest number of {element.name}, "
+        f"or is not a number; if the file is not damaged, give {remedy}"
+    )
 
 
 class _Loader:
@@ -105,6 +114,8 @@ class _Loader:
         self._dequantizer = dequantizer
         self._repacker = repacker
         self._rounder = rounder
+        self._uploading: list[npt.NDArray[np.uint16]] = []
+        """Host memory that is kept until all copies are done."""
 
     def load(self) -> Weights:
         spec, own = self._spec, self._spec.weights()
@@ -120,7 +131,7 @@ class _Loader:
     def _layer(self, index: int) -> LayerWeights:
         layer, own = self._spec.layers[index], layer_weights(self._spec, index)
         mixer = layer.mixer
-        output = Role.ATTN_OUTPUT if isinstance(mixer, Attention) else Role.MIXER_OUTPUT
+        output = Role.ATTN_OUTPUT if Role.ATTN_OUTPUT in own else Role.MIXER_OUTPUT
         return LayerWeights(
             attn_norm=self._norm(own, Role.ATTN_NORM, layer.attention_norm),
             qkv=self._matrix(own, Role.QKV, mixer),
@@ -137,10 +148,74 @@ class _Loader:
             ffn_down_bias=self._vector(own, Role.FFN_DOWN_BIAS),
             ffn_post_norm=self._norm(own, Role.FFN_POST_NORM, layer.feed_forward_post_norm),
             attn_gate=self._matrix(own, Role.ATTN_GATE, mixer),
+            sinks=self._vector(own, Role.SINKS),
             mixer_input=self._matrix(own, Role.MIXER_INPUT, mixer),
             mixer_controls=self._matrix(own, Role.MIXER_CONTROLS, mixer),
             mixer=self._mixer(own) if Role.MIXER_INPUT in own else None,
+            experts=self._experts(own) if Role.ROUTER in own else None,
+            latent=self._latent(own, mixer) if isinstance(mixer, LatentAttention) else None,
         )
+
+    def _experts(self, own: dict[Role, Weight]) -> ExpertWeights:
+        """The weights of a mixture of experts."""
+        return ExpertWeights(
+            router=self._router(own[Role.ROUTER]),
+            router_bias=self._vector(own, Role.ROUTER_BIAS),
+            selection_bias=self._vector(own, Role.SELECTION_BIAS),
+            gate_up=self._matrix(own, Role.EXPERTS_GATE_UP),
+            gate_up_bias=self._vector(own, Role.EXPERTS_GATE_UP_BIAS),
+            down=self._matrix(own, Role.EXPERTS_DOWN),
+            down_bias=self._vector(own, Role.EXPERTS_DOWN_BIAS),
+            gate_scale=self._vector(own, Role.EXPERTS_GATE_SCALE),
+            up_scale=self._vector(own, Role.EXPERTS_UP_SCALE),
+            down_scale=self._vector(own, Role.EXPERTS_DOWN_SCALE),
+            latent_down=self._matrix(own, Role.LATENT_DOWN),
+            latent_up=self._matrix(own, Role.LATENT_UP),
+            shared_gate_up=self._matrix(own, Role.SHARED_GATE_UP),
+            shared_gate_up_bias=self._vector(own, Role.SHARED_GATE_UP_BIAS),
+            shared_down=self._matrix(own, Role.SHARED_DOWN),
+            shared_down_bias=self._vector(own, Role.SHARED_DOWN_BIAS),
+        )
+
+    def _router(self, weight: Weight) -> Matrix:
+        """A router, whose elements are made here: it is small."""
+        device, columns = self._device, weight.shape[1]
+        rows = np.concatenate([self._file.array(name).reshape(-1, columns) for name in weight.names])
+        if not (np.abs(rows) <= device.element.largest).all():
+            raise _beyond(self._file, device.element)
+        words = router_parts(rows, device.element)
+        address = self._arena.take(words.nbytes)
+        self._uploading.append(pinned := device.pinned(words.shape, np.uint16))
+        pinned[:] = words
+        device.copy_in(address, pinned)
+        return Matrix(address, len(words), columns, device.element.format)
+
+    def _latent(self, own: dict[Role, Weight], mixer: LatentAttention) -> LatentWeights:
+        """The weights of latent attention; in older files each head's keys and values are one matrix."""
+        latent, keys, values = mixer.latent, mixer.key_dim, mixer.value_dim
+        if mixer.fused:
+            address, stride = self._elements(own[Role.KV_UP]), (keys + values) * latent
+            k_up = HeadMatrices(address, stride, latent, keys, turned=True)
+            v_up = HeadMatrices(address + keys * latent * ELEMENT.itemsize, stride, values, latent)
+        else:
+            k_up = HeadMatrices(self._elements(own[Role.K_UP]), latent * keys, latent, keys)
+            v_up = HeadMatrices(self._elements(own[Role.V_UP]), values * latent, values, latent)
+        return LatentWeights(
+            q_down=self._matrix(own, Role.Q_DOWN),
+            q_norm=self._vector(own, Role.Q_DOWN_NORM),
+            q_up=self._matrix(own, Role.Q_UP),
+            kv_down=self._matrix(own, Role.KV_DOWN),
+            kv_norm=self._vector(own, Role.KV_DOWN_NORM),
+            k_up=k_up,
+            v_up=v_up,
+        )
+
+    def _elements(self, weight: Weight) -> int:
+        """The address of a tensor as elements."""
+        ((name, shape),) = weight.parts
+        address = self._arena.take(math.prod(shape) * ELEMENT.itemsize)
+        self._dequantizer.load(self._file.raw(name), self._file.tensors[name].kind, address, floats=False)
+        return address
 
     def _mixer(self, own: dict[Role, Weight]) -> MixerWeights:
         """The small weights of a mixer with a state."""

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from nightmill.worker.model.spec import Attention, Mixer, ModelSpec
+from nightmill.worker.model.spec import Attention, LatentAttention, Mixer, ModelSpec, Role
 from nightmill.worker.runners.gpu.activations import Activations
 from nightmill.worker.runners.gpu.attention.choice import Attentions, Decode, Prefill
+from nightmill.worker.runners.gpu.attention.latent_rows import HeadProducts, LatentRoom, LatentRows
 from nightmill.worker.runners.gpu.device.device import Device
-from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer
+from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer, Matrix
 from nightmill.worker.runners.gpu.kinds import mixer_sizes
 from nightmill.worker.runners.gpu.kv_cache import LayerCache
 from nightmill.worker.runners.gpu.products.chooser import Product, Products
@@ -25,9 +26,9 @@ from nightmill.worker.runners.gpu.states.choice import state_mixer
 from nightmill.worker.runners.gpu.states.operands import LayerStates
 from nightmill.worker.runners.gpu.states.operands import Mixer as StateLauncher
 from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
-from nightmill.worker.runners.gpu.weights.layout import LayerWeights
+from nightmill.worker.runners.gpu.weights.layout import LatentWeights, LayerWeights
 
-__all__ = ["AttentionMixer", "LayerMixer", "MixedLayer", "Mixers", "StateMixer"]
+__all__ = ["AttentionMixer", "LatentMixer", "LayerMixer", "MixedLayer", "Mixers", "StateMixer"]
 
 
 class MixedLayer(Protocol):
@@ -81,9 +82,9 @@ class AttentionMixer:
     def mix(self, layer: MixedLayer, inputs: StepInputs, shape: StepShape) -> None:
         """Queue attention of the drawn tokens, and of the chunks of prompts."""
         if shape.drawn:
-            self.decode(layer.at.qkv, layer.cache, inputs, shape, layer.at.mixed)
+            self.decode(layer.at.qkv, layer.cache, inputs, shape, layer.at.mixed, layer.weights.sinks)
         if shape.tiles:
-            self.prefill(layer.at.qkv, layer.cache, inputs, shape, layer.at.mixed)
+            self.prefill(layer.at.qkv, layer.cache, inputs, shape, layer.at.mixed, layer.weights.sinks)
         if self.gates is not None:
             self.activate.open_gates(layer.at.mixed, layer.at.gates, shape.tokens)
 
@@ -138,7 +139,75 @@ class StateMixer:
             self.controls.tune(x, [own.mixer_controls for own in weights], at.controls, rows, beside)
 
 
-LayerMixer = AttentionMixer | StateMixer
+@dataclass(frozen=True, slots=True)
+class LatentMixer:
+    """Latent attention, absorbed; layers of one kind share it.
+
+    q_down, q_up, kv_down  products; the first is None where queries are made of the layer's input
+    rows                   norms, rotation and pages
+    heads                  products of heads: of queries before attention, of values after it
+    room                   buffers, for one layer after the other
+    """
+
+    q_down: Product | None
+    q_up: Product
+    kv_down: Product
+    rows: LatentRows
+    heads: HeadProducts
+    decode: Decode
+    prefill: Prefill
+    room: LatentRoom
+
+    entering_is_enough = True
+
+    def enter(self, x: Buffer, layer: MixedLayer, inputs: StepInputs, rows: int) -> None:
+        """Queue what is kept of x (rows, width), to its pages, and queries in the space of the latent."""
+        weights, room = _latent(layer), self.room
+        self.kv_down(x, weights.kv_down, room.kept, rows)
+        if self.q_down is not None:
+            self.q_down(x, weights.q_down, room.down, rows)
+        self.rows.keep(room, weights, inputs, layer.cache, rows)
+        self.q_up(x if self.q_down is None else room.down, weights.q_up, room.queries, rows)
+        angles = self.rows.angles(inputs.positions)
+        self.heads(room.queries, weights.k_up, room.absorbed, rows, angles)
+
+    def enter_few(self, few: FewRows, x: Buffer, layer: MixedLayer, inputs: StepInputs, rows: int) -> None:
+        """Nothing: `FewRows` suits no model with latent attention."""
+        raise TypeError("latent attention has no kernels for few rows")
+
+    def mix(self, layer: MixedLayer, inputs: StepInputs, shape: StepShape) -> None:
+        """Queue attention of the drawn tokens, and of the chunks of prompts; then values."""
+        room = self.room
+        if shape.drawn:
+            self.decode(room.absorbed, layer.cache, inputs, shape, room.mixed)
+        if shape.tiles:
+            self.prefill(room.absorbed, layer.cache, inputs, shape, room.mixed)
+        self.heads(room.mixed, _latent(layer).v_up, layer.at.mixed, shape.tokens)
+
+    def products(self, layer: MixedLayer) -> list[tuple[Role, Product, Matrix, Buffer, Buffer | None]]:
+        """Its products with a layer's matrices: what they write, and what they read if not its input."""
+        own, room = _latent(layer), self.room
+        down = None if self.q_down is None else room.down
+        each = [(Role.KV_DOWN, self.kv_down, own.kv_down, room.kept, None)]
+        if self.q_down is not None:
+            each.append((Role.Q_DOWN, self.q_down, own.q_down, room.down, None))
+        return [*each, (Role.Q_UP, self.q_up, own.q_up, room.queries, down)]
+
+    def tune(self, x: Buffer, layers: Sequence[MixedLayer], rows: int, beside: Callable[[], None]) -> None:
+        """Time the kernels of its products, as `Product.tune` does."""
+        for each in zip(*(self.products(layer) for layer in layers), strict=True):
+            _, product, _, y, read = each[0]
+            product.tune(
+                x if read is None else read, [matrix for _, _, matrix, _, _ in each], y, rows, beside
+            )
+
+
+def _latent(layer: MixedLayer) -> LatentWeights:
+    assert layer.weights.latent is not None
+    return layer.weights.latent
+
+
+LayerMixer = AttentionMixer | LatentMixer | StateMixer
 
 
 class Mixers:
@@ -158,6 +227,13 @@ class Mixers:
             attention: Rotation(device, attention, max_context=max_context, statistics=at.statistics)
             for attention in spec.attentions
         }
+        self._latents = {
+            latent: (
+                LatentRows(device, latent, max_context=max_context),
+                LatentRoom.of(latent, at.qkv.address, self._work, self._rows),
+            )
+            for latent in spec.latents
+        }
 
     def angles_of(self, mixer: Mixer | None) -> Buffer | None:
         """The rotation table of a kind of attention; None of other mixers."""
@@ -166,6 +242,8 @@ class Mixers:
     def of(self, mixer: Mixer, weights: LayerWeights) -> LayerMixer:
         """Make the mixer of a layer, and of those that are like it, in the formats of weights too."""
         products, width, sizes = self._products, self._width, mixer_sizes(mixer)
+        if isinstance(mixer, LatentAttention):
+            return self._latent_mixer(mixer, weights)
         if not isinstance(mixer, Attention):
             controls = None
             if sizes.controls:
@@ -183,3 +261,25 @@ class Mixers:
         plain = replace(mixer, gated=False)
         qkv = Qkv(self._device, plain, weights.qkv, products, self._rotations[mixer])
         return AttentionMixer(qkv, decode, prefill, gates, self._activate)
+
+    def _latent_mixer(self, mixer: LatentAttention, weights: LayerWeights) -> LatentMixer:
+        products, width, own = self._products, self._width, weights.latent
+        assert own is not None
+        rows, room = self._latents[mixer]
+        decode, prefill = self._attentions.of(mixer)
+        down, made_of = None, width
+        if mixer.query_latent is not None:
+            down, made_of = (
+                products.of(Kind.PLAIN, mixer.query_latent, width, own.q_down.format),
+                mixer.query_latent,
+            )
+        return LatentMixer(
+            q_down=down,
+            q_up=products.of(Kind.PLAIN, mixer.heads * mixer.head_dim, made_of, own.q_up.format),
+            kv_down=products.of(Kind.PLAIN, mixer.kept, width, own.kv_down.format),
+            rows=rows,
+            heads=HeadProducts(self._device, mixer.heads),
+            decode=decode,
+            prefill=prefill,
+            room=room,
+        )

@@ -3,7 +3,8 @@
 The residual stream x and logits are float; what enters a product, and what leaves it, is elements, summed in
 float. Any spec is computed by norm, product, what is done to heads before they are cached, attention
 (one kernel for drawn tokens, one for prompts), product, sum, norm, gate and up, activation, product, sum. In
-place of attention there may be a state (`mixers`), and a layer may have one of its two halves alone. Of
+place of attention there may be a state (`mixers`), in place of gate, up and down a mixture of experts
+(`feed_forward`), and a layer may have one of its two halves alone. Of
 these, kernels that suit the model have several in one launch: rotation in the product before it (`Qkv`), the
 activation in gate and up (`GateUp`), the sum in the product, or scale and norms around the sum (`Addition`),
 and in steps of a few sequences a whole layer in five launches (`FewRows`). Once tokens have been mixed for
@@ -76,6 +77,11 @@ class Model:
         return self._at
 
     @property
+    def normed(self) -> Buffer:
+        """Buffer of the normed states of a step's rows that draw or are pooled, elements (R, width)."""
+        return self._at.normed
+
+    @property
     def drawn(self) -> Buffer:
         """Buffer of the tokens that a step drew, int32 (R,)."""
         return self._at.drawn
@@ -114,6 +120,8 @@ class Model:
                 kernels.output.tune(own.mixed, [w.attn_output for w in weights], sums, rows, norm)
             if not few and kernels.gate_up is not None:
                 kernels.gate_up.tune(at.entering, weights, own.activated, rows, norm)
+            if kernels.mixture is not None:
+                kernels.mixture.tune(at.entering, weights, rows, norm)
             down = kernels.down if not few or rows > _FEWEST_ROWS else None
             if down is not None and first_layer.fed is not None:
                 sums = first_layer.fed.added or at.x
@@ -152,8 +160,8 @@ class Model:
         logprobs  some draws want log-probabilities
         """
         at, sampler = self._at, self.shared.sampler
-        for first in range(0, shape.draws, LOGIT_ROWS):
-            rows = min(LOGIT_ROWS, shape.draws - first)
+        for first in range(0, shape.heads, LOGIT_ROWS):
+            rows = min(LOGIT_ROWS, shape.heads - first)
             draws = inputs.draws + DRAW.itemsize * first
             self.head(at.normed.from_row(first), self._weights.head, at.logits, rows)
             self.shared.logit_scale(at.logits, rows)
@@ -174,7 +182,7 @@ class Model:
     def _any_rows(self, inputs: StepInputs, shape: StepShape) -> None:
         """Queue all layers; after the last mixer no more is computed than the rows that draw need."""
         at, x, rows, norms = self._at, self._at.x, shape.tokens, self.shared.norms
-        entering, last = at.entering, self.layers[-1]
+        entering, last, slots = at.entering, self.layers[-1], inputs.token_slots
         norms(x, self.layers[0].first_norm, entering, rows)
         for index, layer in enumerate(self.layers):
             kernels, weights, own = layer.kernels, layer.weights, layer.at
@@ -187,16 +195,19 @@ class Model:
                 if ends and not shape.draws:
                     return
                 if ends and shape.gathers:
-                    rows, mixed = shape.draws, own.mixed_drawing
+                    rows, mixed, slots = shape.draws, own.mixed_drawing, 0
                     self.shared.embedding.gather_rows(own.mixed, inputs.rows, mixed, rows)
                     x = self._gathered(inputs, shape)
                     if layer.parallel:
                         norms(x, weights.attn_norm, entering, rows)
-                is_end = layer is last and layer.fed is None
+                is_end = layer is last and not layer.feeds
                 layer.attended(mixed, x, at.normed if is_end else entering, rows)
             if kernels.gate_up is not None and layer.fed is not None:
                 kernels.gate_up(entering, weights, own.activated, rows)
                 layer.fed(own.activated, x, at.normed if layer is last else entering, rows)
+            elif kernels.mixture is not None and layer.combined is not None:
+                target = at.normed if layer is last else entering
+                kernels.mixture(entering, weights, x, layer.combined, target, rows, slots)
 
     def _few_rows(self, inputs: StepInputs, shape: StepShape) -> None:
         """Queue all layers for a few drawn tokens, each layer from its norm on in few launches."""

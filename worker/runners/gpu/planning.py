@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.model.spec import ModelSpec, Pooling
 from nightmill.worker.runners.base import STATE_CHUNK
 from nightmill.worker.runners.gpu.activations import LOGIT_ROWS, most_draws
 from nightmill.worker.runners.gpu.catalogue import workspace_bytes
@@ -22,6 +22,7 @@ from nightmill.worker.runners.gpu.memory import (
     tokens_of_a_step,
 )
 from nightmill.worker.runners.gpu.precision import Precision
+from nightmill.worker.runners.gpu.rows.pooling import PooledSums
 from nightmill.worker.runners.gpu.sampling.masks import MaskBuffers
 from nightmill.worker.runners.gpu.sampling.slots import SlotTable
 from nightmill.worker.runners.gpu.states.memory import States
@@ -83,7 +84,8 @@ class RunnerPlanner:
     def bounds(self, sizes: RunnerSizes) -> StepBounds:
         """The bounds of a step of these sizes."""
         slots, grid = sizes.slots, prompt_grid(self.spec)
-        draws = most_draws(slots, grid) if sizes.max_draws is None else sizes.max_draws
+        pools = self.spec.pooling is Pooling.MEAN
+        draws = most_draws(slots, grid, pools=pools) if sizes.max_draws is None else sizes.max_draws
         return StepBounds(
             max_tokens=sizes.max_tokens,
             max_draws=max(draws, slots),
@@ -98,6 +100,7 @@ class RunnerPlanner:
         slots, vocab = sizes.slots, self.spec.vocab
         bounds = self.bounds(replace(sizes, max_tokens=max_tokens))
         kept = SlotTable.bytes(slots, vocab) + MaskBuffers.bytes(vocab, LOGIT_ROWS)
+        kept += PooledSums.bytes(slots, self.spec.width)
         return kept + StepBuffers.bytes(bounds) + workspace_bytes(
             self.spec, self.precision, self.multiprocessors, slots=slots, max_context=sizes.context,
             max_tokens=max_tokens, max_draws=bounds.max_draws, hopper=self.hopper,

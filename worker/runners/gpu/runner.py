@@ -33,8 +33,9 @@ from nightmill.worker.runners.gpu.attention.choice import Attentions
 from nightmill.worker.runners.gpu.attention.pieces import whole_pieces
 from nightmill.worker.runners.gpu.catalogue import check_spec, sources_for
 from nightmill.worker.runners.gpu.device.compiler import compile_all
-from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.device import FIRST_GPU, ChosenGpu, Device
 from nightmill.worker.runners.gpu.device.graphs import Graph, bucket_of, buckets
+from nightmill.worker.runners.gpu.feed_forward import ExpertLaunchers
 from nightmill.worker.runners.gpu.kv_cache import PAGE, KvCache
 from nightmill.worker.runners.gpu.layers import Launchers, bind_layers
 from nightmill.worker.runners.gpu.loading import load_weights
@@ -49,6 +50,7 @@ from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.rows.embedding import Embedding
 from nightmill.worker.runners.gpu.rows.logits import LogitScale
 from nightmill.worker.runners.gpu.rows.norms import Norms
+from nightmill.worker.runners.gpu.rows.pooling import PooledSums
 from nightmill.worker.runners.gpu.sampling.masks import MaskBuffers
 from nightmill.worker.runners.gpu.sampling.sampler import Sampler
 from nightmill.worker.runners.gpu.sampling.slots import SlotTable
@@ -77,6 +79,7 @@ class _PendingLaunch:
     shape: StepShape
     adjusted: bool  # the logits of some draws are
     logprobs: bool  # some draws want log-probabilities
+    sums: int = 0  # embeddings that are complete
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,7 @@ class CudaRunner:
     """
 
     def __init__(
-        self, file: GgufFile, spec: ModelSpec, sizes: RunnerSizes, *, gpu: int = 0,
+        self, file: GgufFile, spec: ModelSpec, sizes: RunnerSizes, *, gpu: ChosenGpu = FIRST_GPU,
         precision: Precision = HALF, launching: Launching = Launching(),
         report: Callable[[str], None] = log.info, progress: Progress = no_progress,
     ) -> None:  # fmt: skip
@@ -117,6 +120,7 @@ class CudaRunner:
         self.page_size = PAGE
         self.slots = slots
         self.depth = sizes.depth
+        self.embeds = True
         self.prompt_grid, self.snapshots = prompt_grid(spec), 0
         self.vocab = spec.vocab
         self._row_of_logits = padded_vocab(spec)
@@ -127,13 +131,14 @@ class CudaRunner:
         self._pending: deque[_PendingLaunch] = deque()
         self._graphs: dict[tuple[int, int], Graph] = {}
         """Whole decode steps, by sequences, and pieces of their contexts."""
-        self._undrawn_graphs: dict[tuple[int, int], Graph] = {}
-        """The same up to the draws, where these are launched apart; captured when such a step first comes."""
+        self._rarer_graphs: dict[tuple[int, int, bool, bool], Graph] = {}
+        """Those without their draws, which are launched apart, and those in which a sequence has several
+        tokens; captured when such a step first comes. By size, room, whether it draws, and whether it has."""
         self._waits_for_masks = False
         self._tune = launching.tune
         self._turn = 0
         self._products: Products | None = None
-        self.device = Device(gpu, precision.element, precision.kv)
+        self.device = Device(gpu.index, precision.element, precision.kv, pretended=gpu.pretended)
         try:
             self.arithmetic = arithmetic_of(file, self.device, precision)
             self._build(file, spec, precision, sizes)
@@ -146,7 +151,8 @@ class CudaRunner:
             self.close()
             raise
         report(
-            f"GPU {gpu} ({self.device.name}) is ready after {time.monotonic() - began:.1f} s: {self.memory}"
+            f"GPU {gpu.index} ({self.device.name}) is ready after {time.monotonic() - began:.1f} s: "
+            f"{self.memory}"
         )
 
     def _build(self, file: GgufFile, spec: ModelSpec, precision: Precision, sizes: RunnerSizes) -> None:
@@ -190,7 +196,8 @@ class CudaRunner:
         cache = KvCache.allocate(device, spec, self.kv_pages + 1)  # one more for rows of padding
         self._states = States(device, spec, slots=slots, snapshots=self.snapshots, depth=self.depth)
         mixers = Mixers(device, spec, products, activate, attentions, at, max_context=context)
-        launchers = Launchers(products, norms, activate, mixers)
+        experts = ExpertLaunchers.of(device, spec, precision, padding=slots)
+        launchers = Launchers(products, norms, activate, mixers, experts)
         layers = bind_layers(device, spec, weights, cache, self._states, at, launchers)
         sampler = Sampler(device, spec.vocab, max_rows=LOGIT_ROWS)
         self._slots = SlotTable(device, sampler, slots=slots, vocab=spec.vocab, depth=self.depth)
@@ -198,6 +205,7 @@ class CudaRunner:
         self._steps = StepBuffers(device, bounds, padding_page=self.kv_pages, depth=self.depth)
         embedding = Embedding(device, spec.vocab, spec.embedding_scale)
         shared = Shared(embedding, norms, LogitScale(device, spec), sampler)
+        self._pooled = PooledSums(device, spec, slots=slots, depth=self.depth)
         self._model = Model(spec, weights, shared, layers, products, self._slots.address, cache.tokens, at)
         self._drawn = [device.pinned(self.max_draws, np.int32) for _ in range(self.depth)]
         self._found = [device.pinned(self.max_draws, FOUND) for _ in range(self.depth)]
@@ -216,9 +224,10 @@ class CudaRunner:
                 f"a step of {len(batch.tokens)} tokens is more than the {self.max_tokens} that the GPU's "
                 "workspace was planned for"
             )
-        if len(batch.slots) > self.slots or len(batch.draws) > self.max_draws:
+        draws = len(batch.draws) + int(batch.pools["rows"].sum())
+        if len(batch.slots) > self.slots or draws > self.max_draws:
             raise RunnerError(
-                f"{len(batch.slots)} sequences and {len(batch.draws)} draws are more than the runner's "
+                f"{len(batch.slots)} sequences and {draws} draws are more than the runner's "
                 f"{self.slots} slots and {self.max_draws} draws"
             )
         turn, self._turn = self._turn, (self._turn + 1) % self.depth
@@ -262,7 +271,8 @@ class CudaRunner:
         count = len(launch.draws)
         self.device.wait(self._done[launch.turn], f"a step that draws {count} tokens")
         found = self._found[launch.turn][:count].copy() if launch.logprobs else None
-        return Drawn(self._drawn[launch.turn][:count].copy(), found)
+        sums = self._pooled.told(launch.turn, launch.sums)
+        return Drawn(self._drawn[launch.turn][:count].copy(), found, sums)
 
     def _return_tokens(self, launch: _PendingLaunch) -> None:
         """Queue the copy of what is drawn."""
@@ -270,6 +280,7 @@ class CudaRunner:
             self.device.copy_out(self._drawn[launch.turn][:count], self._model.drawn.address)
         if launch.logprobs:
             self.device.copy_out(self._found[launch.turn][:count], self._model.found.address)
+        self._pooled.tell(launch.turn, launch.sums)
         self._done[launch.turn].record(self.device.stream)
 
     def logits(self, rows: int) -> np.ndarray:
@@ -287,13 +298,13 @@ class CudaRunner:
 
     def close(self) -> None:
         """Release the GPU; safe to call twice."""
-        graphs = [*self._graphs.values(), *self._undrawn_graphs.values()]
+        graphs = [*self._graphs.values(), *self._rarer_graphs.values()]
         if graphs and not self.device.lost:
             self.device.synchronize()
             for graph in graphs:
                 graph.close()
         self._graphs.clear()
-        self._undrawn_graphs.clear()
+        self._rarer_graphs.clear()
         self._pending.clear()
         if self._products is not None:
             self._products.close()
@@ -334,44 +345,49 @@ class CudaRunner:
         lengths = padded_lengths(batch, size)
         return self._decode.pieces(lengths, np.arange(size, dtype=np.int32))
 
-    def _capture(self, size: int, room: int, *, draws: bool) -> Graph:
-        """Capture a decode step of `size` sequences, after one run in the open, which loads what it needs.
+    def _capture(self, size: int, room: int, *, draws: bool, again: bool = False) -> Graph:
+        """Capture a decode step of `size` tokens, after one run in the open, which loads what it needs.
 
-        room  for pieces of contexts; draws: with its draws
+        room  for pieces of contexts; draws: with its draws; again: a sequence may have several of the tokens
         """
         ones = np.ones(size if room else 0, dtype=np.int32)
         pieces = whole_pieces(ones, np.arange(len(ones), dtype=np.int32), segment=PAGE)
         self.device.synchronize()  # the host's copy of the inputs is still those of the run before
         inputs = self._steps.write_padded(self._turn, PADDING, size, pieces, room)
-        shape = _decode_shape(size, room)
+        shape = _decode_shape(size, room, again=again)
         self._queue(inputs, shape, draws=draws)
         return Graph(self.device, lambda: self._queue(inputs, shape, draws=draws))
 
-    def _queue(
-        self, inputs: StepInputs, shape: StepShape, *, draws: bool, adjusted: bool = False,
-        logprobs: bool = False,
-    ) -> None:  # fmt: skip
+    def _queue(self, inputs: StepInputs, shape: StepShape, *, draws: bool) -> None:
         """Queue a step, kernel by kernel, with its draws or without."""
         self._model.forward(inputs, shape)
         if draws:
-            self._model.draw(inputs, shape, adjusted=adjusted, logprobs=logprobs)
+            self._model.draw(inputs, shape)
 
     def _replay(self, turn: int, batch: StepBatch) -> _PendingLaunch:
-        """Queue a step in which all sequences decode one token."""
+        """Queue a step in which every token was drawn or guessed, and is followed by a draw."""
         size = min(bucket_of(len(batch.slots)), self.slots)
+        again = len(np.unique(batch.slots)) < len(batch.slots)
         pieces = self._decode_pieces(batch, size)
         room = self._decode.room(size, len(pieces))
         adjusted, logprobs = self._slots.adjusts(batch.draws), wants_logprobs(batch.draws)
         apart = adjusted or logprobs or self._waits_for_masks
-        graphs = self._undrawn_graphs if apart else self._graphs
-        if (size, room) not in graphs:
-            graphs[size, room] = self._capture(size, room, draws=not apart)
-            self.device.synchronize()
-        inputs, shape = self._steps.write_padded(turn, batch, size, pieces, room), _decode_shape(size, room)
-        graphs[size, room].launch()
+        graph = None if apart or again else self._graphs.get((size, room))
+        if graph is None:
+            graph = self._rarer_graph(size, room, not apart, again)
+        inputs = self._steps.write_padded(turn, batch, size, pieces, room)
+        shape = _decode_shape(size, room, again=again)
+        graph.launch()
         if apart and not self._waits_for_masks:
             self._model.draw(inputs, shape, adjusted=adjusted, logprobs=logprobs)
         return _PendingLaunch(turn, batch.draws, inputs, shape, adjusted, logprobs)
+
+    def _rarer_graph(self, size: int, room: int, draws: bool, again: bool) -> Graph:
+        key = size, room, draws, again
+        if key not in self._rarer_graphs:
+            self._rarer_graphs[key] = self._capture(size, room, draws=draws, again=again)
+            self.device.synchronize()
+        return self._rarer_graphs[key]
 
     def _launch_kernels(self, turn: int, batch: StepBatch) -> _PendingLaunch:
         """Queue a step of any composition."""
@@ -380,23 +396,29 @@ class CudaRunner:
             turn, batch.page_tables, batch.sequence_starts, batch.context_lengths, drawn
         )
         pieces = self._decode.pieces(batch.context_lengths[:drawn], np.arange(drawn, dtype=np.int32))
+        pooled = int(batch.pools["rows"].sum())
         shape = StepShape(
             tokens=len(batch.tokens),
             sequences=len(batch.slots),
             drawn=drawn,
-            draws=len(batch.draws),
+            draws=len(batch.draws) + pooled,
             tiles=len(tiles),
             pieces=len(pieces),
             again=drawn > 0 and len(np.unique(batch.slots)) < len(batch.slots),
-            given=bool((batch.draws["slot"] < 0).any()),
+            given=pooled > 0 or bool((batch.draws["slot"] < 0).any()),
+            pooled=pooled,
             groups=groups,
         )
         inputs = self._steps.write(turn, batch, shape, tiles, pieces)
         adjusted, logprobs = self._slots.adjusts(batch.draws), wants_logprobs(batch.draws)
-        self._queue(inputs, shape, draws=not self._waits_for_masks, adjusted=adjusted, logprobs=logprobs)
-        return _PendingLaunch(turn, batch.draws, inputs, shape, adjusted, logprobs)
+        self._model.forward(inputs, shape)
+        self._pooled.add(turn, batch.pools, self._model.normed, len(batch.draws))
+        if not self._waits_for_masks:
+            self._model.draw(inputs, shape, adjusted=adjusted, logprobs=logprobs)
+        sums = int(batch.pools["ends"].sum())
+        return _PendingLaunch(turn, batch.draws, inputs, shape, adjusted, logprobs, sums)
 
 
-def _decode_shape(size: int, room: int) -> StepShape:
+def _decode_shape(size: int, room: int, *, again: bool) -> StepShape:
     """Return the shape of a decode step that is replayed."""
-    return StepShape(tokens=size, sequences=size, drawn=size, draws=size, tiles=0, pieces=room)
+    return StepShape(tokens=size, sequences=size, drawn=size, draws=size, tiles=0, pieces=room, again=again)

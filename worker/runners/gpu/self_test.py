@@ -1,10 +1,12 @@
 """A look at the products of a model before it takes jobs: are they those of its weights?
 
 Each product of layers and head that takes packed or FP8 weights is computed with the model's own matrices, by
-the ways that were chosen for one row and for 64. Some outputs of each row are held against NumPy in float64,
+the ways that were chosen for one row and for 64; of experts those of one, by the kernels for few rows and for
+many. Some outputs of each row are held against NumPy in float64,
 over rows of the file. So a kernel that does not suit a shape is found by the worker, not by its users.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,18 +15,19 @@ import numpy.typing as npt
 from gguf.quants import dequantize
 
 from nightmill.worker.model.gguf.file import GgufFile
-from nightmill.worker.model.spec import Activation, Attention, ModelSpec, Role, Weight
+from nightmill.worker.model.spec import Activation, Attention, Experts, ModelSpec, Role, Weight
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, Buffer, Matrix
+from nightmill.worker.runners.gpu.feed_forward import Mixture
 from nightmill.worker.runners.gpu.kinds import mixer_sizes
 from nightmill.worker.runners.gpu.layers import LayerKernels
-from nightmill.worker.runners.gpu.mixers import AttentionMixer, StateMixer
+from nightmill.worker.runners.gpu.mixers import AttentionMixer, LatentMixer, StateMixer
 from nightmill.worker.runners.gpu.model import Model
 from nightmill.worker.runners.gpu.shapes import padded_rows
 from nightmill.worker.runners.gpu.steps import NO_INPUTS
 from nightmill.worker.runners.gpu.weights.head_order import HeadOrder, RowOrder
-from nightmill.worker.runners.gpu.weights.layout import layer_weights, rows_of
+from nightmill.worker.runners.gpu.weights.layout import LayerWeights, layer_weights, rows_of
 from nightmill.worker.runners.reference import ops
 from nightmill.worker.runners.reference.rounding import as_fp8
 from nightmill.worker.runners.starting import SelfTestError
@@ -119,7 +122,7 @@ def checked_products(
         gate_up = None if kernels.gate_up is None else kernels.gate_up.product
         gated = None if gate_up is None else gate_up.activation
         inner = layer.at.activated if gated else layer.at.gate_up
-        output = Role.MIXER_OUTPUT if qkv is None else Role.ATTN_OUTPUT
+        output = Role.ATTN_OUTPUT if Role.ATTN_OUTPUT in own else Role.MIXER_OUTPUT
         gates = mixer.gates if isinstance(mixer, AttentionMixer) else None
         entering = mixer.input if isinstance(mixer, StateMixer) else None
         for role, product, matrix, y, activation in (
@@ -133,6 +136,13 @@ def checked_products(
             if product is not None and not matrix.format.plain:
                 rows = FileRows(file, own[role], rows_of(used, role))
                 yield CheckedProduct(_name(role, matrix, index), product, matrix, y, activation, rows)
+        for role, product, matrix, y, _ in mixer.products(layer) if isinstance(mixer, LatentMixer) else ():
+            if not matrix.format.plain:
+                yield CheckedProduct(
+                    _name(role, matrix, index), product, matrix, y, None, FileRows(file, own[role])
+                )
+        if kernels.mixture is not None:
+            yield from _of_experts(kernels.mixture, weights, spec, file, index)
         if qkv is not None and qkv.takes_packed and isinstance(used, Attention) and used.rope.magnitude == 1:
             yield _fused_qkv(device, model, spec, file, index)
     head = model.weights.head
@@ -140,6 +150,37 @@ def checked_products(
         role = Role.EMBEDDING if spec.tied_head else Role.HEAD
         rows = FileRows(file, spec.weights()[role])
         yield CheckedProduct(_name(Role.HEAD, head, None), model.head, head, at.logits, None, rows)
+
+
+def _of_experts(
+    mixture: Mixture, weights: LayerWeights, spec: ModelSpec, file: GgufFile, index: int
+) -> Iterator[CheckedProduct]:
+    """The products of a layer's last expert; of gate and up where nothing is between sums and SwiGLU."""
+    experts, held, own = spec.layers[index].feed_forward, weights.experts, layer_weights(spec, index)
+    assert isinstance(experts, Experts)
+    assert held is not None
+    last, inner, scaled = experts.count - 1, experts.width, set(experts.expert_scales)
+    gate_up, down = held.gate_up, held.down
+    plain = experts.gated and not experts.bias and not scaled & {"gate", "up"} and not gate_up.parts
+    if plain and experts.activation in (Activation.SILU, Activation.GELU) and not gate_up.format.plain:
+        multiply = mixture.alone(held, last, down=False)
+        ups = inner if experts.fused else experts.count * inner
+        of_gate = last * inner * (2 if experts.fused else 1)
+        rows = FileRows(file, own[Role.EXPERTS_GATE_UP])
+        yield CheckedProduct(
+            _name(Role.EXPERTS_GATE_UP, gate_up, index), multiply, replace(gate_up, rows=2 * inner),
+            multiply.y, experts.activation,
+            lambda asked: rows(of_gate + np.where(asked < inner, asked, asked - inner + ups)),
+        )  # fmt: skip
+    if "down" not in scaled and not down.format.plain:
+        multiply, outputs = mixture.alone(held, last, down=True), down.rows // experts.count
+        downs, bias = FileRows(file, own[Role.EXPERTS_DOWN]), None
+        if experts.bias:
+            bias = file.array(own[Role.EXPERTS_DOWN_BIAS].names[0])[last].astype(np.float64)
+        yield CheckedProduct(
+            _name(Role.EXPERTS_DOWN, down, index), multiply, replace(down, rows=outputs), multiply.y, None,
+            lambda asked: downs(last * outputs + asked), None, bias,
+        )  # fmt: skip
 
 
 def _fused_qkv(device: Device, model: Model, spec: ModelSpec, file: GgufFile, index: int) -> CheckedProduct:
@@ -182,9 +223,11 @@ class FileRows:
         for name, (count, *_) in self._weight.parts:
             inside = (rows >= first) & (rows < first + count)
             if inside.any():
-                places = self._places(first, self._file.tensors[name].shape[0])[rows[inside] - first]
+                shape = self._file.tensors[name].shape
+                stored = math.prod(shape[: max(1, len(shape) - 1)])  # of experts, of all of them
+                places = self._places(first, stored)[rows[inside] - first]
                 raw = GgufFile.raw(self._file, name)  # not as weights are loaded
-                raw = raw.reshape(self._file.tensors[name].shape[0], -1)[places]
+                raw = raw.reshape(stored, -1)[places]
                 numbers = dequantize(np.ascontiguousarray(raw), self._file.tensors[name].kind)
                 found[inside] = numbers.reshape(len(places), columns)
             first += count

@@ -83,14 +83,16 @@ def _always(shape: Shape) -> bool:
 class Candidate:
     """A kernel for products of ours, or an algorithm of the library.
 
-    name    for a person
-    kernel  makes what computes a shape that it suits
-    suits   whether it can compute another shape of the same kind, format, outputs and inputs
+    name       for a person
+    kernel     makes what computes a shape that it suits
+    suits      whether it can compute another shape of the same kind, format, outputs and inputs
+    algorithm  what tells an algorithm of the library from its others; empty for a kernel of ours
     """
 
     name: str
     kernel: Callable[[Shape], Kernel]
     suits: Callable[[Shape], bool] = _always
+    algorithm: bytes = b""
 
 
 class ProductLauncher(Protocol):

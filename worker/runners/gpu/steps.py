@@ -10,7 +10,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from nightmill.worker.runners.base import DRAW, NO_LOGPROBS, NOT_GIVEN, UNMASKED, IntArray, StepBatch
+from nightmill.worker.runners.base import (
+    DRAW,
+    NO_LOGPROBS,
+    NOT_GIVEN,
+    UNMASKED,
+    IntArray,
+    StepBatch,
+    pooled_rows,
+)
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.kv_cache import PAGE
 from nightmill.worker.runners.gpu.states.operands import StepPieces
@@ -53,17 +61,23 @@ class StepShape:
     tokens: int
     sequences: int
     drawn: int  # the first so many tokens were drawn: each is a chunk of its own
-    draws: int
+    draws: int  # rows that go through all layers and the last norm
     tiles: int  # pieces of the chunks of prompts
     pieces: int = 0  # of the contexts of drawn tokens; 0: decode attention goes without
     again: bool = False  # a sequence has several chunks: drawn tokens that are computed again
-    given: bool = False  # some tokens are given: the draws are in no order
+    given: bool = False  # some tokens are given, or rows pooled: the draws are in no order
+    pooled: int = 0  # the last so many of `draws` go into embeddings, and through no head
     groups: tuple[PromptGroup, ...] = ()  # of prompts, where their pages become elements first
 
     @property
     def gathers(self) -> bool:
         """True if the rows that draw have to be gathered; else they are all rows, in order."""
         return self.draws != self.tokens or self.given
+
+    @property
+    def heads(self) -> int:
+        """Rows that go through the head."""
+        return self.draws - self.pooled
 
     @property
     def decodes(self) -> bool:
@@ -160,7 +174,7 @@ class StepBuffers:
             batch.cache_rows,
             batch.sequence_starts,
             batch.context_lengths,
-            batch.draws["row"],
+            np.concatenate([batch.draws["row"], pooled_rows(batch.pools)]),
             batch.draws.view(np.int32),
             tiles.reshape(-1),
             pieces.reshape(-1),

@@ -23,7 +23,9 @@ from nightmill.worker.runners.base import (
     DrawArray,
     Drawn,
     IntArray,
+    PoolArray,
     StepBatch,
+    SumArray,
     mask_words,
     masked_draws,
     wants_logprobs,
@@ -84,6 +86,7 @@ class ReferenceRunner:
         self.vocab = spec.vocab
         self.arithmetic = _arithmetic(file, "fp8 in f32" if fp8 else "f32", kv)
         self._cache = ReferenceKvCache(spec, pages=kv_pages, page_size=page_size, kv=kv)
+        self.embeds = True
         self.prompt_grid = STATE_CHUNK if spec.state_bytes else 1
         self.snapshots = slots if spec.state_bytes else 0
         self.states = ReferenceStates(spec, slots, self.snapshots)
@@ -92,7 +95,9 @@ class ReferenceRunner:
         self._parameters = np.zeros(slots, dtype=PARAMETERS)
         self._seen: list[npt.NDArray[np.bool_] | None] = [None] * slots
         self._adjustments: list[Adjustment | None] = [None] * slots
-        self._undrawn: tuple[DrawArray, FloatArray] | None = None  # of the newest launch, and its logits
+        self._sums = np.zeros((slots, spec.width))
+        self._undrawn: tuple[DrawArray, FloatArray, SumArray | None] | None = None
+        """The draws of the newest launch, their logits, and the embeddings that it completed."""
         self._results: deque[Drawn] = deque()
 
     def launch(self, batch: StepBatch) -> None:
@@ -112,11 +117,11 @@ class ReferenceRunner:
                 hidden = self._model.forward(self._tokens(batch), self._cache.places(batch), flow)
                 for slot, snapshot in batch.snapshots:
                     self.states.save(slot, snapshot)
-                logits = self._logits(hidden[batch.draws["row"]])
+                logits, sums = self._logits(hidden[batch.draws["row"]]), self._pool(batch.pools, hidden)
                 if len(masked_draws(batch.draws)):
-                    self._undrawn = batch.draws, logits
+                    self._undrawn = batch.draws, logits, sums
                 else:
-                    self._results.append(self._sample(batch.draws, logits))
+                    self._results.append(self._sample(batch.draws, logits, sums))
         except MemoryError as error:
             raise RunnerError(f"out of memory in a step of {len(batch.tokens)} tokens: {error}") from error
 
@@ -128,9 +133,9 @@ class ReferenceRunner:
         """Queue the tokens of the newest launch. Raises RunnerError where it does not wait for masks."""
         if self._undrawn is None:
             raise RunnerError("no launch waits for masks")
-        (draws, logits), self._undrawn = self._undrawn, None
+        (draws, logits, sums), self._undrawn = self._undrawn, None
         with np.errstate(invalid="ignore", over="ignore"):
-            self._results.append(self._sample(draws, apply_masks(logits, draws, masks)))
+            self._results.append(self._sample(draws, apply_masks(logits, draws, masks), sums))
 
     def collect(self) -> Drawn | None:
         """Return the tokens of the oldest launch that was not yet collected."""
@@ -166,7 +171,20 @@ class ReferenceRunner:
         """Compute the logits (R, V) of the rows that draw."""
         return self._model.logits(hidden) if len(hidden) else np.zeros((0, self.vocab), dtype=np.float32)
 
-    def _sample(self, draws: DrawArray, logits: FloatArray) -> Drawn:
+    def _pool(self, pools: PoolArray, hidden: npt.NDArray[Any]) -> SumArray | None:
+        """Add hidden states (T, width) to the sums of slots; return the sums that are complete (E, width)."""
+        complete = []
+        for row, rows, slot, begins, ends in pools.tolist():
+            total = self._sums[slot]
+            if begins:
+                total[:] = 0.0
+            for state in hidden[row : row + rows]:
+                total += state
+            if ends:
+                complete.append(total.copy())
+        return np.array(complete) if complete else None
+
+    def _sample(self, draws: DrawArray, logits: FloatArray, sums: SumArray | None) -> Drawn:
         """Draw what is not given, and tell log-probabilities to the rows that ask."""
         given = draws["slot"] < 0
         rows = self._rows(draws)
@@ -191,7 +209,7 @@ class ReferenceRunner:
                 seen[token] = True
             if (by := rows.adjusted.get(row)) is not None:
                 by.answer.append(token)
-        return Drawn(tokens, found)
+        return Drawn(tokens, found, sums)
 
     def _rows(self, draws: DrawArray) -> SamplingRows:
         """Collect the sampling rows of the draws (R,); given tokens have none."""

@@ -25,6 +25,9 @@ using std::min;
 struct uint2 {
     uint32_t x, y;
 };
+struct int2 {
+    int x, y;
+};
 struct uint4 {
     uint32_t x, y, z, w;
 };
@@ -36,6 +39,7 @@ struct float4 {
 };
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
+inline int2 make_int2(int x, int y) { return {x, y}; }
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 
@@ -59,8 +63,12 @@ template <typename Value>
 inline Value __ldcg(const Value* source) {
     return *source;
 }
+inline unsigned long long atomicAdd(unsigned long long* target, unsigned long long value) {
+    return std::exchange(*target, *target + value);
+}
 inline unsigned atomicAdd(unsigned* target, int value) { return std::exchange(*target, *target + value); }
 inline unsigned atomicOr(unsigned* target, unsigned value) { return std::exchange(*target, *target | value); }
+inline int __popc(uint32_t bits) { return __builtin_popcount(bits); }
 inline void __threadfence() {}
 inline size_t __cvta_generic_to_shared(const void* pointer) { return reinterpret_cast<size_t>(pointer); }
 

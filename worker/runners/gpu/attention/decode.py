@@ -9,7 +9,7 @@ from nightmill.worker.runners.gpu.attention.pieces import NO_PIECES, WAVES, Plan
 from nightmill.worker.runners.gpu.attention.scores import FAST_HEADS, SCORES, score_arguments, scoring
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import KernelPairs
-from nightmill.worker.runners.gpu.device.operands import ELEMENT, Buffer
+from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, Buffer
 from nightmill.worker.runners.gpu.device.sources import Source
 from nightmill.worker.runners.gpu.kv_cache import PAGE, LayerCache
 from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
@@ -19,9 +19,10 @@ __all__ = ["DecodeAttention"]
 
 _THREADS = (128, 1, 1)
 _MAX_SEGMENTS = 128  # of a context
-_AHEAD, _FAR_AHEAD, _LARGE_AHEAD = 2, 4, 1  # pages that each warp has under way, the last with large heads
+_AHEAD, _FAR_AHEAD = 2, 4  # pages that each warp has under way
+_LARGE_AHEAD, _LARGE_FAR_AHEAD = 1, 3  # the same with large heads, the second on Hopper
 _LARGE = 128  # elements of a head, above which registers do not hold a page
-_FAR_BLOCKS = 3  # a multiprocessor, up to which these are more
+_FAR_BLOCKS, _LARGE_FAR_BLOCKS = 3, 1  # a multiprocessor, up to which these are more
 _FEW_WAVES = 2  # of pieces, which short contexts that are cut have at most
 _MOST_CUT = 8192  # segments, or sections, 30 MB with 14 heads of 64
 _WHOLE_BLOCKS = 0.9  # a multiprocessor, from which on contexts are not split
@@ -59,7 +60,7 @@ class DecodeAttention:
                 decode.function(f"decode_attention_{rows}_{ahead}", "PPPPiPPPPPPiii" + SCORES, shared=ring),
                 ring,
             )
-            for ahead in _aheads(attention, device.kv)
+            for ahead in _aheads(attention, device.kv, hopper=device.hopper)
             for ring in (4 * ahead * _page_room(attention, device.kv),)  # of four warps
         )
         if self._splits:
@@ -144,29 +145,32 @@ class DecodeAttention:
 
     @property
     def _far_pieces(self) -> int:
-        return _FAR_BLOCKS * self._device.multiprocessors // self._blocks
+        blocks = _FAR_BLOCKS if self._splits else _LARGE_FAR_BLOCKS
+        return blocks * self._device.multiprocessors // self._blocks
 
     def __call__(
-        self, qkv: Buffer, cache: LayerCache, inputs: StepInputs, shape: StepShape, out: Buffer
-    ) -> None:
+        self, qkv: Buffer, cache: LayerCache, inputs: StepInputs, shape: StepShape, out: Buffer,
+        sinks: Buffer = ABSENT,
+    ) -> None:  # fmt: skip
         """Queue attention of a step's first chunks, drawn tokens: qkv (T, H + 2 G, D) -> out (T, H D).
 
         Without pieces in the step they are split. Where a step writes more of a context than its last token
         (`again`), nothing is fetched ahead of that. The result is the same to the bit, however contexts are
-        shared out.
+        shared out. `sinks`: float (H,), of a layer that has them.
         """
         if not shape.pieces:
-            self._in_segments(qkv, cache, inputs, shape, out)
+            self._in_segments(qkv, cache, inputs, shape, out, sinks)
             return
         kernel, shared = self._far if shape.pieces <= self._far_pieces else self._near
         kernel.of(shape.drawn)(
             (self._blocks, shape.pieces, 1), _THREADS, qkv.address, cache.keys.address, cache.values.address,
             inputs.page_tables, inputs.table_width, 0, inputs.pieces, out.address, *self._meeting,
-            self._heads, self._kv_heads, self._segment_pages, *self._scores, shared=shared, apart=shape.again,
+            self._heads, self._kv_heads, self._segment_pages, *self._scores, sinks.address, shared=shared,
+            apart=shape.again,
         )  # fmt: skip
 
     def _in_segments(
-        self, qkv: Buffer, cache: LayerCache, inputs: StepInputs, shape: StepShape, out: Buffer
+        self, qkv: Buffer, cache: LayerCache, inputs: StepInputs, shape: StepShape, out: Buffer, sinks: Buffer
     ) -> None:
         """Blocks for each segment: too few sequences to fill the chip, whatever their contexts."""
         count, stride = shape.drawn, inputs.table_width
@@ -186,8 +190,8 @@ class DecodeAttention:
         split(
             (self._blocks, count, segments), _THREADS, qkv.address, cache.keys.address, cache.values.address,
             inputs.page_tables, stride, inputs.context_lengths, 0, 0, out.address, *self._meeting,
-            self._heads, self._kv_heads, self._segment_pages, self._segments, *self._scores, shared=shared,
-            apart=shape.again,
+            self._heads, self._kv_heads, self._segment_pages, self._segments, *self._scores, sinks.address,
+            shared=shared, apart=shape.again,
         )  # fmt: skip
 
 
@@ -196,7 +200,7 @@ def _sources(attention: Attention) -> list[Source]:
     return [scoring(name, attention) for name in names]
 
 
-def _aheads(attention: Attention, kv: KvFormat) -> tuple[int, int]:
+def _aheads(attention: Attention, kv: KvFormat, *, hopper: bool) -> tuple[int, int]:
     """Pages under way where pieces are many, and where they are few.
 
     Pages of FP8 are smaller, but with 4 or 8 of them 1,024 contexts of 512 took 46 and 59 us, not 44 (H200).
@@ -204,7 +208,7 @@ def _aheads(attention: Attention, kv: KvFormat) -> tuple[int, int]:
     if kv is KvFormat.FP8:
         return _AHEAD, _AHEAD
     if attention.head_dim > _LARGE:
-        return _LARGE_AHEAD, _LARGE_AHEAD
+        return _LARGE_AHEAD, _LARGE_FAR_AHEAD if hopper else _LARGE_AHEAD
     return _AHEAD, _FAR_AHEAD if attention.head_dim == 64 else _AHEAD
 
 

@@ -6,7 +6,7 @@ from nightmill.worker.runners.gpu.attention.pieces import NO_PIECES
 from nightmill.worker.runners.gpu.attention.scores import FAST_HEADS, SCORES, score_arguments, scoring
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import KernelPairs
-from nightmill.worker.runners.gpu.device.operands import Buffer
+from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer
 from nightmill.worker.runners.gpu.device.sources import Source
 from nightmill.worker.runners.gpu.kv_cache import LayerCache
 from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
@@ -15,12 +15,15 @@ __all__ = ["GeneralDecode"]
 
 
 class GeneralDecode:
-    """Launches `decode_attention_any`; the methods are those of `DecodeAttention`."""
+    """Launches `decode_attention_any`; the methods are those of `DecodeAttention`.
 
-    def __init__(self, device: Device, attention: Attention) -> None:
+    value_dim  as for `scoring`
+    """
+
+    def __init__(self, device: Device, attention: Attention, value_dim: int | None = None) -> None:
         self._heads, self._kv_heads = attention.heads, attention.kv_heads
         self._scores = score_arguments(attention)
-        kernels = KernelPairs(device, scoring("attention_any", attention))
+        kernels = KernelPairs(device, scoring("attention_any", attention, value_dim))
         self._kernel = kernels.function("decode_attention_any", "PPPPiPPPPii" + SCORES, dependent=False)
 
     @staticmethod
@@ -43,10 +46,12 @@ class GeneralDecode:
         return 0
 
     def __call__(
-        self, qkv: Buffer, cache: LayerCache, inputs: StepInputs, shape: StepShape, out: Buffer
-    ) -> None:
+        self, qkv: Buffer, cache: LayerCache, inputs: StepInputs, shape: StepShape, out: Buffer,
+        sinks: Buffer = ABSENT,
+    ) -> None:  # fmt: skip
         self._kernel.of(shape.drawn)(
             (self._heads, shape.drawn, 1), (32, 1, 1), qkv.address, cache.keys.address,
             cache.values.address, inputs.page_tables, inputs.table_width, inputs.context_lengths, 0, 0,
             out.address, self._heads, self._kv_heads, *self._scores,
+            sinks.address,
         )  # fmt: skip

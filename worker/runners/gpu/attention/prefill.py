@@ -7,7 +7,7 @@ from nightmill.worker.runners.gpu.attention.tiles import TILE_BYTES, TILE_ROWS, 
 from nightmill.worker.runners.gpu.attention.widening import Widening
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import KernelPairs, Module
-from nightmill.worker.runners.gpu.device.operands import Buffer
+from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer
 from nightmill.worker.runners.gpu.device.sources import Source
 from nightmill.worker.runners.gpu.device.tensor_maps import TensorMaps
 from nightmill.worker.runners.gpu.kv_cache import PAGE, LayerCache
@@ -82,26 +82,28 @@ class HopperPrefill:
         return plan.tiles, plan.groups
 
     def __call__(
-        self, qkv: Buffer, cache: LayerCache, inputs: StepInputs, shape: StepShape, out: Buffer
-    ) -> None:
+        self, qkv: Buffer, cache: LayerCache, inputs: StepInputs, shape: StepShape, out: Buffer,
+        sinks: Buffer = ABSENT,
+    ) -> None:  # fmt: skip
         """Queue attention of the chunks in the step's tiles: qkv (T, H + 2 G, D) -> out (T, H D).
 
         Rows of qkv are read up to `padded_rows(T)`.
         """
         if self._widening is None:
             tables = inputs.page_tables, inputs.table_width
-            self._attend(qkv, cache, tables, inputs, inputs.tiles, shape.tiles, shape.tokens, out)
+            self._attend(qkv, cache, tables, inputs, (inputs.tiles, shape.tiles), shape.tokens, out, sinks)
             return
         for group in shape.groups:
             wide, tables = self._widening(cache, group), self._widening.places
-            tiles = inputs.tiles + TILE_BYTES * group.first_tile
-            self._attend(qkv, wide, tables, inputs, tiles, group.tiles, shape.tokens, out)
+            tiles = inputs.tiles + TILE_BYTES * group.first_tile, group.tiles
+            self._attend(qkv, wide, tables, inputs, tiles, shape.tokens, out, sinks)
 
     def _attend(
-        self, qkv: Buffer, cache: LayerCache, tables: tuple[int, int], inputs: StepInputs, tiles: int,
-        count: int, tokens: int, out: Buffer,
+        self, qkv: Buffer, cache: LayerCache, tables: tuple[int, int], inputs: StepInputs,
+        tiles: tuple[int, int], tokens: int, out: Buffer, sinks: Buffer,
     ) -> None:  # fmt: skip
-        """Queue it for `count` tiles over pages of elements; tables: which of them, and the width."""
+        """Queue it over pages of elements; tables: which, and the width; tiles: where, and how many."""
+        address, count = tiles
         heads, kv_heads, head = self._heads, self._kv_heads, self._head
         rows, cached = padded_rows(tokens), cache.pages * kv_heads * PAGE
         keys, values = (self._maps(one.address, cached, head, PAGE) for one in (cache.keys, cache.values))
@@ -110,29 +112,32 @@ class HopperPrefill:
         )
         self._kernel(
             (min(count * kv_heads, self._at_once), 1, 1), (self._threads, 1, 1), queries, keys, values,
-            *tables, inputs.context_lengths, inputs.sequence_starts, tiles, out.address, count, heads,
-            kv_heads, *self._scores, shared=self._shared,
+            *tables, inputs.context_lengths, inputs.sequence_starts, address, out.address, count, heads,
+            kv_heads, *self._scores, sinks.address, shared=self._shared,
         )  # fmt: skip
 
 
 class PortablePrefill:
-    """Launches `prefill_attention.cu`, or `attention_any.cu` for other heads; else as `HopperPrefill`."""
+    """Launches `prefill_attention.cu`, or `attention_any.cu` for other heads; else as `HopperPrefill`.
 
-    def __init__(self, device: Device, attention: Attention) -> None:
+    value_dim  as for `scoring`
+    """
+
+    def __init__(self, device: Device, attention: Attention, value_dim: int | None = None) -> None:
         self._heads, self._kv_heads = attention.heads, attention.kv_heads
         self._scores = score_arguments(attention)
-        fast = attention.head_dim in FAST_HEADS
+        fast = value_dim is None and attention.head_dim in FAST_HEADS
         self._columns = attention.kv_heads if fast else attention.heads  # of the grid
         self._threads = 256 if fast and attention.head_dim > 64 else 128
         self._shared = _tile_bytes(attention.head_dim) if fast else 0
-        kernels = KernelPairs(device, self._source(attention))
+        kernels = KernelPairs(device, self._source(attention, value_dim))
         name = "prefill_attention" if fast else "prefill_attention_any"
         self._kernel = kernels.function(name, "PPPPiPPPPii" + SCORES, shared=self._shared, dependent=fast)
 
     @staticmethod
-    def _source(attention: Attention) -> Source:
-        fast = attention.head_dim in FAST_HEADS
-        return scoring("prefill_attention" if fast else "attention_any", attention)
+    def _source(attention: Attention, value_dim: int | None = None) -> Source:
+        fast = value_dim is None and attention.head_dim in FAST_HEADS
+        return scoring("prefill_attention" if fast else "attention_any", attention, value_dim)
 
     @classmethod
     def sources(cls, spec: ModelSpec, *, hopper: bool) -> list[Source]:
@@ -157,13 +162,14 @@ class PortablePrefill:
         return prefill_tiles(sequence_starts, group, context_lengths, TILE_ROWS, drawn), ()
 
     def __call__(
-        self, qkv: Buffer, cache: LayerCache, inputs: StepInputs, shape: StepShape, out: Buffer
-    ) -> None:
+        self, qkv: Buffer, cache: LayerCache, inputs: StepInputs, shape: StepShape, out: Buffer,
+        sinks: Buffer = ABSENT,
+    ) -> None:  # fmt: skip
         self._kernel.of(shape.tiles)(
             (self._columns, shape.tiles, 1), (self._threads, 1, 1), qkv.address, cache.keys.address,
             cache.values.address, inputs.page_tables, inputs.table_width, inputs.context_lengths,
             inputs.sequence_starts, inputs.tiles, out.address, self._heads, self._kv_heads, *self._scores,
-            shared=self._shared,
+            sinks.address, shared=self._shared,
         )  # fmt: skip
 
 

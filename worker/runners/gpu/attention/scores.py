@@ -11,14 +11,21 @@ _FARTHEST = 2**31 - 1  # keys
 FAST_HEADS = (64, 80, 96, 112, 128, 160, 192, 256)
 """Sizes of heads that tensor cores compute on every GPU; `attention_any.cu` takes all others."""
 
-SCORES = "ffi"
-"""Letters of the arguments (`Module.function`)."""
+SCORES = "ffiP"
+"""Letters of arguments (`Module.function`): `score_arguments`, and the address of a layer's sinks, or 0."""
 
 
-def scoring(name: str, attention: Attention) -> Source:
-    """A kernel file, compiled for the heads of a layer, with what its scores need and no more."""
+def scoring(name: str, attention: Attention, value_dim: int | None = None) -> Source:
+    """A kernel file, compiled for the heads of a layer, with what its scores need and no more.
+
+    value_dim  attention is latent: so many elements of a key are its value
+    """
+    values = () if value_dim is None else (f"-DVALUE_DIM={value_dim}",)
     window, cap = attention.window is not None, attention.softcap is not None
-    return source_of(name, *by_head(attention), *(["-DWINDOW"] * window), *(["-DSOFTCAP"] * cap))
+    wanted = {"-DWINDOW": window, "-DSOFTCAP": cap, "-DSINKS": attention.sinks}
+    return source_of(
+        name, *by_head(attention), *values, *(option for option, is_needed in wanted.items() if is_needed)
+    )
 
 
 def score_arguments(attention: Attention) -> tuple[float, float, int]:

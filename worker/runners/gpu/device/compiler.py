@@ -122,7 +122,8 @@ def compile_kernels(
     """Return the cubin of one .cu file, from the cache or from nvcc.
 
     options    for nvcc, e.g. ("-DHEAD_DIM=64",)
-    arch       e.g. "sm_90a"; `Device.architecture` of the device that is to run it
+    arch       e.g. "sm_90a"; `Device.architecture` of the device that is to run it. "compute_86/sm_90": code
+               for the first made into machine code for the second
     directory  of the cache, by default the user's
     report     told about each compilation and how long it took
 
@@ -189,6 +190,7 @@ def _run_compiler(source: Path, options: Sequence[str], arch: str, nvcc: str) ->
     from pycuda.compiler import compile as pycuda_compile
     from pycuda.driver import CompileError
 
+    virtual, _, real = arch.partition("/")
     text = f'#line 1 "{source}"\n{source.read_text(encoding="utf-8")}'
     try:
         cubin: bytes = pycuda_compile(
@@ -196,7 +198,8 @@ def _run_compiler(source: Path, options: Sequence[str], arch: str, nvcc: str) ->
             nvcc=nvcc,
             options=[*options, "-diag-suppress=177"],
             no_extern_c=True,
-            arch=arch,
+            arch=virtual,
+            code=real or None,
             cache_dir=False,
             include_dirs=[str(source.parent), str(kernel_directory())],
         )

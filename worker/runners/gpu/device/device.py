@@ -16,6 +16,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -23,6 +24,8 @@ import numpy.typing as npt
 
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.runners.gpu.device.element import Element
+from nightmill.worker.runners.gpu.device.features import features_of, too_old
+from nightmill.worker.runners.gpu.device.known_cards import KnownCard
 from nightmill.worker.runners.gpu.device.peaks import Peaks, peaks_of
 from nightmill.worker.runners.gpu.device.waits import StuckWaits
 from nightmill.worker.runners.kv_format import KvFormat
@@ -30,7 +33,6 @@ from nightmill.worker.runners.kv_format import KvFormat
 log = logging.getLogger(__name__)
 
 _ALIGNMENT = 256
-_FIRST_BF16 = (8, 0)  # compute capability
 # What the driver says once the context is beyond repair (CUDA 13.0, cuda.h: errors 700 to 720, 214, 220).
 _STICKY = (
     "illegal memory access",
@@ -67,18 +69,32 @@ class DeviceLostError(CudaError):
     """The GPU reported an error after which its context is of no use: this process has to end."""
 
 
+@dataclass(frozen=True, slots=True)
+class ChosenGpu:
+    """The index of a GPU, and the card that it is taken for, if not for itself."""
+
+    index: int = 0
+    pretended: KnownCard | None = None
+
+
+FIRST_GPU = ChosenGpu()
+
+
 class Device:
     """A GPU in use by the thread that made it; a context manager.
 
-    element  what its kernels are compiled for: the type of weights and activations ...
-    kv       ... and how keys and values are kept
+    element    what its kernels are compiled for: the type of weights and activations ...
+    kv         ... and how keys and values are kept
+    pretended  the card that it is taken for: features, sizes and peaks are that one's, and its name says both
 
-    Raises NoDeviceError where there is no driver, no GPU of that index, or a GPU without that element.
+    Raises NoDeviceError where there is no driver, no GPU of that index, one that is too old, or one that
+    cannot be taken for the other.
     """
 
     def __init__(
-        self, index: int = 0, element: Element = Element.F16, kv: KvFormat = KvFormat.ELEMENT
-    ) -> None:
+        self, index: int = 0, element: Element = Element.F16, kv: KvFormat = KvFormat.ELEMENT, *,
+        pretended: KnownCard | None = None,
+    ) -> None:  # fmt: skip
         cuda = _driver()
         self._cuda = cuda
         self._closed = False
@@ -94,11 +110,7 @@ class Device:
             if not 0 <= index < found:
                 raise NoDeviceError(f"there is no GPU {index}; this machine has {found}, counted from 0")
             handle = cuda.Device(index)
-            if element is Element.BF16 and handle.compute_capability() < _FIRST_BF16:
-                raise NoDeviceError(
-                    f"GPU {index} ({handle.name()}) has no BF16, which came with compute capability 8.0: "
-                    "give --dtype f16, or another GPU"
-                )
+            _check(index, handle, pretended)
             self._context = handle.retain_primary_context()
             self._context.push()
         except cuda.Error as error:
@@ -108,10 +120,15 @@ class Device:
             self._handle = handle
             self.element = element
             self.kv = kv
+            self.pretended = pretended
             self.name: str = handle.name()
             self.compute_capability: tuple[int, int] = handle.compute_capability()
+            self.features = features_of(self.compute_capability)
             self.multiprocessors: int = handle.get_attribute(cuda.device_attribute.MULTIPROCESSOR_COUNT)
             self.total_memory: int = handle.total_memory()
+            self._taken_before = 0  # bytes of the memory that are not to be had, beside what is allocated
+            if pretended is not None:
+                self._pretend(pretended)
             self.stream = cuda.Stream()
         except cuda.Error as error:
             self._context.pop()
@@ -119,16 +136,34 @@ class Device:
             raise self.named(error, f"taking GPU {index} into use") from error
         atexit.register(self.close)
 
+    def _pretend(self, card: KnownCard) -> None:
+        """Take it for another card, as far as it can be."""
+        self.features = features_of(card.capability, self.compute_capability)
+        code = self.features.target.partition("/")[0]
+        self.name = f"{card.name} (pretended on {self.name}, code of {code})"
+        self.multiprocessors = card.multiprocessors
+        self._taken_before = max(0, int(self._cuda.mem_get_info()[0]) - card.free)
+        self.total_memory = min(self.total_memory, card.memory << 30)
+
     @property
     def architecture(self) -> str:
-        """Architecture to compile for: sm_90a on Hopper (wgmma needs the a), else sm_XY."""
-        major, minor = self.compute_capability
-        return f"sm_{major}{minor}{'a' if (major, minor) == (9, 0) else ''}"
+        """Architecture to compile for, as `compile_kernels` takes it."""
+        return self.features.target
 
     @property
     def hopper(self) -> bool:
         """True if kernels for Hopper run on it; other GPUs have no wgmma."""
-        return self.compute_capability == (9, 0)
+        return self.features.hopper
+
+    @property
+    def fp8(self) -> bool:
+        """True if its tensor cores multiply FP8."""
+        return self.features.fp8
+
+    @property
+    def block_shared(self) -> int:
+        """Bytes of shared memory that a block may have."""
+        return self.features.block_shared
 
     @property
     def stream_handle(self) -> int:
@@ -137,6 +172,8 @@ class Device:
 
     def peaks(self) -> Peaks:
         """Peak rates of its memory and tensor cores."""
+        if self.pretended is not None:
+            return self.pretended.peaks
         ask, names = self._handle.get_attribute, self._cuda.device_attribute
         with self.errors("asking what the GPU is built for"):
             return peaks_of(
@@ -145,27 +182,33 @@ class Device:
                 clock_khz=ask(names.CLOCK_RATE),
                 memory_khz=ask(names.MEMORY_CLOCK_RATE),
                 bus_bits=ask(names.GLOBAL_MEMORY_BUS_WIDTH),
+                name=self.name,
             )
 
     def free_memory(self) -> int:
         """Bytes of device memory free now."""
         with self.errors("asking for free memory"):
-            return int(self._cuda.mem_get_info()[0])
+            return max(0, int(self._cuda.mem_get_info()[0]) - self._taken_before)
 
     def allocate(self, size: int, purpose: str = "a buffer") -> int:
         """Take `size` bytes of device memory; returns its address. Raises DeviceMemoryError."""
         try:
+            if self._taken_before and size > self.free_memory():
+                raise self._full(size, purpose)
             allocation = self._cuda.mem_alloc(max(size, 1))
         except self._cuda.MemoryError as error:
-            raise DeviceMemoryError(
-                f"the GPU has no {size:,} bytes left for {purpose}; {self.free_memory():,} of "
-                f"{self.total_memory:,} are free"
-            ) from error
+            raise self._full(size, purpose) from error
         except self._cuda.Error as error:
             raise self.named(error, f"allocating {size:,} bytes for {purpose}") from error
         address = int(allocation)
         self._allocations[address] = allocation
         return address
+
+    def _full(self, size: int, purpose: str) -> DeviceMemoryError:
+        return DeviceMemoryError(
+            f"the GPU has no {size:,} bytes left for {purpose}; {self.free_memory():,} of "
+            f"{self.total_memory:,} are free"
+        )
 
     def free(self, address: int) -> None:
         """Give back what `allocate` returned."""
@@ -332,12 +375,16 @@ def aligned(size: int) -> int:
 
 
 class NamedGpu(Protocol):
-    """A GPU by its name, and whether kernels for Hopper run on it."""
+    """A GPU by its name, and what kernels may use of it (`Features`)."""
 
     @property
     def name(self) -> str: ...
     @property
     def hopper(self) -> bool: ...
+    @property
+    def fp8(self) -> bool: ...
+    @property
+    def block_shared(self) -> int: ...
 
 
 def device_count() -> int:
@@ -351,15 +398,32 @@ def device_count() -> int:
 
 
 def describe_device(index: int = 0) -> str:
-    """Architecture and versions, for a person; makes no context. Raises NoDeviceError."""
+    """Architecture and versions, for a person; makes no context.
+
+    Raises NoDeviceError, also for a GPU that is too old.
+    """
     cuda = _driver()
     try:
         cuda.init()
-        major, minor = cuda.Device(index).compute_capability()
+        handle = cuda.Device(index)
+        _check(index, handle, None)
+        major, minor = handle.compute_capability()
     except cuda.Error as error:
         raise NoDeviceError(f"GPU {index} cannot be used: {error}") from error
     driver = cuda.get_driver_version()
     return f"compute capability {major}.{minor}, driver for CUDA {driver // 1000}.{driver % 1000 // 10}"
+
+
+def _check(index: int, handle: Any, pretended: KnownCard | None) -> None:
+    """Raise NoDeviceError if the GPU is too old, or cannot be taken for the other card."""
+    capability = handle.compute_capability()
+    if (reason := too_old(f"GPU {index} ({handle.name()})", capability)) is not None:
+        raise NoDeviceError(reason)
+    if pretended is not None and pretended.features.hopper and not features_of(capability).hopper:
+        raise NoDeviceError(
+            f"GPU {index} ({handle.name()}) cannot be taken for {pretended.name}, whose kernels run on "
+            "Hopper alone: name another card in NIGHTMILL_PRETEND_DEVICE, or none"
+        )
 
 
 def _driver() -> Any:

@@ -23,7 +23,6 @@ from nightmill.worker.runners.gpu.device.sources import Source, for_element
 __all__ = ["Function", "KernelPair", "KernelPairs", "Module", "bindings", "blocks_for", "error_text"]
 
 _ALL_SHARED = 100  # percent of a multiprocessor's memory, the rest being L1
-_FIRST_DEPENDENT = (9, 0)  # compute capability
 _FEW_ROWS = 320  # of a step, up to which kernels had better overlap (`KernelPair`)
 
 
@@ -64,12 +63,22 @@ class Module:
         driver, doing = self._driver, f"looking for the kernel {name} in {self.name}"
         function = self._check(driver.cuModuleGetFunction(self._module, name.encode()), doing)
         if shared:
+            self._check_shared(name, function, shared)
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             self._check(driver.cuFuncSetAttribute(function, attribute, shared), doing)
         if all_shared:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
             self._check(driver.cuFuncSetAttribute(function, attribute, _ALL_SHARED), doing)
         return Function(self._device, function, name, arguments, dependent, cluster)
+
+    def _check_shared(self, name: str, function: Any, shared: int) -> None:
+        """Raise CudaError where a block cannot have so much dynamic shared memory beside what it declares."""
+        needed, most = shared + _declared(self._driver, function), self._device.features.block_shared
+        if needed > most:
+            raise CudaError(
+                f"the kernel {name} takes {needed:,} bytes of shared memory; a block of {self._device.name} "
+                f"has at most {most:,}"
+            )
 
     def _unload(self) -> None:
         self._driver.cuModuleUnload(self._module)
@@ -104,7 +113,7 @@ class Function:
         self._config = driver.CUlaunchConfig()
         self._config.hStream = driver.CUstream(device.stream_handle)
         attributes = []
-        if dependent and device.compute_capability >= _FIRST_DEPENDENT:
+        if dependent and device.features.dependent:
             attribute, value = driver.CUlaunchAttribute(), driver.CUlaunchAttributeValue()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             value.programmaticStreamSerializationAllowed = 1
@@ -155,7 +164,10 @@ class Function:
             raise self._device.named(
                 CudaError(error_text(status)), f"asking for the occupancy of {self.name}"
             )
-        return int(blocks)
+        if self._device.pretended is None:
+            return int(blocks)
+        needed = shared + _declared(driver, self._function)
+        return min(int(blocks), self._device.features.blocks_held(threads, needed))
 
     def _refused(
         self,
@@ -215,6 +227,16 @@ class KernelPairs:
 def blocks_for(threads: int) -> tuple[int, int]:
     """The grid of blocks of 256 threads."""
     return -(-threads // 256), 1
+
+
+def _declared(driver: Any, function: Any) -> int:
+    """Bytes of shared memory that a kernel declares."""
+    status, size = driver.cuFuncGetAttribute(
+        driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function
+    )
+    if int(status) != 0:
+        raise CudaError(f"a kernel's shared memory is not known: {error_text(status)}")
+    return int(size)
 
 
 def bindings() -> Any:

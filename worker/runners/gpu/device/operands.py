@@ -46,6 +46,7 @@ class Format(Enum):
     Q4_1 = ("Q4_1", PANEL_ROWS, 64, 320, 0)
     Q4_0 = ("Q4_0", PANEL_ROWS, 64, 288, 0)
     IQ4_NL = ("IQ4_NL", PANEL_ROWS, 64, 288, 0)
+    MXFP4 = ("MXFP4", PANEL_ROWS, 64, 272, 0)
     MIXED = ("mixed", 0, 0, 0, 0)
     """The format of a stack of matrices in different packed formats (`Matrix.parts`)."""
 

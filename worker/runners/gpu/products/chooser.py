@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from nightmill.worker.model.spec import Activation
 from nightmill.worker.runners.gpu.device.device import CudaError, Device
 from nightmill.worker.runners.gpu.device.operands import Buffer, Format, Matrix
+from nightmill.worker.runners.gpu.products.agreeing import Agreement
 from nightmill.worker.runners.gpu.products.clock import Choices, KernelClock
 from nightmill.worker.runners.gpu.products.elements.format import ElementProducts
 from nightmill.worker.runners.gpu.products.packed.format import PackedProducts
@@ -26,20 +27,23 @@ class Product:
     Can be captured in a graph.
     """
 
-    __slots__ = ("_choices", "_kernels", "_shape")
+    __slots__ = ("_agreement", "_choices", "_kernels", "_shape")
 
     def __init__(
         self,
         clock: KernelClock,
+        agreement: Agreement,
         candidates: Callable[[Shape], list[Candidate]],
         shape: Callable[[int], Shape],
     ) -> None:
         self._shape = shape
+        self._agreement = agreement
         self._kernels: dict[int, Kernel] = {}
         """By padded rows."""
         self._choices: Choices[Candidate] = Choices(
-            clock, lambda rows: candidates(shape(rows)), lambda one, rows: one.suits(shape(rows))
-        )
+            clock, lambda rows: candidates(shape(rows)), lambda one, rows: one.suits(shape(rows)),
+            lambda one, rows: agreement.trusts(one, shape(rows)),
+        )  # fmt: skip
 
     def __call__(self, x: Buffer, weight: Matrix, y: Buffer, rows: int) -> None:
         """Queue it; all have room for `padded_rows(rows)`."""
@@ -55,7 +59,8 @@ class Product:
         weights  several, so that they come from memory as in a step, not from the cache
         beside   queues a kernel as it stands before and after the product in a step (`KernelClock.ranked`)
 
-        Waits for the device. What is at `y` is overwritten. A size is tuned once.
+        Those that give other bits than they should are left out (`Agreement`). Waits for the device. What is
+        at `x` and `y` is overwritten. A size is tuned once.
         """
         padded = padded_rows(rows)
         shape = self._shape(padded)
@@ -64,7 +69,10 @@ class Product:
             kernel = candidate.kernel(shape)
             return lambda turn: kernel(x, weights[turn % len(weights)], y)
 
-        if self._choices.tune(padded, runs, beside):
+        def worthy(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+            return self._agreement.agreeing(candidates, shape, x, weights[0], y)
+
+        if self._choices.tune(padded, runs, beside, worthy):
             self._choose(padded)
 
     @property
@@ -99,6 +107,8 @@ class Products:
         self.takes_packed = packed is not None and packed.multiplies
         """True if kernels multiply packed weights as they are."""
         self.clock = KernelClock(device, elements.scratch, ElementProducts.workspace())
+        self._agreement = Agreement(device, self._reference)
+        self._packed = packed
         self._format = device.element.format
         self._known: dict[tuple[Kind, int, int, Format], Product] = {}
 
@@ -108,7 +118,10 @@ class Products:
         key = kind, outputs, inputs, weights
         if key not in self._known:
             self._known[key] = Product(
-                self.clock, self._candidates, lambda rows: Shape(rows, outputs, inputs, kind, weights)
+                self.clock,
+                self._agreement,
+                self._candidates,
+                lambda rows: Shape(rows, outputs, inputs, kind, weights),
             )
         return self._known[key]
 
@@ -119,9 +132,19 @@ class Products:
             for (kind, outputs, inputs, weights), product in self._known.items()
         }
 
+    def left_out(self) -> dict[str, list[str]]:
+        """Names of kernels that gave other bits than they should and were not chosen, by product."""
+        return {product: sorted(names) for product, names in self._agreement.left_out.items()}
+
     def close(self) -> None:
         """Let go of cuBLASLt; the memory goes with the device."""
         self._elements.close()
+
+    def _reference(self, shape: Shape) -> Candidate | None:
+        """The kernel whose bits a product has; None if that is not known."""
+        if self._packed is not None and shape.format is not self._format:
+            return self._packed.reference(shape, self._elements.reference)
+        return self._elements.reference(shape)
 
     def _candidates(self, shape: Shape) -> list[Candidate]:
         """Everything that can compute this shape, the best guess first; raises CudaError if nothing can."""

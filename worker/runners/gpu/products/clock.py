@@ -128,8 +128,9 @@ def nearest(tried: Iterable[int], rows: int) -> int | None:
 class Choices(Generic[Tried]):
     """The kernel that is chosen for each number of rows, padded.
 
-    every  all ways that there are for so many rows, the best guess first
-    suits  whether what was found for other rows can compute so many
+    every   all ways that there are for so many rows, the best guess first
+    suits   whether what was found for other rows can compute so many
+    trusts  whether it may be taken although nothing was timed near so many rows
 
     Of all ways at the first size between two powers of two, the best few are tried at the other sizes there.
     """
@@ -137,10 +138,12 @@ class Choices(Generic[Tried]):
     def __init__(
         self, clock: KernelClock, every: Callable[[int], Sequence[Tried]],
         suits: Callable[[Tried, int], bool] = lambda kernel, rows: True,
+        trusts: Callable[[Tried, int], bool] = lambda kernel, rows: True,
     ) -> None:  # fmt: skip
         self._clock = clock
         self._every = every
         self._suits = suits
+        self._trusts = trusts
         self._tuned: dict[int, Tried] = {}
         self._octave = -1
         self._shortlist: list[Tried] = []
@@ -160,18 +163,23 @@ class Choices(Generic[Tried]):
         other = nearest(self._tuned, rows)
         if other is not None and self._suits(self._tuned[other], rows):
             return self._tuned[other]
-        return self._every(rows)[0]
+        every = self._every(rows)
+        return next((one for one in every if self._trusts(one, rows)), every[0])
 
     def tune(
-        self, rows: int, runs: Callable[[Tried], Callable[[int], None]], beside: Callable[[], None]
-    ) -> bool:
-        """Time the kernels for so many rows, by `runs(kernel)(turn)`; returns False if that is done."""
+        self, rows: int, runs: Callable[[Tried], Callable[[int], None]], beside: Callable[[], None],
+        worthy: Callable[[Sequence[Tried]], Sequence[Tried]] = lambda kernels: kernels,
+    ) -> bool:  # fmt: skip
+        """Time the kernels for so many rows, by `runs(kernel)(turn)`; returns False if that is done.
+
+        worthy  those that may be chosen, one at least
+        """
         rows = padded_rows(rows)
         if rows in self._tuned:
             return False
         octave = (rows - 1).bit_length()
         few = [kernel for kernel in self._shortlist if octave == self._octave and self._suits(kernel, rows)]
-        kernels = few or self._every(rows)
+        kernels = worthy(few or self._every(rows))
         order = self._clock.ranked([runs(kernel) for kernel in kernels], beside, loaded=rows > MANY_ROWS)
         ranked = [kernels[index] for index in order]
         if not few:

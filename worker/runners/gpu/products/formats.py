@@ -20,8 +20,10 @@ from nightmill.worker.runners.gpu.device.operands import Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.device.sources import Source
 from nightmill.worker.runners.gpu.kinds import kinds_of
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
+from nightmill.worker.runners.gpu.products.agreeing import Agreement
 from nightmill.worker.runners.gpu.products.chooser import Products
 from nightmill.worker.runners.gpu.products.elements.format import ElementProducts
+from nightmill.worker.runners.gpu.products.elements.mma_gemm import MmaTiles
 from nightmill.worker.runners.gpu.products.fp8.format import Fp8Format
 from nightmill.worker.runners.gpu.products.packed.format import PackedProducts
 from nightmill.worker.runners.gpu.products.packed.packed_gemm import packed_products
@@ -111,7 +113,8 @@ class ModelFormats:
         """Kernel files of all products; those that compile longest first."""
         layers = self.rounded or ElementProducts
         packed = PackedProducts.sources(self.spec, self.precision, hopper=hopper)
-        return [*layers.sources(self.spec, hopper=hopper), *packed]
+        head = MmaTiles.sources(self.spec, hopper=hopper) if self.rounded else []
+        return [*layers.sources(self.spec, hopper=hopper), *packed, *head, *Agreement.sources()]
 
     def workspace(self) -> int:
         """Bytes of device memory that products take, beside activations."""

@@ -1,6 +1,6 @@
 """Activations between matrices, if no product has them inside, and the gates of attention."""
 
-from nightmill.worker.model.spec import Activation, ModelSpec
+from nightmill.worker.model.spec import Activation, FeedForward, ModelSpec
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import KernelPairs, blocks_for
 from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer
@@ -35,7 +35,8 @@ class Activate:
     @staticmethod
     def refusal(spec: ModelSpec) -> str | None:
         """Return the activation or the width of a model that it does not take, or None."""
-        networks = [layer.feed_forward for layer in spec.layers]
+        networks = [one for layer in spec.layers if isinstance(one := layer.feed_forward, FeedForward)]
+        networks += [experts.shared for experts in spec.experts if experts.shared is not None]
         if other := next((one.activation for one in networks if one.activation not in COMPUTED), None):
             return f"the activation {other}"
         odd = next((one.width for one in networks if one.width % 8), None)

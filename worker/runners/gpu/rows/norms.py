@@ -9,7 +9,7 @@ from nightmill.worker.runners.gpu.kinds import layer_kinds
 from nightmill.worker.runners.gpu.shapes import Kind
 from nightmill.worker.runners.gpu.weights.layout import NO_NORM, NormWeight
 
-__all__ = ["Norms", "only_rms_norms"]
+__all__ = ["Norms", "only_rms_norms", "row_shape"]
 
 _MOST = 32_768  # elements of a row
 _PIECES = (1, 2, 4)  # kernels, by the pieces of 8 values that a thread has
@@ -44,7 +44,7 @@ class Norms:
             self.add(None, ABSENT, NO_NORM, 1.0, x, norm, out, rows)
         elif rows:
             width = x.shape[1]
-            pieces, block = _shape(width)
+            pieces, block = row_shape(width)
             rounds = out.dtype == FP8
             written = (out.address, out.scales) if rounds else (out.address,)
             (self._rounding if rounds else self._rms)[pieces].of(rows)(
@@ -62,7 +62,7 @@ class Norms:
         """
         if rows:
             width, then = x.shape[1], before or NO_NORM
-            pieces, block = _shape(width)
+            pieces, block = row_shape(width)
             self._any[pieces].of(rows)(
                 (rows, 1), block, 0 if added is None else added.address, bias.address, after.weight.address,
                 after.bias.address, after.eps, after.centred, scale, x.address, then.weight.address,
@@ -74,7 +74,7 @@ def _by_pieces(kernels: KernelPairs, name: str, arguments: str) -> dict[int, Ker
     return {pieces: kernels.function(f"{name}_{pieces}", arguments) for pieces in _PIECES}
 
 
-def _shape(width: int) -> tuple[int, tuple[int, int, int]]:
+def row_shape(width: int) -> tuple[int, tuple[int, int, int]]:
     """Pieces of a thread, and the block, for a row."""
     chunks = width // 8  # of 8 values
     pieces = 1 if chunks <= 256 else 2 if chunks <= 512 else 4

@@ -3,10 +3,18 @@
 from collections.abc import Iterator
 from typing import Any
 
-from nightmill.worker.model.spec import Attention, GatedDeltaNet, Mamba2, ModelSpec, ShortConv
+from nightmill.worker.model.spec import (
+    Attention,
+    GatedDeltaNet,
+    LatentAttention,
+    Mamba2,
+    ModelSpec,
+    ShortConv,
+)
 from nightmill.worker.model.spec import Mixer as MixerSpec
-from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.device import Device, NamedGpu
 from nightmill.worker.runners.gpu.device.sources import Source
+from nightmill.worker.runners.gpu.states.chunks import DeltaChunks, MambaChunks
 from nightmill.worker.runners.gpu.states.convolution import ShortConvolution
 from nightmill.worker.runners.gpu.states.delta_net import DeltaNet
 from nightmill.worker.runners.gpu.states.mamba2 import Mamba
@@ -39,6 +47,22 @@ class StateMixers:
         return None
 
     @staticmethod
+    def refusal_on(spec: ModelSpec, gpu: NamedGpu) -> str | None:
+        """Return why a GPU has too little shared memory for the states of a model, or None."""
+        for mixer in _mixers(spec):
+            least = 0
+            if isinstance(mixer, GatedDeltaNet):
+                least = DeltaChunks.least_shared(mixer)
+            elif isinstance(mixer, Mamba2):
+                least = MambaChunks.least_shared(mixer)
+            if least > gpu.block_shared:
+                return (
+                    f"states of this model take {least:,} bytes of shared memory and a block of {gpu.name} "
+                    f"has {gpu.block_shared:,}; `--reference` generates without a GPU"
+                )
+        return None
+
+    @staticmethod
     def workspace(spec: ModelSpec, rows: int) -> int:
         """Bytes of device memory that they share, one layer after the other, for steps of so many rows."""
         needing = (mixer for mixer in _mixers(spec) if not isinstance(mixer, ShortConv))
@@ -66,5 +90,5 @@ def state_mixer(device: Device, mixer: MixerSpec, work: int, rows: int) -> Mixer
 def _mixers(spec: ModelSpec) -> Iterator[MixerSpec]:
     """The different ones among those of the layers."""
     for mixer in dict.fromkeys(layer.mixer for layer in spec.layers):
-        if mixer is not None and not isinstance(mixer, Attention):
+        if mixer is not None and not isinstance(mixer, Attention | LatentAttention):
             yield mixer

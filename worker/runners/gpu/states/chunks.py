@@ -23,9 +23,6 @@ _VALUES = 4 * _TOKENS * 20 // 16  # bytes of a column's values in a chunk: see d
 _NARROW = 32  # columns
 _PREPARING = (256, 1, 1)  # threads
 _MOST_PIECES = 64  # whose chunks are prepared at the same time
-_SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
-_LEAST_SHARED = 99
-"""KiB of shared memory that a block may have, by compute capability (CUDA C++ Programming Guide), or else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +46,7 @@ class _Scan:
     """
 
     def __init__(self, device: Device, kernels: KernelPairs, arguments: str, widths: list[_Width]) -> None:
-        most = _SHARED.get(device.compute_capability, _LEAST_SHARED) << 10
+        most = device.features.block_shared
         self._multiprocessors = device.multiprocessors
         self._kernels = []
         for width in widths:
@@ -120,6 +117,11 @@ class DeltaChunks:
         return [*on_hopper, source_of("delta_chunked", *sizes, f"-DTAPS={mixer.kernel}")]
 
     @staticmethod
+    def least_shared(mixer: GatedDeltaNet) -> int:
+        """Bytes of shared memory that a block needs where kernels are not those for Hopper."""
+        return _operands(mixer.key_dim) + _RECORD + _DIAGONAL
+
+    @staticmethod
     def bytes(rows: int, heads: int) -> int:
         """Memory for what is prepared of steps of up to so many rows."""
         return _most_chunks(rows) * heads * _RECORD
@@ -185,6 +187,11 @@ class MambaChunks:
         own = hopper and {mixer.state_size, mixer.head_dim} <= {64, 128}
         on_hopper = [source_of("mamba_hopper", *sizes)] if own else []
         return [*on_hopper, source_of("mamba_chunked", *sizes)]
+
+    @staticmethod
+    def least_shared(mixer: Mamba2) -> int:
+        """Bytes of shared memory that a block needs where kernels are not those for Hopper."""
+        return _operands(mixer.state_size) + _PRODUCTS + _TIMES + _TRIANGLE
 
     @staticmethod
     def bytes(rows: int, heads: int, groups: int) -> int:

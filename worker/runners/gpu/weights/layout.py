@@ -1,12 +1,13 @@
 """A model's weights as operands of launchers, and how much memory they take."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 
 from nightmill.worker.model.spec import (
     Attention,
+    Experts,
     GatedDeltaNet,
     Mamba2,
     Mixer,
@@ -16,14 +17,16 @@ from nightmill.worker.model.spec import (
     Weight,
 )
 from nightmill.worker.runners.gpu.device.device import aligned
-from nightmill.worker.runners.gpu.device.operands import ABSENT, FLOAT, Buffer, Format, Matrix
+from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, FLOAT, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.states.operands import MixerWeights
 from nightmill.worker.runners.gpu.weights.head_order import HeadOrder, RowOrder, RowRange
+from nightmill.worker.runners.gpu.weights.router import router_rows
 
 __all__ = [
-    "NO_MATRIX", "NO_NORM", "LayerWeights", "NormWeight", "Run", "Weights", "all_weights", "formats_in",
-    "layer_weights", "padded_vocab", "rows_of", "runs_of", "stored", "weight_bytes",
+    "NO_MATRIX", "NO_NORM", "OF_EACH_HEAD", "OF_EXPERTS", "ExpertWeights", "HeadMatrices", "LatentWeights",
+    "LayerWeights", "NormWeight", "Run", "Weights", "all_weights", "formats_in", "layer_weights",
+    "padded_vocab", "rows_of", "runs_of", "stored", "weight_bytes",
 ]  # fmt: skip
 
 
@@ -48,6 +51,64 @@ NO_MATRIX = Matrix(0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """The weights of a mixture of experts; ABSENT or NO_MATRIX those that the model lacks.
+
+    E experts of F elements between read rows of R elements, of the layer's input or of a latent.
+    """
+
+    router: Matrix  # elements, as `weights/router.py` says
+    router_bias: Buffer  # float (E,)
+    selection_bias: Buffer  # float (E,)
+    gate_up: Matrix  # (2 E F, R): gates of all, then ups of all; fused, both of the first expert, and so on
+    gate_up_bias: Buffer  # float, as long as gate_up has rows
+    down: Matrix  # (E R, F)
+    down_bias: Buffer  # float (E R,)
+    gate_scale: Buffer  # float (E,), as the next two
+    up_scale: Buffer
+    down_scale: Buffer
+    latent_down: Matrix  # (R, width)
+    latent_up: Matrix  # (width, R)
+    shared_gate_up: Matrix  # of the shared expert, as those of a feed-forward network
+    shared_gate_up_bias: Buffer
+    shared_down: Matrix
+    shared_down_bias: Buffer
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """Those that may be in any format, in the order of their use."""
+        shared = self.shared_gate_up, self.shared_down
+        return (self.latent_down, self.gate_up, self.down, self.latent_up, *shared)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadMatrices:
+    """A matrix of elements for each head, (outputs, inputs), or `turned`: (inputs, outputs).
+
+    stride  elements from one to the next
+    """
+
+    address: int
+    stride: int
+    outputs: int
+    inputs: int
+    turned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LatentWeights:
+    """The weights of latent attention (`worker.model.latent`), but for its output."""
+
+    q_down: Matrix  # (query latent, width), or NO_MATRIX
+    q_norm: Buffer  # float (query latent,), or ABSENT
+    q_up: Matrix  # (heads (key_dim + rotated), query latent or width)
+    kv_down: Matrix  # (latent + rotated, width)
+    kv_norm: Buffer  # float (latent,)
+    k_up: HeadMatrices  # of queries to the latent
+    v_up: HeadMatrices  # of the latent to values
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
     """The weights of one block; ABSENT or NO_MATRIX those that the model lacks."""
 
@@ -66,15 +127,21 @@ class LayerWeights:
     ffn_down_bias: Buffer = ABSENT  # float (width,)
     ffn_post_norm: NormWeight = NO_NORM
     attn_gate: Matrix = NO_MATRIX  # (heads head_dim, width)
+    sinks: Buffer = ABSENT  # float (heads,)
     mixer_input: Matrix = NO_MATRIX  # filled up with rows of 0, as `stored` says
     mixer_controls: Matrix = NO_MATRIX  # the same
     mixer: MixerWeights | None = None  # what else a mixer with a state has
+    experts: ExpertWeights | None = None  # in place of gate_up and ffn_down
+    latent: LatentWeights | None = None  # of a layer with latent attention
 
     @property
     def formats(self) -> tuple[Format, ...]:
         """Formats of its matrices and their parts, in the order of their use."""
         first = (self.qkv, self.attn_gate, self.mixer_input, self.mixer_controls)
-        matrices = (*first, self.attn_output, self.gate_up, self.ffn_down)
+        experts = () if self.experts is None else self.experts.matrices
+        own = self.latent
+        of_latent = () if own is None else (own.q_down, own.q_up, own.kv_down)
+        matrices = (*first, *of_latent, self.attn_output, self.gate_up, self.ffn_down, *experts)
         return tuple(format_ for matrix in matrices if matrix.rows for format_ in matrix.formats)
 
 
@@ -111,9 +178,15 @@ def layer_weights(spec: ModelSpec, index: int) -> dict[Role, Weight]:
     """Return the weights of a layer as they are kept here: gates and controls are matrices of their own.
 
     So controls stay float, and a gate for each of a layer's heads takes nothing from what computes others.
-    Where they are rows of a tensor that has more, `rows_of` says which.
+    Where they are rows of a tensor that has more, `rows_of` says which. The matrices of all experts are one,
+    one below the other; the gate of a shared expert is the last row of the router.
     """
     weights, mixer = spec.layer_weights(index), spec.layers[index].mixer
+    if isinstance(spec.layers[index].feed_forward, Experts):
+        weights |= {role: _below_each_other(weights[role]) for role in OF_EXPERTS}
+    if (gate := weights.pop(Role.SHARED_GATE, None)) is not None:
+        rows = tuple((name, (1, *shape)) for name, shape in gate.parts)
+        weights |= {Role.ROUTER: Weight((*weights[Role.ROUTER].parts, *rows))}
     if isinstance(mixer, Attention) and mixer.gated:
         (queries, _), *others = weights[Role.QKV].parts
         half = queries, (mixer.queries, spec.width)
@@ -128,6 +201,11 @@ def layer_weights(spec: ModelSpec, index: int) -> dict[Role, Weight]:
         )
         weights |= {Role.MIXER_INPUT: first, Role.MIXER_CONTROLS: steps}
     return weights
+
+
+def _below_each_other(weight: Weight) -> Weight:
+    """Matrices of experts (E, rows, columns) as matrices (E rows, columns)."""
+    return Weight(tuple((name, (math.prod(shape[:-1]), shape[-1])) for name, shape in weight.parts))
 
 
 def rows_of(mixer: Mixer | None, role: Role) -> RowOrder | None:
@@ -158,7 +236,7 @@ def runs_of(spec: ModelSpec, role: Role, weight: Weight, precision: Precision) -
         return [Run(rounded, weight.parts, stored(spec, role, weight)[0], weight.shape[1])]
     element = precision.element.format
     names = [spec.tensor_types.get(name, "") for name in weight.names]
-    packs = precision.weights is WeightsFormat.FILE and role is not Role.MIXER_CONTROLS
+    packs = precision.weights is WeightsFormat.FILE and role not in _ELEMENTS
     stay = packs and all(name in _PACKED for name in names)
     formats = [_PACKED[name] for name in names] if stay else [element] * len(names)
     runs = []
@@ -170,12 +248,17 @@ def runs_of(spec: ModelSpec, role: Role, weight: Weight, precision: Precision) -
     return runs
 
 
-def formats_in(spec: ModelSpec, precision: Precision, *roles: Role) -> set[Format]:
-    """Return all formats of a model's matrices, or of those with these roles, by parts if they are MIXED."""
+def formats_in(
+    spec: ModelSpec, precision: Precision, *roles: Role, but: Collection[Role] = ()
+) -> set[Format]:
+    """Return all formats of a model's matrices, or of those with these roles, by parts if they are MIXED.
+
+    but  roles that are left out
+    """
     return {
         run.format
         for role, weight in all_weights(spec)
-        if weight.is_matrix and (role in roles or not roles)
+        if weight.is_matrix and (role in roles or not roles) and role not in but
         for run in runs_of(spec, role, weight, precision)
     }
 
@@ -192,8 +275,10 @@ def stored(spec: ModelSpec, role: Role, weight: Weight) -> tuple[int, ...]:
     """The shape on the device.
 
     The LM head, and what is made of a mixer's input, have rows of 0 behind those of the file, up to a
-    multiple of 8.
+    multiple of 8. A router has several parts of each of its rows (`weights/router.py`).
     """
+    if role is Role.ROUTER:
+        return (router_rows(weight.shape[0]), *weight.shape[1:])
     head = Role.EMBEDDING if spec.tied_head else Role.HEAD
     if role is head:
         return (padded_vocab(spec), *weight.shape[1:])
@@ -211,14 +296,22 @@ def _sizes(spec: ModelSpec, role: Role, weight: Weight, precision: Precision) ->
     if weight.is_matrix:
         runs = runs_of(spec, role, weight, precision)
         return [size for run in runs for size in (run.bytes, run.format.scale_bytes(run.rows))]
-    return [math.prod(weight.shape) * FLOAT.itemsize]
+    kind = ELEMENT if role in OF_EACH_HEAD else FLOAT
+    return [math.prod(weight.shape) * kind.itemsize]
 
 
 _PACKED = {format_.name: format_ for format_ in Format if format_.packed}
 """Formats by GGUF's names of types."""
 _OF_HEADS = (Role.QKV, Role.QKV_BIAS, Role.Q_NORM, Role.K_NORM, Role.ATTN_GATE)
 _FILLED_UP = (Role.MIXER_INPUT, Role.MIXER_CONTROLS)
-_OF_LAYERS = (  # controls stay elements: decays are powers of what they give
+_ELEMENTS = (Role.MIXER_CONTROLS, Role.ROUTER)
+"""Matrices that are elements in any case: decays are powers of what they give, or experts chosen by it."""
+OF_EXPERTS = (Role.EXPERTS_GATE_UP, Role.EXPERTS_DOWN)
+"""Matrices that products of their own multiply (`experts/grouped.py`)."""
+_OF_LAYERS = (
     Role.QKV, Role.ATTN_GATE, Role.MIXER_INPUT, Role.ATTN_OUTPUT, Role.MIXER_OUTPUT, Role.GATE_UP,
-    Role.FFN_DOWN,
+    Role.FFN_DOWN, Role.LATENT_DOWN, *OF_EXPERTS, Role.LATENT_UP, Role.SHARED_GATE_UP, Role.SHARED_DOWN,
+    Role.Q_DOWN, Role.Q_UP, Role.KV_DOWN,
 )  # fmt: skip
+OF_EACH_HEAD = (Role.K_UP, Role.V_UP, Role.KV_UP)
+"""Matrices that each head has for itself: elements, whatever the others are."""

@@ -6,7 +6,7 @@ They give the bits of the kernels that serve larger steps.
 from collections.abc import Iterable
 from dataclasses import replace
 
-from nightmill.worker.model.spec import Attention, FeedForward, LayerSpec, ModelSpec, Norm
+from nightmill.worker.model.spec import Attention, FeedForward, LatentAttention, LayerSpec, ModelSpec, Norm
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import Function, Module
 from nightmill.worker.runners.gpu.device.operands import FLOAT, Buffer, Format, Matrix
@@ -169,7 +169,8 @@ def _has_plain_products(layer: LayerSpec) -> bool:
         feed_forward=FeedForward(width=layer.feed_forward.width, fused=layer.feed_forward.fused),
     )
     both = mixer is not None and layer.feed_forward.width > 0
-    return both and before is not None and after is not None and layer == known
+    known_mixer = both and not isinstance(mixer, LatentAttention)
+    return known_mixer and before is not None and after is not None and layer == known
 
 
 def _source(layer: LayerSpec | None) -> Source:

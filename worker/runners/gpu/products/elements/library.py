@@ -1,8 +1,9 @@
 """Products by cuBLASLt, by those of its algorithms that sum in one piece.
 
-So a row's result does not depend on how many rows there are: these gave the same bits for 1 to 4,096 rows of
-ten shapes (H200, CUDA 13.0), which our Hopper kernels give, too. On Hopper, products with many inputs and few
-outputs that are added to something have two sums (`first_sum`): there the library is called twice.
+So a row's result does not depend on how many rows there are, if those are left out that add in another
+order (`products.agreeing`): some slice K among a block's warps. On an H200 with CUDA 13.0 those that were
+timed gave the bits of our kernels for 1 to 4,096 rows of ten shapes. On Hopper, products with many inputs
+and few outputs that are added to something have two sums (`first_sum`): there the library is called twice.
 
 cuBLASLt thinks in columns: it sees y transposed = weight times x transposed.
 """
@@ -189,7 +190,10 @@ class LibraryProducts:
         found = self._library.algorithms(first)
         suited = (one for one in found if all(self._library.suits(one, call) for call in others))
         return [
-            Candidate("cuBLASLt", partial(self._kernel, one), partial(self._suits, one)) for one in suited
+            Candidate(
+                "cuBLASLt", partial(self._kernel, one), partial(self._suits, one), one["algo"].tobytes()
+            )
+            for one in suited
         ]
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from nightmill.worker.runners.gpu.device.device import Device, NamedGpu
 from nightmill.worker.runners.gpu.device.operands import FP8, Buffer
 from nightmill.worker.runners.gpu.device.sources import Source
 from nightmill.worker.runners.gpu.products.fp8.hopper_fp8 import HopperFp8
+from nightmill.worker.runners.gpu.products.fp8.mma_fp8 import MmaFp8
 from nightmill.worker.runners.gpu.products.fp8.quantise import Quantise
 from nightmill.worker.runners.gpu.products.fp8.rounding import Rounder
 from nightmill.worker.runners.gpu.shapes import Kind, ProductLauncher
@@ -30,7 +31,8 @@ class Fp8Format:
 
     def sources(self, spec: ModelSpec, *, hopper: bool) -> list[Source]:
         """Kernel files of a model whose layers are FP8; those that compile longest first."""
-        return [*HopperFp8.sources(spec, hopper=hopper), *Quantise.sources(spec, hopper=hopper)]
+        launchers = (HopperFp8, MmaFp8, Quantise)
+        return [source for launcher in launchers for source in launcher.sources(spec, hopper=hopper)]
 
     def refusal(self, spec: ModelSpec) -> str | None:
         """Reason why the kernels do not take a model, for a person; None if they do."""
@@ -39,11 +41,11 @@ class Fp8Format:
 
     def refusal_on(self, gpu: NamedGpu) -> str | None:
         """Reason why a GPU cannot multiply it, for a person; None if it can."""
-        if gpu.hopper:
+        if gpu.hopper or gpu.fp8:
             return None
         return (
-            f"FP8 weights need a GPU of compute capability 9.0 (H100, H200), which {gpu.name} is "
-            "not: give another --weights"
+            "FP8 weights need a GPU of compute capability 8.9 or newer (RTX 40-series, L40S, H100), which "
+            f"{gpu.name} is not: give another --weights"
         )
 
     def speedup(self, width: int) -> float:
@@ -52,7 +54,7 @@ class Fp8Format:
 
     def launcher(self, device: Device, kinds: Collection[Kind], quantised: Buffer) -> ProductLauncher:
         """Load the kernels for these kinds of products; `quantised`: room for activations to be rounded."""
-        return HopperFp8(device, kinds, quantised)
+        return (HopperFp8 if device.hopper else MmaFp8)(device, kinds, quantised)
 
     def rounder(self, device: Device, dequantizer: Dequantizer) -> Rounder:
         """Take the scratch memory with which tensors of a file are rounded to it."""

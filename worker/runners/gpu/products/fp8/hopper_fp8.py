@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 
-from nightmill.worker.model.spec import Attention, ModelSpec
+from nightmill.worker.model.spec import Attention, Experts, FeedForward, LatentAttention, ModelSpec
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import Function, Module
 from nightmill.worker.runners.gpu.device.operands import FP8, Buffer, Format, Matrix
@@ -160,10 +160,13 @@ class HopperFp8:
             mixer = (
                 "query heads with a sum" if isinstance(layer.mixer, Attention) else "a mixer with an output"
             )
+            query_latent = layer.mixer.query_latent if isinstance(layer.mixer, LatentAttention) else 0
             for what, inputs in (
                 ("a width", spec.width),
                 (mixer, mixer_sizes(layer.mixer).outputs),
                 ("an FFN width", layer.feed_forward.width),
+                *_of_experts(layer.feed_forward),
+                ("a latent of queries", query_latent or 0),
             ):
                 if inputs % _ALIGNMENT or inputs > MOST_INPUTS:
                     return f"{what} of {inputs} (multiples of {_ALIGNMENT}, up to {MOST_INPUTS:,})"
@@ -229,3 +232,11 @@ def _sources(kinds: Collection[Kind]) -> dict[Kind, Source]:
         for kind, tiles in FP8_TILES.items()
         if kind in kinds
     }
+
+
+def _of_experts(network: FeedForward | Experts) -> list[tuple[str, int]]:
+    """What products read around experts, and their own, with their sizes."""
+    if not isinstance(network, Experts):
+        return []
+    shared = [] if network.shared is None else [("a shared expert", network.shared.width)]
+    return [*shared, *([] if network.latent is None else [("a latent", network.latent)])]

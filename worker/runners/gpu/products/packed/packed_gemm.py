@@ -7,13 +7,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 
-from nightmill.worker.model.spec import ModelSpec, Role
+from nightmill.worker.model.spec import Experts, ModelSpec, Role
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import Function, Module
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, GROUP, PANEL_ROWS, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.device.sources import Source, instances, source_of
 from nightmill.worker.runners.gpu.device.tensor_maps import TensorMaps
-from nightmill.worker.runners.gpu.kinds import layer_kinds
+from nightmill.worker.runners.gpu.kinds import gate_up_kind, layer_kinds
 from nightmill.worker.runners.gpu.precision import Precision
 from nightmill.worker.runners.gpu.shapes import DEPTH, Candidate, Kernel, Kind, Shape, first_sum
 from nightmill.worker.runners.gpu.weights.layout import formats_in
@@ -209,15 +209,22 @@ def packed_products(spec: ModelSpec, precision: Precision) -> set[PackedProduct]
     by_role: dict[Role, set[Kind]] = {}
     for layer in spec.layers:
         kinds = layer_kinds(layer)
-        used = {
+        used: dict[Role, Kind | None] = {
             Role.QKV: Kind.PLAIN,
             Role.ATTN_GATE: Kind.PLAIN,
             Role.MIXER_INPUT: Kind.PLAIN,
+            Role.Q_DOWN: Kind.PLAIN,
+            Role.Q_UP: Kind.PLAIN,
+            Role.KV_DOWN: Kind.PLAIN,
             Role.ATTN_OUTPUT: kinds.output,
             Role.MIXER_OUTPUT: kinds.output,
             Role.GATE_UP: kinds.gate_up,
             Role.FFN_DOWN: kinds.down,
         }
+        if isinstance(experts := layer.feed_forward, Experts):
+            shared = None if experts.shared is None else gate_up_kind(experts.shared)
+            used |= {Role.LATENT_DOWN: Kind.PLAIN, Role.LATENT_UP: Kind.ADDEND}
+            used |= {Role.SHARED_GATE_UP: shared, Role.SHARED_DOWN: Kind.ADDEND}
         for role, kind in used.items():
             by_role.setdefault(role, set()).update([] if kind is None else [kind])
     by_role[Role.EMBEDDING if spec.tied_head else Role.HEAD] = {Kind.FLOAT}

@@ -11,14 +11,14 @@ from nightmill.worker.runners.gpu.device.sources import Source, source_of
 from nightmill.worker.runners.gpu.precision import Precision
 from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.shapes import Candidate, Kernel, Kind, Shape
-from nightmill.worker.runners.gpu.weights.layout import formats_in
+from nightmill.worker.runners.gpu.weights.layout import OF_EXPERTS, formats_in
 
-__all__ = ["PackedRows"]
+__all__ = ["RESULTS", "PackedRows", "packed_formats"]
 
 _WARPS = 4
 _DEPTH, _PITCH = 256, 528  # inputs of a step, and bytes that a row of x has of them in shared memory
 _TILES = (1, 2, 4)  # of 16 rows
-_RESULTS = {Kind.FLOAT: "floats", Kind.ADDEND: "floats", Kind.RESIDUAL: "added"}
+RESULTS = {Kind.FLOAT: "floats", Kind.ADDEND: "floats", Kind.RESIDUAL: "added"}
 """Kernels by what becomes of a product; the others have elements."""
 
 
@@ -45,8 +45,7 @@ class PackedRows:
     @staticmethod
     def sources(spec: ModelSpec, precision: Precision, *, hopper: bool) -> list[Source]:
         """List the kernel files: one for each format."""
-        formats = [] if hopper or precision.plain_products else sorted(formats_in(spec, precision), key=str)
-        return [_source(format_) for format_ in formats if format_.packed]
+        return [_source(format_) for format_ in packed_formats(spec, precision, hopper=hopper)]
 
     def candidates(self, shape: Shape) -> list[Candidate]:
         """The kernel for so many rows."""
@@ -76,8 +75,8 @@ class PackedRows:
         self, tiles: int, kind: Kind, x: Buffer, weight: Matrix, y: int, rows: int, pitch: int
     ) -> None:
         """Queue the product, with rows of results that are `pitch` numbers apart."""
-        name = _RESULTS.get(kind, "elements")
-        size = (FLOAT if name in _RESULTS.values() else ELEMENT).itemsize
+        name = RESULTS.get(kind, "elements")
+        size = (FLOAT if name in RESULTS.values() else ELEMENT).itemsize
         for part in weight.parts or (weight,):
             panels = -(-part.rows // PANEL_ROWS)
             self._kernels[part.format, name, tiles](
@@ -85,6 +84,15 @@ class PackedRows:
                 part.columns, pitch, shared=_shared(part.format, tiles),
             )  # fmt: skip
             y += part.rows * size
+
+
+def packed_formats(spec: ModelSpec, precision: Precision, *, hopper: bool) -> list[Format]:
+    """The formats that portable kernels multiply as they are; none on Hopper, which has its own."""
+    if hopper or precision.plain_products:
+        return []
+    return [
+        format_ for format_ in sorted(formats_in(spec, precision, but=OF_EXPERTS), key=str) if format_.packed
+    ]
 
 
 def _shared(format_: Format, tiles: int) -> int:

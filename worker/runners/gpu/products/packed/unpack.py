@@ -19,7 +19,12 @@ from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, PANEL_R
 from nightmill.worker.runners.gpu.device.sources import Source, source_of
 from nightmill.worker.runners.gpu.precision import Precision
 from nightmill.worker.runners.gpu.shapes import Candidate, Kernel, Kind, Shape
-from nightmill.worker.runners.gpu.weights.layout import all_weights, formats_in, runs_of
+from nightmill.worker.runners.gpu.weights.layout import (
+    OF_EXPERTS,
+    all_weights,
+    formats_in,
+    runs_of,
+)
 
 __all__ = ["Unpacked"]
 
@@ -38,7 +43,8 @@ class Unpacked:
     @staticmethod
     def sources(spec: ModelSpec, precision: Precision, *, hopper: bool) -> list[Source]:
         """List the kernel files for a model."""
-        return [source_of("unpack")] if any(format_.packed for format_ in formats_in(spec, precision)) else []
+        formats = formats_in(spec, precision, but=OF_EXPERTS)
+        return [source_of("unpack")] if any(format_.packed for format_ in formats) else []
 
     @staticmethod
     def workspace(spec: ModelSpec, precision: Precision) -> int:
@@ -48,7 +54,9 @@ class Unpacked:
             if role in (Role.EMBEDDING, Role.HEAD)
             else weight.shape[0] * weight.shape[1] * ELEMENT.itemsize
             for role, weight in all_weights(spec)
-            if weight.is_matrix and any(run.format.packed for run in runs_of(spec, role, weight, precision))
+            if weight.is_matrix
+            and role not in OF_EXPERTS
+            and any(run.format.packed for run in runs_of(spec, role, weight, precision))
         ]
         return max(sizes, default=0)
 
@@ -66,11 +74,20 @@ class Unpacked:
         if not shape.format.packed and shape.format is not Format.MIXED:
             return []
         first, *others = self._pieces(shape)
-        return [
-            Candidate(f"elements, {one.name}", partial(self._kernel, one), partial(self._suits, one))
-            for one in self._elements(first)
-            if all(map(one.suits, others))
-        ]
+        return [self.through(one) for one in self._elements(first) if all(map(one.suits, others))]
+
+    def through(self, one: Candidate) -> Candidate:
+        """Make a candidate of one that multiplies elements: the matrix becomes elements first."""
+        return replace(
+            one,
+            name=f"elements, {one.name}",
+            kernel=partial(self._kernel, one),
+            suits=partial(self._suits, one),
+        )
+
+    def first_piece(self, shape: Shape) -> Shape:
+        """The product over elements, or the first of several, that a product is."""
+        return self._pieces(shape)[0]
 
     def unpack(self, matrix: Matrix) -> Matrix:
         """Queue the matrix to become elements in the room, and return it as such."""

@@ -13,6 +13,20 @@ struct alignas(8) Bytes8 {
 };
 
 inline uint32_t pack(float low, float high) { return bits_as<uint32_t>(to_elements(low, high)); }
+inline float rounded(float value) { return to_float(to_element(value)); }
+inline Element8 pack(const float (&values)[8]) {
+    Element8 packed;
+    for (int i = 0; i < 4; ++i) packed.word[i] = pack(values[2 * i], values[2 * i + 1]);
+    return packed;
+}
+
+inline float logistic_times(float gate, float power, float up) { return gate / (1.0f + exp2f(power)) * up; }
+inline float silu_times(float gate, float up) { return logistic_times(gate, gate * -LOG2_E, up); }
+inline float gelu_times(float gate, float up) {
+    const float u = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
+    return 0.5f * gate * (1.0f + tanhf(u)) * up;
+}
+inline float relu_squared_times(float gate, float up) { return gate < 0.0f ? 0.0f : gate * gate * up; }
 
 namespace host {
 inline float element_of(uint32_t word, int which) { return to_float(bits_as<Element>(uint16_t(word >> 16 * which))); }

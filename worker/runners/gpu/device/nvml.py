@@ -1,4 +1,4 @@
-"""A GPU's temperature, power and load, from NVML: what NVIDIA's driver has for those who watch over GPUs.
+"""A GPU's temperature, power, energy and load, from NVML: what NVIDIA's driver has for who watches over GPUs.
 
 It is asked by ctypes, a few microseconds a question, and needs neither CUDA nor the engine's process. What it
 does not say, or not for this kind of GPU, is left out.
@@ -55,6 +55,15 @@ class GpuProbe:
         if self._ask("nvmlDeviceGetMemoryInfo", self._device, ctypes.byref(memory)):
             found |= {"memory_used": memory.used, "memory": memory.total}
         return found
+
+    def joules(self) -> float | None:
+        """Return the GPU's energy since its driver was loaded; None if it does not tell."""
+        millijoules = ctypes.c_ulonglong()
+        if self._index is None or not self._found():
+            return None
+        if not self._ask("nvmlDeviceGetTotalEnergyConsumption", self._device, ctypes.byref(millijoules)):
+            return None
+        return millijoules.value / 1000
 
     def _found(self) -> bool:
         """Return True if there is a library that knows the GPU; look for it once."""

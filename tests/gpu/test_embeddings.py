@@ -1,0 +1,122 @@
+"""Embeddings by the CUDA runner: those of the reference, with the same bits in any company and in pieces."""
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from nightmill.jobs.request.parameters import GenerationParams
+from nightmill.worker.assembly.model import demo_model
+from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.options import Detokenizer, EngineSizes
+from nightmill.worker.engine.request import Request
+from nightmill.worker.model.families import read_spec
+from nightmill.worker.model.gguf.file import GgufFile
+from nightmill.worker.model.spec import ModelSpec, Pooling
+from nightmill.worker.runners.base import Runner
+from nightmill.worker.runners.reference import ReferenceRunner
+from tests.gpu.conftest import Make
+from tests.support.constraints import EveryNth
+from tests.support.cuda_runners import cuda_runner
+from tests.support.engines import NoText, complete
+from tests.support.family_cases import file_of
+from tests.support.ggufs import spec_tensors
+from tests.support.hybrid_cases import GPU_HYBRID_FILES
+from tests.support.one_by_one import OneByOne
+
+CONTEXT = 256
+
+
+@pytest.fixture(scope="module")
+def file() -> GgufFile:
+    return GgufFile.open(demo_model())
+
+
+@pytest.fixture(scope="module")
+def defaults() -> dict[str, Any]:
+    return {"slots": 8, "kv_pages": 8 * 16, "max_tokens": 512, "tune": False, "context": CONTEXT}
+
+
+def texts(vocab: int) -> list[tuple[int, ...]]:
+    rng = np.random.default_rng(9)
+    common = rng.integers(0, vocab, 70).tolist()
+    return [(*common, *rng.integers(0, vocab, count).tolist()) for count in (1, 5, 60, 130, 186)]
+
+
+def embeddings(vocab: int) -> list[Request]:
+    return [
+        Request(f"{number} {pooling}", 1, text, GenerationParams(embed=True), 0, embeds=places)
+        for number, text in enumerate(texts(vocab))
+        for pooling in Pooling
+        for places in [pooling.places(len(text))]
+    ]
+
+
+def drawing(vocab: int) -> list[Request]:
+    """Texts with answers, free and under masks, and prompts whose tokens are told."""
+    return [
+        Request(
+            f"text {number}", 1, text[:190],
+            GenerationParams(max_tokens=20, temperature=0.0, ignore_eos=True), number,
+            constraint=EveryNth(vocab, 5) if number % 2 else None,
+            prompt_logprobs_from=3 if number == 2 else None,
+        )
+        for number, text in enumerate(texts(vocab))
+    ]  # fmt: skip
+
+
+def computed(
+    runner: Runner, requests: list[Request], budget: int = 512, *, sharing: bool = True
+) -> dict[str, bytes]:
+    engine = Engine(
+        runner,
+        Detokenizer(text_stream=NoText, eos_ids=frozenset()),
+        EngineSizes(context_length=CONTEXT, max_sequences=runner.slots, token_budget=budget),
+        prefix_sharing=sharing,
+        constraints=OneByOne(),
+    )
+    done = complete(engine, requests)
+    assert {one.error for one in done.values()} == {None}
+    return {name: one.embedding for name, one in done.items() if one.embedding is not None}
+
+
+def numbers(found: dict[str, bytes]) -> npt.NDArray[np.float64]:
+    return np.array([np.frombuffer(found[name], dtype="<f4") for name in sorted(found)], dtype=np.float64)
+
+
+def check(runner: Runner, reference: Runner, vocab: int) -> None:
+    alone = {}
+    for request in embeddings(vocab):
+        alone |= computed(runner, [request], sharing=False)
+    assert len(set(alone.values())) == len(alone) == 2 * len(texts(vocab))
+    for budget in (512, 8 + 64, 150):
+        assert computed(runner, [*drawing(vocab), *embeddings(vocab)], budget) == alone
+        assert computed(runner, embeddings(vocab)[::-1], budget) == alone
+    wanted = numbers(computed(reference, embeddings(vocab)))
+    cosines = (numbers(alone) * wanted).sum(axis=1)
+    print(f"least cosine: {cosines.min():.7f}")  # noqa: T201
+    assert cosines.min() > 0.9999
+    assert (wanted @ wanted.T)[~np.eye(len(wanted), dtype=bool)].max() < 0.9999  # they differ by more
+
+
+def test_they_are_the_references_and_the_same_in_any_company(
+    file: GgufFile, spec: ModelSpec, make: Make
+) -> None:
+    with closing(ReferenceRunner(file, spec, kv_pages=8 * 16, slots=8)) as reference:
+        check(make(), reference, spec.vocab)
+
+
+def test_those_of_a_model_with_states(tmp_path: Path) -> None:
+    keys, like = GPU_HYBRID_FILES["lfm2"]
+    halves = {one: array.astype(np.float16).astype(np.float32) for one, array in spec_tensors(like).items()}
+    file = file_of(tmp_path, keys, like, **halves)
+    spec = read_spec(file)
+    sizes = {"slots": 8, "kv_pages": 8 * 16}
+    with (
+        closing(cuda_runner(file, spec, max_tokens=512, tune=False, context=CONTEXT, **sizes)) as runner,
+        closing(ReferenceRunner(file, spec, **sizes)) as reference,
+    ):
+        check(runner, reference, spec.vocab)

@@ -1,0 +1,74 @@
+"""Embeddings by a real worker: a table, a file of rows in OpenAI's format, plain rows, and one by one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner
+
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
+from nightmill.jobs.commands.main import main
+from nightmill.worker.commands.process import running_worker
+from tests.integration.worker.conftest import on_sqlite
+from tests.support.ggufs import write_model
+from tests.support.servers import worker_env
+
+pytestmark = pytest.mark.heavy
+WORDS = ("night", "mill", "river", "wheel", "grain", "stone")
+TEXTS = [" ".join(WORDS[place % 6] for place in range(number, number * 3 + 1)) for number in range(24)]
+
+
+def run(*arguments: object) -> Any:
+    result = CliRunner().invoke(main, [*map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    return result
+
+
+@on_sqlite
+def test_texts_are_embedded_through_every_door(
+    quick: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metadata = {"qwen3.pooling_type": 3, "tokenizer.ggml.add_eos_token": True}
+    model = write_model(tmp_path / "model.gguf", "qwen3", layers=1, metadata=metadata)
+    settings = quick.model_copy(update={"reference": True, "model": model})
+    for name, value in worker_env(settings).items():
+        monkeypatch.setenv(name, value)
+    pq.write_table(pa.table({"n": pa.array(range(24), pa.int16()), "a text": TEXTS}), tmp_path / "in.parquet")
+    rows = [
+        {"custom_id": str(number), "method": "POST", "url": "/v1/embeddings", "body": {"input": text}}
+        for number, text in enumerate(TEXTS)
+    ]
+    (tmp_path / "openai.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    plain = [{"embed": text, "dimensions": 8, "pooling": "mean"} for text in TEXTS]
+    (tmp_path / "plain.jsonl").write_text("\n".join(map(json.dumps, plain)))
+    with Client(settings) as client, running_worker(client, tmp_path / "worker.log"):
+        run("embed", tmp_path / "in.parquet", "--column", "a text", "-o", tmp_path / "out.parquet")
+        run("run", tmp_path / "openai.jsonl", "-o", tmp_path / "openai.out.jsonl")
+        run("run", tmp_path / "plain.jsonl", "-o", tmp_path / "plain.out.jsonl")
+        for found in client.list_batches():
+            assert client.verify(found.name, sample=5, timeout=60).equal
+        one_by_one = [client.embed_many([text], timeout=60)[0] for text in TEXTS[:6]]
+        too_long = client.enqueue("night " * 600, embed=True)
+        client.wait(too_long, timeout=60)
+        assert "the text to embed has" in str(client.get(too_long).error)
+    table = pq.read_table(tmp_path / "out.parquet")
+    assert table.schema.names == ["n", "a text", "embedding", "prompt_tokens", "job_id"]
+    assert table.schema.field("embedding").type == pa.list_(pa.float32())
+    assert (table["n"].type, table["a text"].to_pylist()) == (pa.int16(), TEXTS)
+    embeddings = np.array(table["embedding"].to_pylist(), dtype=np.float32)
+    assert embeddings.shape == (24, 64) and len(np.unique(embeddings, axis=0)) == 24
+    np.testing.assert_allclose(np.linalg.norm(embeddings, axis=1), 1, atol=1e-6)
+    np.testing.assert_array_equal(embeddings[:6], np.array(one_by_one, dtype=np.float32))
+    said = [json.loads(line) for line in (tmp_path / "openai.out.jsonl").read_text().splitlines()]
+    of_openai = {row["custom_id"]: row["response"]["body"]["data"][0]["embedding"] for row in said}
+    in_order = [of_openai[str(number)] for number in range(24)]
+    np.testing.assert_array_equal(np.array(in_order, dtype=np.float32), embeddings)
+    means = [
+        json.loads(line)["embedding"] for line in (tmp_path / "plain.out.jsonl").read_text().splitlines()
+    ]
+    assert {len(mean) for mean in means} == {8} and means[3] != embeddings[3, :8].tolist()

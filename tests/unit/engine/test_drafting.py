@@ -1,0 +1,122 @@
+"""Drafts: what is guessed, how many steps a text then takes, and that not a token differs."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from nightmill.worker.engine.ngrams import FIRST_PAUSE, LONGEST_PAUSE, Guesses, Ngrams
+from nightmill.worker.engine.request import Completion, Request
+from tests.support.engines import complete
+from tests.unit.engine.scripted import ScriptedRunner, make_engine, make_request
+
+CYCLE = [1, 2, 3, 4, 5]
+
+
+class RepeatingRunner(ScriptedRunner):
+    """Draws a cycle of tokens, whatever the prompt."""
+
+    def choose(self, seed: int, tokens: list[int], allowed: list[int] | None) -> int:
+        return CYCLE[len(tokens) % len(CYCLE)]
+
+
+def cyclic(job_id: str = "j", tokens: int = 40, **params: Any) -> Request:
+    return make_request(job_id, (0, 1), max_tokens=tokens, ignore_eos=True, **params)
+
+
+def run(requests: list[Request], *, drafts: bool, **options: Any) -> tuple[dict[str, Completion], Any]:
+    """What becomes of requests, and the engine's statistics."""
+    engine = make_engine(RepeatingRunner(**options), drafts=drafts, token_budget=64)
+    return complete(engine, requests), engine.stats
+
+
+def test_what_followed_a_run_of_tokens_last_is_guessed() -> None:
+    ngrams = Ngrams()
+    assert list(ngrams.guess([1, 2, 3, 4, 1, 2, 3], 2)) == [4, 1]
+    assert list(ngrams.guess([1, 2, 3, 4, 1, 2, 3, 9, 1, 2, 3], 4)) == [9, 1, 2, 3]
+    assert list(ngrams.guess([1, 2, 3, 4, 1, 2, 3, 9, 1, 2, 3, 4], 5)) == [1, 2, 3, 9, 1]
+    assert list(ngrams.guess([1, 2, 3, 4, 1, 2, 3, 9, 1, 2, 3, 4, 7], 5)) == []
+
+
+def test_a_guess_goes_on_beyond_the_text() -> None:
+    assert list(Ngrams().guess([8, 1, 2, 1, 2, 1, 2], 5)) == [1, 2, 1, 2, 1]
+    assert list(Ngrams().guess([6, 6, 6, 6], 3)) == [6, 6, 6]
+
+
+@pytest.mark.parametrize("text", [[], [1], [1, 1], [1, 1, 1], [1, 2, 1, 2]])
+def test_too_little_text_has_nothing_to_guess(text: list[int]) -> None:
+    assert list(Ngrams().guess(text, 5)) == []
+
+
+def test_who_guesses_wrong_pauses_ever_longer() -> None:
+    guesses, text, pauses = Guesses(), [7] * 8, []
+    for _ in range(8):
+        assert list(guesses.at(text, 1)) == [7]
+        guesses.learn(1, 0, len(text))
+        pauses.append(guesses.again_from - len(text))
+        assert guesses.at(text, 1) == ()
+        text += [7] * pauses[-1]
+    assert pauses == [min(FIRST_PAUSE << turn, LONGEST_PAUSE) for turn in range(8)]
+    guesses.learn(3, 1, len(text))
+    assert guesses.pause == FIRST_PAUSE
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_text_that_repeats_takes_a_few_steps(depth: int) -> None:
+    plain, before = run([cyclic()], drafts=False, depth=depth)
+    drafted, after = run([cyclic()], drafts=True, depth=depth)
+    assert drafted == plain
+    assert before.guessed_tokens == 0 and after.guessed_right > 25
+    assert after.steps < before.steps / 2
+    assert after.generated_tokens == before.generated_tokens
+
+
+def test_wrong_guesses_cost_steps_and_no_token() -> None:
+    """The prompt says how the text may go on; it goes on in another way."""
+    request = replace(cyclic(tokens=20), prompt_ids=(1, 2, 3, 9, 9, 2, 3, 4, 9, 9, 3, 4, 5, 9, 9))
+    plain, _ = run([request], drafts=False, depth=3)
+    drafted, stats = run([request], drafts=True, depth=3)
+    assert drafted == plain
+    assert stats.guessed_tokens > stats.guessed_right
+
+
+def test_a_draft_takes_no_place_of_another() -> None:
+    """With a row for each sequence there is none for a guess."""
+    requests = [cyclic(f"j{number}") for number in range(4)]
+    _, full = run(requests, drafts=True, slots=4)
+    assert full.guessed_tokens == 0
+    _, roomy = run(requests, drafts=True, slots=16)
+    assert roomy.guessed_right > 0
+
+
+def test_nobody_guesses_while_many_run() -> None:
+    requests = [cyclic(f"j{number}") for number in range(12)]
+    done, stats = run(requests, drafts=True, slots=32, kv_pages=256)
+    assert stats.guessed_tokens == 0 and len(done) == 12
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"repetition_penalty": 1.2},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": 0.5},
+        {"logit_bias": {3: 1}},
+    ],
+)
+def test_draws_that_look_at_tokens_before_are_not_guessed(params: dict[str, Any]) -> None:
+    _, stats = run([cyclic(**params)], drafts=True)
+    assert stats.guessed_tokens == 0
+
+
+def test_masked_draws_and_banned_words_are_not_guessed() -> None:
+    engine = make_engine(ScriptedRunner(), drafts=True)
+    requests = [make_request(f"j{seed}", rule=seed, seed=5 * seed, max_tokens=40) for seed in range(1, 4)]
+    requests.append(replace(cyclic("banned"), banned=((9, 9),)))
+    complete(engine, requests)
+    assert engine.stats.guessed_tokens == 0
+
+
+def test_a_runner_with_states_is_given_no_guesses() -> None:
+    _, stats = run([cyclic()], drafts=True, grid=4, snapshots=2)
+    assert stats.guessed_tokens == 0

@@ -1,0 +1,46 @@
+"""Launches that were not collected yet: whom what they return is for."""
+
+from dataclasses import dataclass
+
+from nightmill.worker.engine.plan import StepPlan
+from nightmill.worker.engine.request import Sequence, SequenceState
+
+__all__ = ["Launch"]
+
+
+@dataclass(slots=True)
+class Launch:
+    """An outstanding launch."""
+
+    number: int
+    plan: StepPlan
+    drawing: list[Sequence | None]  # in the order of the tokens it will return; None: nobody wants that one
+    asking: list[Sequence | None]  # the same of tokens of prompts, which are told after those
+    embedding: list[Sequence | None]  # whose embeddings it completes
+    masked: list[int]  # places in `drawing` of those that draw under a mask
+
+    def forget(self, sequence: Sequence) -> None:
+        """Nobody wants what this launch computes for a sequence."""
+        for others in (self.drawing, self.asking, self.embedding):
+            others[:] = [None if other is sequence else other for other in others]
+
+    def wanting(self, place: int) -> Sequence | None:
+        """Who is to get the token that is drawn at a place, if anybody still is."""
+        sequence = self.drawing[place]
+        return None if sequence is None or sequence.state is SequenceState.FINISHED else sequence
+
+    def drop_rest(self, place: int) -> None:
+        """What was drawn for a sequence behind a place counts no more: it followed what is not so."""
+        sequence, place = self.drawing[place], place + 1
+        while place < len(self.drawing) and self.drawing[place] is sequence:
+            self.drawing[place] = None
+            place += 1
+
+    def guesses(self) -> dict[int, int]:
+        """What was guessed to be drawn, by the place in `drawing`."""
+        guessed: dict[int, int] = {}
+        place = len(self.plan.decodes)
+        for draft in self.plan.drafts:
+            guessed |= enumerate(draft.guesses, start=place)
+            place += len(draft.tokens)
+        return guessed

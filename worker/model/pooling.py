@@ -1,0 +1,40 @@
+"""Which hidden states of a text become its embedding."""
+
+from enum import StrEnum
+from typing import Final
+
+from nightmill.worker.model.gguf.file import GgufFile
+
+__all__ = ["Pooling", "pooling_of"]
+
+
+class Pooling(StrEnum):
+    """The states behind the last norm that are averaged.
+
+    last  that of the last token
+    mean  those of all tokens
+    """
+
+    LAST = "last"
+    MEAN = "mean"
+
+    def places(self, tokens: int) -> range:
+        """The places of the states, in a text of so many tokens."""
+        return range(0 if self is Pooling.MEAN else tokens - 1, tokens)
+
+
+_BY_NUMBER: Final = {1: Pooling.MEAN, 3: Pooling.LAST}
+# Not said; each token's own; that of the first token, which sees no other here; rank, which is one number.
+_NO_EMBEDDINGS: Final = (-1, 0, 2, 4)
+
+
+def pooling_of(file: GgufFile, family: str) -> Pooling | None:
+    """The pooling that a file's `pooling_type` names, in llama.cpp's numbers; None if it makes no embeddings.
+
+    Raises ModelFileError for a number that nobody has given a meaning.
+    """
+    name = f"{family}.pooling_type"
+    number = file.integer(name, minimum=-1, default=0)
+    if number not in _BY_NUMBER and number not in _NO_EMBEDDINGS:
+        file.fail(f"{name}: is {number}, expected 0 to 4")
+    return _BY_NUMBER.get(number)

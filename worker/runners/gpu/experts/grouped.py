@@ -1,0 +1,182 @@
+"""Products of experts with the rows that are sent to them.
+
+By `grouped.cu`, or, many on Hopper, by `hopper_grouped.cu`. Both have the same bits, so that a row's hang on
+that row alone.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import partial
+
+from nightmill.worker.model.spec import Activation, Experts, ModelSpec
+from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.functions import Function, Module
+from nightmill.worker.runners.gpu.device.operands import ABSENT, FP8, PANEL_ROWS, Buffer, Format, Matrix
+from nightmill.worker.runners.gpu.device.sources import Source, source_of
+from nightmill.worker.runners.gpu.experts.room import ExpertRoom, most_tiles
+from nightmill.worker.runners.gpu.precision import Precision
+from nightmill.worker.runners.gpu.weights.layout import OF_EXPERTS, formats_in
+
+__all__ = ["ACTIVATIONS", "Given", "GroupedProducts", "Tile", "grouped_sources"]
+
+_PANELS = 2  # of a warp
+_ALIGNMENT = 1024  # of a stage in shared memory
+ACTIVATIONS = {
+    Activation.SILU: 0, Activation.GELU: 1, Activation.RELU_SQUARED: 2, Activation.CLAMPED_SWIGLU: 3,
+}  # fmt: skip
+_WIDE_STEP = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Positions that a block has, and whether it multiplies them by wgmma, on Hopper."""
+
+    rows: int
+    wgmma: bool = False
+
+    def kernel(self, name: str) -> str:
+        """The kernel that leaves `floats`, activations of `one` matrix, or of `two`."""
+        return f"hopper_{name}_{self.rows}" if self.wgmma else f"experts_{name}_{self.rows // 16}"
+
+    def warps(self, format_: Format) -> int:
+        """Warps of a block, with two panels of weights each, as the kernels' files say."""
+        if not self.wgmma:
+            return 4
+        return 8 if self.rows < 128 else 16 if 2 * self._stage(format_, 16) <= self._room else 12
+
+    def shared(self, format_: Format) -> int:
+        """Bytes of shared memory of a block."""
+        stage = self._stage(format_, self.warps(format_))
+        if not self.wgmma:
+            return (3 if self.rows < 64 else 2) * stage
+        return min(max(self._room // stage, 2), 4) * stage + _ALIGNMENT
+
+    def _stage(self, format_: Format, warps: int) -> int:
+        depth = _WIDE_STEP if format_.step == _WIDE_STEP else 128
+        size = 1 if format_.scaled else 2
+        panel = depth // format_.step * format_.packet if format_.packed else PANEL_ROWS * (depth * size + 16)
+        weights = _PANELS * warps * panel
+        if not self.wgmma:
+            return self.rows * (depth * size + 16) + weights
+        return -(-(2 * depth * self.rows + weights) // _ALIGNMENT) * _ALIGNMENT
+
+    @property
+    def _room(self) -> int:
+        """Bytes of shared memory for stages: a multiprocessor holds one block, or two."""
+        return 222 << 10 if self.rows >= 128 else 110 << 10
+
+
+_FILLED = 0.75  # of a tile by what an expert is sent on average: some are sent more
+_ANYWHERE = (Tile(16), Tile(32), Tile(64))
+_ON_HOPPER = (Tile(16), Tile(32, wgmma=True), Tile(64, wgmma=True), Tile(128, wgmma=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a product is given beside rows and a matrix; ABSENT what there is not.
+
+    bias    as long as the matrix has rows
+    first   factors of experts, float (E,); `second` of the other half of gate and up
+    """
+
+    bias: Buffer = ABSENT
+    first: Buffer = ABSENT
+    second: Buffer = ABSENT
+
+
+class GroupedProducts:
+    """Launches these kernels for matrices of these formats."""
+
+    def __init__(self, device: Device, formats: Collection[Format]) -> None:
+        self._tiles = _ON_HOPPER if device.hopper else _ANYWHERE
+        self._kernels: dict[tuple[Format, str, Tile], Function] = {}
+        for format_ in formats:
+            modules = [Module.of(device, source) for source in grouped_sources(format_, hopper=device.hopper)]
+            for name in ("floats", "one", "two"):
+                for tile in self._tiles:
+                    self._kernels[format_, name, tile] = modules[tile.wgmma].function(
+                        tile.kernel(name), "PPPPPPPPPPPPiiiii", shared=tile.shared(format_), dependent=True,
+                        all_shared=True,
+                    )  # fmt: skip
+
+    @staticmethod
+    def sources(spec: ModelSpec, precision: Precision, *, hopper: bool) -> list[Source]:
+        """List the kernel files: those of each format of experts."""
+        formats = formats_in(spec, precision, *OF_EXPERTS) if spec.experts else ()
+        return [
+            one for format_ in sorted(formats, key=str) for one in grouped_sources(format_, hopper=hopper)
+        ]
+
+    def tile(self, experts: Experts, tokens: int) -> Tile:
+        """The tile for so many tokens, by how many an expert is sent on average."""
+        mean = tokens * experts.used / experts.count
+        return next((one for one in self._tiles if mean <= one.rows * _FILLED), self._tiles[-1])
+
+    @staticmethod
+    def refusal(spec: ModelSpec) -> str | None:
+        """Return the size or the activation of a model that it does not take, or None."""
+        for experts in spec.experts:
+            read = experts.latent or spec.width
+            if odd := next((size for size in (experts.width, read) if size % PANEL_ROWS), None):
+                return f"experts with rows of {odd} (multiples of {PANEL_ROWS})"
+            if experts.activation not in ACTIVATIONS:
+                return f"the activation {experts.activation} of experts"
+            if experts.activation is Activation.CLAMPED_SWIGLU and not experts.gated:
+                return f"the activation {experts.activation} without a gate"
+        return None
+
+    def gate_up(
+        self, experts: Experts, x: Buffer, weight: Matrix, given: Given, at: ExpertRoom, tokens: int,
+        tile: Tile,
+    ) -> None:  # fmt: skip
+        """Queue gate, up and activation of x (T, R) at all positions -> at.activated (N, F).
+
+        tile  that positions were placed for
+        """
+        queue = partial(self._queue, tile, experts, x)
+        count, width = experts.count, experts.width
+        if not experts.gated:
+            queue("one", weight, given, at, tokens, stride=width)
+        elif weight.parts:  # in two formats: gates, and ups
+            gates, ups = weight.parts
+            bias = given.bias
+            of_ups = bias if bias is ABSENT else bias.from_row(count)
+            queue("floats", ups, Given(of_ups, given.second), at, tokens, y=at.ups, stride=width)
+            queue("one", gates, given, at, tokens, other=at.ups, stride=width)
+        elif experts.fused:
+            queue("two", weight, given, at, tokens, stride=2 * width, side=width)
+        else:
+            queue("two", weight, given, at, tokens, stride=width, side=count * width)
+
+    def down(
+        self, experts: Experts, x: Buffer, weight: Matrix, given: Given, at: ExpertRoom, tokens: int,
+        tile: Tile,
+    ) -> None:  # fmt: skip
+        """Queue the product of x (N, F), rows by position -> at.outputs (N, R)."""
+        stride = weight.rows // experts.count
+        self._queue(
+            tile, experts, x, "floats", weight, given, at, tokens, y=at.outputs, stride=stride, gathers=False
+        )
+
+    def _queue(
+        self, tile: Tile, experts: Experts, x: Buffer, name: str, weight: Matrix, given: Given,
+        at: ExpertRoom, tokens: int, *, y: Buffer | None = None, other: Buffer = ABSENT, stride: int,
+        side: int = 0, gathers: bool = True,
+    ) -> None:  # fmt: skip
+        y = y or at.activated
+        outputs, warps = y.shape[1], tile.warps(weight.format)
+        block = warps * PANEL_ROWS * (1 if name == "two" else _PANELS)
+        gathered = at.sources.address if gathers else 0
+        self._kernels[weight.format, name, tile](
+            (-(-outputs // block), most_tiles(experts, tokens, tile.rows)), (32 * warps, 1, 1),
+            x.address, x.scales if x.dtype == FP8 else 0, gathered, at.tiles.address, at.total.address,
+            weight.address, weight.scales, given.bias.address, given.first.address, given.second.address,
+            other.address, y.address, outputs, weight.columns, stride, side, ACTIVATIONS[experts.activation],
+            shared=tile.shared(weight.format),
+        )  # fmt: skip
+
+
+def grouped_sources(format_: Format, *, hopper: bool) -> list[Source]:
+    """The file of any GPU, and on Hopper the other."""
+    option = [f"-DFORMAT={format_.name}"] if format_.packed else ["-DFP8"] if format_.scaled else []
+    return [source_of(name, *option) for name in ("grouped", "hopper_grouped")[: 1 + hopper]]

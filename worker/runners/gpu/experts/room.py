@@ -1,0 +1,107 @@
+"""Device memory of mixtures of experts, which one layer after the other uses.
+
+Tokens go through experts in slices: so what their copies take is bounded, whatever a step has. A token's
+result hangs on that token alone, and so not on slices.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import starmap
+from typing import Any
+
+import numpy as np
+
+from nightmill.worker.model.spec import Experts, ModelSpec
+from nightmill.worker.runners.gpu.device.device import aligned
+from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, FP8, INT, Buffer
+from nightmill.worker.runners.gpu.shapes import padded_rows
+from nightmill.worker.runners.gpu.weights.router import router_rows
+
+__all__ = ["SLICE", "ExpertRoom", "most_tiles"]
+
+SLICE = 2048
+"""Tokens that go through experts at once."""
+_LEAST_TILE = 16  # rows of a tile of the products
+_TILE = np.dtype("V16")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRoom:
+    """The buffers of a layer's experts, for a slice of T tokens, and their N = T `used` choices."""
+
+    logits: Buffer  # of the router, its parts and the shared expert's gate, float (T, router_rows)
+    chosen: Buffer  # int (T, used)
+    shares: Buffer  # what their outputs count, float (T, used)
+    places: Buffer  # their positions, int (T, used)
+    sources: Buffer  # the token of each position, int (N,)
+    tiles: Buffer  # of positions, as route.cu says
+    total: Buffer  # of tiles that there are, int (1,)
+    activated: Buffer  # elements (N, F)
+    ups: Buffer  # of matrices in two formats, the product of the second, float (N, F)
+    outputs: Buffer  # float (N, R)
+    # No rows where the model needs none:
+    latent: Buffer  # what experts read, if that is not the layer's input, elements (T, R)
+    mixed: Buffer  # the sum of their outputs then, elements (T, R)
+    raised: Buffer  # and its product, float (T, width)
+    shared: Buffer  # of the shared expert, float (T, width)
+    read_fp8: Buffer  # what experts read in FP8 (T, R), with scales
+    activated_fp8: Buffer  # (N, F), with scales
+
+    @classmethod
+    def at(cls, address: int, experts: Experts, width: int, tokens: int, *, fp8: bool) -> "ExpertRoom":
+        """Lay it out from an address on, with room for steps of so many tokens."""
+        buffers = {}
+        for name, shape, dtype in _arrays(experts, width, min(padded_rows(tokens), SLICE), fp8=fp8):
+            size = _bytes(name, shape, dtype)
+            scales = address + size - shape[0] * FLOAT.itemsize if dtype == FP8 else 0
+            buffers[name] = Buffer(address, shape, dtype, scales)
+            address += aligned(size)
+        return cls(**buffers)
+
+    @staticmethod
+    def workspace(spec: ModelSpec, tokens: int, *, fp8: bool) -> int:
+        """Bytes that it takes for the layer of a model that needs most, for steps of so many tokens."""
+        rows = min(padded_rows(tokens), SLICE)
+        return max(
+            (
+                sum(map(aligned, starmap(_bytes, _arrays(experts, spec.width, rows, fp8=fp8))))
+                for experts in spec.experts
+            ),
+            default=0,
+        )
+
+
+def most_tiles(experts: Experts, tokens: int, rows: int) -> int:
+    """Tiles of so many rows that there may be at most for so many tokens."""
+    choices = tokens * experts.used
+    return min(experts.count, choices) + choices // rows
+
+
+def _arrays(
+    experts: Experts, width: int, tokens: int, *, fp8: bool
+) -> Iterator[tuple[str, tuple[int, ...], np.dtype[Any]]]:
+    """Names, shapes and types of the buffers."""
+    read, used = experts.latent or width, experts.used
+    positions, of_latent = tokens * used, tokens * (experts.latent is not None)
+    yield "logits", (tokens, router_rows(experts.count + experts.shared_gated)), FLOAT
+    yield "chosen", (tokens, used), INT
+    yield "shares", (tokens, used), FLOAT
+    yield "places", (tokens, used), INT
+    yield "sources", (positions,), INT
+    yield "tiles", (most_tiles(experts, tokens, _LEAST_TILE),), _TILE
+    yield "total", (1,), INT
+    yield "activated", (positions, experts.width), ELEMENT
+    yield "ups", (positions * experts.gated, experts.width), FLOAT
+    yield "outputs", (positions, read), FLOAT
+    yield "latent", (of_latent, read), ELEMENT
+    yield "mixed", (of_latent, read), ELEMENT
+    yield "raised", (of_latent, width), FLOAT
+    yield "shared", (tokens * (experts.shared is not None), width), FLOAT
+    yield "read_fp8", (tokens * fp8, read), FP8
+    yield "activated_fp8", (positions * fp8, experts.width), FP8
+
+
+def _bytes(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
+    """Bytes of a buffer, with a scale for each row behind numbers of FP8."""
+    numbers = int(np.prod(shape)) * dtype.itemsize
+    return -(-numbers // 16) * 16 + shape[0] * FLOAT.itemsize if dtype == FP8 else numbers

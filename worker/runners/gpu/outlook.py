@@ -1,0 +1,60 @@
+"""The kernels that a GPU would compute a model by, told before anything is compiled; asks no device."""
+
+from collections.abc import Iterator
+
+from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.runners.gpu.attention.decode import DecodeAttention
+from nightmill.worker.runners.gpu.attention.prefill import HopperPrefill
+from nightmill.worker.runners.gpu.device.operands import Format
+from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
+from nightmill.worker.runners.gpu.products.elements.few_rows import FewRows
+from nightmill.worker.runners.gpu.products.packed.packed_gemm import packed_products
+from nightmill.worker.runners.gpu.weights.layout import formats_in
+
+__all__ = ["kernel_outlook"]
+
+
+def kernel_outlook(spec: ModelSpec, precision: Precision, *, hopper: bool) -> dict[str, str]:
+    """Words for a person, by what is computed. `precision` is as chosen, never `auto`.
+
+    `sources_for` lists the files of these kernels; of several that suit, a worker times which is fastest.
+    """
+    found = dict(_products(spec, precision, hopper=hopper))
+    attention = spec.attentions[0]
+    fast = DecodeAttention.suits(attention)
+    heads = f"heads of {attention.head_dim}"
+    found["drawn tokens"] = (
+        f"fast decode attention for {heads}{', in clusters' if hopper else ''}"
+        if fast
+        else f"general decode attention, since no fast one takes {heads}"
+    )
+    found["prompts"] = (
+        f"attention by wgmma for {heads}"
+        if HopperPrefill.suits(attention, hopper=hopper)
+        else f"attention by mma.sync for {heads}"
+    )
+    return found
+
+
+def _products(spec: ModelSpec, precision: Precision, *, hopper: bool) -> Iterator[tuple[str, str]]:
+    if precision.weights is WeightsFormat.FP8:
+        yield "products", f"tiles of FP8 by {'wgmma' if hopper else 'mma.sync'}"
+        return
+    in_file = {format_ for _, format_ in packed_products(spec, precision)}
+    if in_file:
+        names = ", ".join(sorted(format_.value[0] for format_ in in_file))
+        yield (
+            "products",
+            f"weights as they are ({names}): "
+            + (
+                "relays of warps and tiles by wgmma; with many rows through 16 bits"
+                if hopper
+                else "up to 64 rows by warps, then tiles by mma.sync; from 257 rows on also through 16 bits"
+            ),
+        )
+    if formats_in(spec, precision) & {Format.F16, Format.BF16}:
+        tiles = "tiles by wgmma" if hopper else "tiles by mma.sync"
+        yield "products in 16 bits", f"{tiles}, or algorithms of cuBLASLt with the same bits"
+    elements = (precision.element.format,) if not in_file else tuple(in_file)
+    if all(FewRows.suits(layer, spec.width, elements, hopper=hopper) for layer in spec.layers):
+        yield "few sequences", "layers in four kernels that overlap"
