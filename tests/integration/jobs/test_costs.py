@@ -15,14 +15,14 @@ from nightmill.jobs.formats.layout import Layout
 from nightmill.jobs.formats.ours import ForeignFileError, job_ids
 from nightmill.jobs.formats.output import ResultFile
 from nightmill.jobs.formats.parquet import ParquetWriter
-from nightmill.jobs.formats.results import COSTS, RESULT_COLUMNS
+from nightmill.jobs.formats.results import ADDED, COSTS, RESULT_COLUMNS
 from nightmill.jobs.formats.rows import FileFormat
 from nightmill.jobs.reply.job import Job
 from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.jobs.sql.queue_stats import QueueStats
 from tests.support.servers import worker_env
 
-BEFORE = [name for name in RESULT_COLUMNS if name not in COSTS]
+BEFORE = [name for name in RESULT_COLUMNS if name not in ADDED]
 
 
 def worker(client: Client) -> Claims:
