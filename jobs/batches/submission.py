@@ -26,6 +26,7 @@ from nightmill.jobs.messages.announcing import Announcer
 from nightmill.jobs.reply.batch_status import BatchRecord
 from nightmill.jobs.request.spec import JobSpec
 from nightmill.jobs.sql.batches import BatchStore
+from nightmill.jobs.sql.flows import leave_room
 from nightmill.jobs.sql.jobs import by_queue, mark_unsent
 from nightmill.jobs.tables.following import FollowingRows
 from nightmill.jobs.tables.memory import TableItems
@@ -50,8 +51,10 @@ class Submission:
         defaults: JobSpec,
         *,
         max_attempts: int,
+        shard_size: int,
         check_model: Callable[[str], None],
     ) -> None:
+        self._shard_size = shard_size
         self._record = record
         self._defaults = replace(
             defaults, batch=record.name, scheduled_at=record.scheduled_at, deadline=record.deadline_at
@@ -115,6 +118,7 @@ class Submission:
             if self._custom_ids is None and any(row.after is not None for row in missing):
                 self._custom_ids = dict(store.custom_ids(name))
             jobs = [self._job(row, now) for row in missing]
+            leave_room(store.database, jobs, self._shard_size)
             followed = store.insert_rows(name, jobs) if jobs else None
             if self._custom_ids is not None and jobs:  # another submission may have been faster
                 self._custom_ids.update(store.custom_ids(name, jobs[0]["row"], jobs[-1]["row"]))

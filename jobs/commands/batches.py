@@ -13,6 +13,7 @@ from nightmill.jobs.batches.batch import Batch
 from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.comparing import diff
 from nightmill.jobs.commands.job_options import AT, BATCH_OPTIONS, given, job_options
+from nightmill.jobs.commands.limit_options import budget, limit_options, limits_taken
 from nightmill.jobs.commands.on_end import on_end_options, run_on_end, words_of
 from nightmill.jobs.commands.options import CommandGroup, json_option
 from nightmill.jobs.commands.over_http import describe_http, http_batch, http_values
@@ -59,8 +60,8 @@ def batch() -> None:
       nightmill batch diff tonight yesterday
 
     A batch is submitting, scheduled, queued or running; in the end it is completed (every row succeeded),
-    completed_with_errors, failed (no row succeeded), cancelled, or expired (the deadline ended rows). A
-    worker must serve it: nightmill worker --model FILE. For both in one command, see nightmill run.
+    completed_with_errors, failed (no row succeeded), cancelled, or expired (the deadline or a budget ended
+    rows). A worker must serve it: nightmill worker --model FILE. For both in one command, see nightmill run.
     """
 
 
@@ -73,6 +74,7 @@ def batch() -> None:
 @AFTER_OPTION
 @table_options
 @on_end_options
+@limit_options
 @job_options(*BATCH_OPTIONS)
 @json_option
 def submit(
@@ -112,10 +114,12 @@ def submit(
     """
     on_end, on_end_seconds = options.pop("on_end"), options.pop("on_end_seconds")
     at_end = None if on_end is None else words_of(on_end)
-    table = taken(options)
+    table, limits = taken(options), limits_taken(options)
     settings = given(options) | table
     with Client() as client:
-        made = _submitted(client, (file, query, from_url, format), settings, name=name, webhook=webhook)
+        made = _submitted(
+            client, (file, query, from_url, format), settings, name=name, webhook=webhook, **limits
+        )
         status = made.status()
         say_times(status, settings)
         idle = status.state.final or status.state is BatchState.SCHEDULED  # no worker is needed, or not yet
@@ -249,7 +253,8 @@ def watch(name: str, as_json: bool) -> None:
 
     \b
     Exits 0 if every row succeeded; 3: completed_with_errors; 4: failed, no row succeeded; 5: expired at the
-    deadline; 6: cancelled. 1 is an error of this command, 2 wrong usage. Ctrl-C only stops watching; 130.
+    deadline or a budget; 6: cancelled. 1 is an error of this command, 2 wrong usage. Ctrl-C only stops
+    watching; 130.
     """
     with Client() as client:
         followed = client.get_batch(name)
@@ -301,6 +306,7 @@ def retry_failed(name: str, deadline: str | None, as_json: bool) -> None:
 
 batch.add_command(extend)
 batch.add_command(retry)
+batch.add_command(budget)
 
 
 @batch.command()

@@ -13,7 +13,7 @@ from nightmill.jobs.base.contract import JsonObject, Prompt
 from nightmill.jobs.base.extras import pip_install
 from nightmill.jobs.errors import InvalidRequestError, MissingExtraError
 from nightmill.jobs.formats.csvfile import column_fault, index_columns, say_ignored
-from nightmill.jobs.formats.parquet import schema_of, values_of
+from nightmill.jobs.formats.parquet import arrow_schema, values_of
 
 _ROWS = 1024  # rows converted to Python objects at once
 
@@ -101,7 +101,7 @@ def _slices(length: int, rows: Any) -> Iterator[JsonObject]:
 def arrow_table(rows: Iterable[JsonObject], columns: Mapping[str, str]) -> Any:
     """Build a pyarrow.Table with these columns and types; raises MissingExtraError without pyarrow."""
     arrow = _pyarrow()
-    schema = schema_of(arrow, columns)
+    schema = arrow_schema(arrow, columns)
     rows = iter(rows)
     batches = []
     while some := list(islice(rows, _ROWS)):

@@ -3,15 +3,15 @@
 import csv
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.formats.parquet import ParquetWriter, read_ids
 from nightmill.jobs.formats.results import (
-    ADDED,
     ERROR_COLUMNS,
+    LATER,
     READ,
     RESULT_COLUMNS,
     error_row,
@@ -21,7 +21,7 @@ from nightmill.jobs.formats.rows import FileFormat
 from nightmill.jobs.reply.job import Job
 
 _OPENAI_KEYS = {"id", "custom_id", "response", "error"}
-_SOMETIMES = {"answers", *READ, *ADDED}
+_SOMETIMES = {"answers", *READ, *LATER}
 _RESULT_KEYS = RESULT_COLUMNS.keys() - _SOMETIMES
 _ERROR_KEYS = {"custom_id", "id", "line", "error", "text"} | _SOMETIMES
 
@@ -57,7 +57,7 @@ class Layout:
         self.format = format
         self.errors = errors
         self.columns: Mapping[str, str] = ERROR_COLUMNS if errors else RESULT_COLUMNS
-        self.added: tuple[str, ...] = () if errors else ADDED
+        self.added: tuple[str, ...] = () if errors else LATER
 
     def known_columns(self) -> Iterator[dict[str, str]]:
         """Yield the columns that a file of this layout may have: those of today, then those of before."""
@@ -82,6 +82,14 @@ class Layout:
         """The job ids of a file that does not grow; None if its columns are others."""
         found = (read_ids(path, columns) for columns in self.known_columns())
         return next((ids for ids in found if ids is not None), None)
+
+    def narrow(self, there: Collection[str]) -> list[str]:
+        """Leave out columns that tables of earlier versions lack; returns others that this one lacks."""
+        later = self.added
+        self.columns = {
+            name: kind for name, kind in self.columns.items() if name in there or name not in later
+        }
+        return [name for name in self.columns if name not in there]
 
     def adopt(self, head: Callable[[int], bytes]) -> bool:
         """Return True if a CSV file begins with the names of these columns, or an earlier version's.

@@ -77,7 +77,7 @@ def read_ids(path: Path, columns: Mapping[str, str]) -> Iterator[str] | None:
     arrow, parquet = pyarrow_parquet()
     try:
         with parquet.ParquetFile(path) as file:
-            if not file.schema_arrow.equals(schema_of(arrow, columns)):
+            if not file.schema_arrow.equals(arrow_schema(arrow, columns)):
                 return None
     except arrow.ArrowException:
         return None
@@ -99,7 +99,7 @@ class ParquetWriter:
     def __init__(self, path: Path, columns: Mapping[str, str], label: str) -> None:
         self._arrow, parquet = pyarrow_parquet()
         self._label = label
-        self._schema = schema_of(self._arrow, columns)
+        self._schema = arrow_schema(self._arrow, columns)
         self._rows: list[JsonObject] = []
         with arrow_errors(self._arrow, label):
             self._writer = parquet.ParquetWriter(path, self._schema)
@@ -129,8 +129,8 @@ class ParquetWriter:
         self._writer.is_open = False  # pyarrow would retry, and complain on stderr
 
 
-def schema_of(arrow: Any, columns: Mapping[str, str]) -> Any:
-    """Make the Arrow schema of columns and their kinds."""
+def arrow_schema(arrow: Any, columns: Mapping[str, str]) -> Any:
+    """Return the schema of these columns and types."""
     floats = arrow.list_(arrow.float32())
     kinds = (floats if kind == FLOATS else getattr(arrow, kind)() for kind in columns.values())
     return arrow.schema(zip(columns, kinds, strict=True))

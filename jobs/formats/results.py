@@ -42,7 +42,7 @@ RESULT_COLUMNS = {
 """Columns of results in a table, with types."""
 COSTS = ("gpu_seconds", "energy_joules")
 """Columns, and keys, of what a row cost."""
-ADDED = ("embedding", "cached_tokens", "reasoning_tokens", *COSTS)
+LATER = ("embedding", "cached_tokens", "reasoning_tokens", *COSTS)
 """Columns, and keys, that results of earlier versions do not have, in the order in which they came."""
 ERROR_COLUMNS = {
     "custom_id": "string",
@@ -64,9 +64,10 @@ ENCODING, BASE64 = "encoding_format", "base64"
 
 # OpenAI has only two reasons for a text: it ended by itself, or it was cut.
 _FINISH_REASONS = {StopReason.EOS: "stop", StopReason.STOP_SEQUENCE: "stop"}
-_STATUS_CODES = {StopReason.DEADLINE: 408, StopReason.CANCELLED: 499}
+_STATUS_CODES = {StopReason.DEADLINE: 408, StopReason.BUDGET: 402, StopReason.CANCELLED: 499}
 _MESSAGES = {
     StopReason.DEADLINE: "the deadline passed before the answer was complete; retry it with a later one",
+    StopReason.BUDGET: "a limit of the batch was met before the answer began; raise it to have it",
     StopReason.CANCELLED: "the job was cancelled before the answer was complete; retry it to have it",
 }
 

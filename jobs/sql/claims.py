@@ -15,7 +15,7 @@ from typing import Any
 from sqlalchemy import Connection, bindparam, select, update
 
 from nightmill.jobs.base.contract import JobState, StopReason, WorkerState
-from nightmill.jobs.sql import answers, embeddings, followers, logprobs, partials, suspects
+from nightmill.jobs.sql import answers, embeddings, followers, limits, logprobs, partials, suspects
 from nightmill.jobs.sql.claimed import Claim, read_claim
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.jobs import chunked, mark_unsent
@@ -148,6 +148,8 @@ class Claims(RegisteredWorker):
                 )
             )
             followers.ended(connection, [job_id], now)
+            if done.rowcount:
+                limits.count_failed(connection, job_id, now)
         return bool(done.rowcount)
 
     @retried
@@ -158,6 +160,7 @@ class Claims(RegisteredWorker):
         written = 0
         with self.database.write() as connection:
             lock_ids(connection, [outcome.job_id for outcome in outcomes])
+            limited = limits.before_end(connection, [outcome.job_id for outcome in outcomes])
             answers.write(
                 connection,
                 self.worker_id,
@@ -182,6 +185,7 @@ class Claims(RegisteredWorker):
             for outcome in outcomes:
                 if outcome.error is not None:
                     written += self._finish_with_error(connection, outcome, now)
+            limits.count_ended(connection, limited, now)
             due = followers.ended(connection, [outcome.job_id for outcome in outcomes], now)
         if due:  # they are committed
             self.followers_due.set()
@@ -211,6 +215,7 @@ class Claims(RegisteredWorker):
         returned = []
         with self.database.write() as connection:
             lock_ids(connection, [job_id for job_id, _ in claimed])
+            limited = limits.before_end(connection, [job_id for job_id, _ in claimed])
             spent: list[dict[str, Any]] = []
             for job_id, attempt in claimed:
                 if hand_back(connection, self._ours(job_id, attempt), now):
@@ -219,6 +224,7 @@ class Claims(RegisteredWorker):
                         spent.append({"job_id": job_id, "job_attempt": attempt, **cost_values(*cost)})
             if spent:
                 connection.execute(ADD_COST, spent)
+            limits.count_ended(connection, limited, now)
             followers.ended(connection, [job_id for job_id, _ in claimed], now)
         return returned
 

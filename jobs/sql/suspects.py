@@ -17,7 +17,7 @@ from sqlalchemy import ColumnElement, Connection, func, or_, select, update
 
 from nightmill.jobs.base.contract import MAX_ERROR_LENGTH, JobState, JsonObject, StopReason, storable
 from nightmill.jobs.base.ids import IdSource
-from nightmill.jobs.sql import followers
+from nightmill.jobs.sql import followers, limits
 from nightmill.jobs.sql.jobs import chunked
 from nightmill.jobs.sql.tables import QUEUED, RUNNING, JobRow
 
@@ -84,12 +84,14 @@ def of_models(models: Iterable[str | None]) -> ColumnElement[bool]:
 
 
 def claimable(now: datetime | ColumnElement[datetime]) -> tuple[ColumnElement[bool], ...]:
-    """Return the conditions for queued jobs that are due, not held, and not past their deadline."""
+    """Return the conditions for queued jobs that are due, not held, before their deadline, and of no stopped
+    batch."""
     return (
         QUEUED,
         JobRow.held.is_(None),
         or_(JobRow.scheduled_at.is_(None), JobRow.scheduled_at <= now),
         or_(JobRow.deadline_at.is_(None), JobRow.deadline_at > now),
+        limits.batch_goes_on(),
     )
 
 
@@ -127,4 +129,6 @@ def _count_failure(connection: Connection, row: Any, reason: str, now: datetime)
     )
     if cancelled or not again:
         followers.ended(connection, [row.id], now)
+    if not cancelled and not again:
+        limits.count_failed(connection, row.id, now)
     return again and not cancelled

@@ -59,21 +59,20 @@ class UsersTable:
         from sqlalchemy import Column, MetaData, Table, inspect
 
         schema, found = self._schema or None, inspect(connection)
-        types = {name: _type(kind) for name, kind in layout.columns.items()}
-        columns = [
-            Column(name, kind, primary_key=name == layout.id_column, quote=True)
-            for name, kind in types.items()
-        ]
-        table = Table(self._name, MetaData(), *columns, schema=schema)
+
+        def declared() -> Table:
+            columns = [
+                Column(name, _type(kind), primary_key=name == layout.id_column, quote=True)
+                for name, kind in layout.columns.items()
+            ]
+            return Table(self._name, MetaData(), *columns, schema=schema)
+
         if not found.has_table(self._name, schema=schema):
+            table = declared()
             table.create(connection)
             return table
         there = {column["name"] for column in found.get_columns(self._name, schema=schema)}
-        if former := [name for name in layout.added if name not in there]:  # made by an earlier version
-            columns = [Column(one.name, one.type, quote=True) for one in columns if one.name not in former]
-            table = Table(self._name, MetaData(), *columns, schema=schema)
-            types = {name: kind for name, kind in types.items() if name not in former}
-        if lacking := [name for name in types if name not in there]:
+        if lacking := layout.narrow(there):
             raise BatchFileError(
                 f"{self.label}: lacks the column {lacking[0]!r} of these results; add it, or name "
                 "another table"
@@ -87,7 +86,7 @@ class UsersTable:
             raise BatchFileError(
                 f"{self.label}: may have a job twice; make {layout.id_column!r} its primary key, or unique"
             )
-        return table
+        return declared()
 
     def _upsert(self, table: "Table", key: str) -> Any:
         from sqlalchemy.dialects import postgresql, sqlite

@@ -20,6 +20,7 @@ from nightmill.jobs.batches.streaming import ResultStream
 from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.batches import EXIT_CODES, FORMAT_OPTION, say_times, submitting
 from nightmill.jobs.commands.job_options import AT, BATCH_OPTIONS, given, job_options
+from nightmill.jobs.commands.limit_options import limit_options, limits_taken
 from nightmill.jobs.commands.on_end import on_end_options, run_on_end, words_of
 from nightmill.jobs.commands.options import INTERRUPTED, LOG_FORMAT, json_option
 from nightmill.jobs.commands.printing import counted, describe_status
@@ -43,6 +44,7 @@ from nightmill.jobs.errors import (
 from nightmill.jobs.formats import InputFile
 from nightmill.jobs.formats.places import STANDARD, brought_to, check_apart, errors_name
 from nightmill.jobs.reply.batch_status import BatchStatus, status_values
+from nightmill.jobs.request.limits import without_limits
 from nightmill.jobs.tables.following import FollowingRows
 from nightmill.jobs.tables.into import UsersTable
 from nightmill.jobs.tables.options import TableOptions
@@ -82,6 +84,7 @@ _HEARD = frozenset({"model", "model_name", "gpu", "reference"})
 @click.option("--overwrite", is_flag=True, help="Replace OUTPUT even if it holds something else.")
 @table_options
 @on_end_options
+@limit_options
 @click.option("--log-format", **LOG_FORMAT)
 @job_options(*(name for name in BATCH_OPTIONS if name != AT))
 @json_option
@@ -142,7 +145,7 @@ def run(
       2    wrong usage
       3    some rows failed (completed_with_errors); the error file has them
       4    no row succeeded
-      5    the deadline ended rows (expired)
+      5    the deadline or a budget ended rows (expired)
       6    the batch was cancelled
       130  interrupted; the same command goes on
     """
@@ -171,9 +174,10 @@ def run(
         settings = with_model_file(settings, show=log is None)
         model_file = GgufFile.open(model_path(settings))  # refuses a bad one before anything is queued
         model = served_name(settings)
-        table = taken(options)
+        table, limits = taken(options), limits_taken(options)
         rows = given(options) | table | {"model": model}
         opened = opened_with(rows)  # which checks the template
+        rows |= limits
         errors = errors or (None if output is None else errors_name(output))
         if output is not None:
             check_apart(file or "", output, errors)
@@ -253,7 +257,7 @@ def run(
 @contextmanager
 def _following(settings: Settings, rows: Mapping[str, Any]) -> Iterator[FollowingRows]:
     """Provide the rows that follow those of the batch --after."""
-    options = TableOptions.of(rows)
+    options = TableOptions.of(without_limits(rows))
     assert options is not None and options.after is not None
     with Client(settings) as client:
         yield FollowingRows(client.batches.store, options)

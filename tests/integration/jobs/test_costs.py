@@ -1,6 +1,8 @@
 """What rows cost: written with their ends, added up over attempts, shown with their batch, in old files."""
 
 import json
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,18 +13,20 @@ from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.main import main
 from nightmill.jobs.commands.printing import describe_cost, describe_status
+from nightmill.jobs.errors import BatchFileError
 from nightmill.jobs.formats.layout import Layout
 from nightmill.jobs.formats.ours import ForeignFileError, job_ids
 from nightmill.jobs.formats.output import ResultFile
 from nightmill.jobs.formats.parquet import ParquetWriter
-from nightmill.jobs.formats.results import ADDED, COSTS, RESULT_COLUMNS
+from nightmill.jobs.formats.results import COSTS, LATER, RESULT_COLUMNS
 from nightmill.jobs.formats.rows import FileFormat
 from nightmill.jobs.reply.job import Job
 from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.jobs.sql.queue_stats import QueueStats
+from nightmill.jobs.tables.into import UsersTable
 from tests.support.servers import worker_env
 
-BEFORE = [name for name in RESULT_COLUMNS if name not in ADDED]
+BEFORE = [name for name in RESULT_COLUMNS if name not in LATER]
 
 
 def worker(client: Client) -> Claims:
@@ -134,6 +138,22 @@ def test_a_csv_of_an_earlier_version_is_known_and_keeps_its_columns(tmp_path: Pa
         path.write_text(foreign)
         with pytest.raises(ForeignFileError):
             list(job_ids(path, FileFormat.CSV, errors=False))
+
+
+def test_a_users_table_of_an_earlier_version_keeps_its_columns(tmp_path: Path) -> None:
+    for columns, lacks in ((BEFORE, None), (list(RESULT_COLUMNS), None), (BEFORE[:-1], "tool_calls")):
+        path = tmp_path / f"{len(columns)}.db"
+        with closing(sqlite3.connect(path)) as database:
+            listed = ", ".join(f'"{name}"' for name in columns)
+            database.execute(f'CREATE TABLE results ({listed}, PRIMARY KEY ("id"))')
+            database.commit()
+        layout = Layout(FileFormat.PARQUET)
+        target = UsersTable(f"sqlite:///{path}#results")
+        if lacks is not None:
+            with pytest.raises(BatchFileError, match=f"lacks the column '{lacks}'"):
+                target.write([], layout)
+            continue
+        assert target.write([], layout) == 0 and list(layout.columns) == columns
 
 
 def test_lines_and_parquet_of_an_earlier_version_are_known(tmp_path: Path) -> None:

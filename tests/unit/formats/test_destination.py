@@ -12,7 +12,7 @@ from nightmill.jobs.errors import BatchFileError
 from nightmill.jobs.formats import FileFormat, layout
 from nightmill.jobs.formats.destination import partial_of
 from nightmill.jobs.formats.ours import job_ids
-from nightmill.jobs.formats.results import ADDED, RESULT_COLUMNS
+from nightmill.jobs.formats.results import LATER, RESULT_COLUMNS
 from tests.support.servers import clean_environment
 from tests.unit.formats.destinations import (
     FOREIGN,
@@ -83,12 +83,12 @@ def test_a_file_of_an_earlier_version_is_known_and_never_mixed_with_other_column
 ) -> None:
     path = named(tmp_path, format)
     made = [
-        {name: value for name, value in row.items() if name not in ADDED} for row in rows(format, range(3))
+        {name: value for name, value in row.items() if name not in LATER} for row in rows(format, range(3))
     ]
     with monkeypatch.context() as earlier:
-        former = {name: kind for name, kind in RESULT_COLUMNS.items() if name not in ADDED}
+        former = {name: kind for name, kind in RESULT_COLUMNS.items() if name not in LATER}
         earlier.setattr(layout, "RESULT_COLUMNS", former)
-        earlier.setattr(layout, "ADDED", ())
+        earlier.setattr(layout, "LATER", ())
         write(path, format, made)
     with vetted(path, format) as destination:
         assert list(job_ids(path, format, errors=False)) == [row["id"] for row in made]
