@@ -390,3 +390,17 @@ def test_the_command_line_submits_and_shows_rows_that_wait(
         assert (refused.exit_code, "--after stands in place of" in refused.output) == (2, True)
     unknown = run("batch", "submit", "--after", "nothing", "--template", "{{ prior.text }}")
     assert unknown.exit_code == 1 and "there is no batch 'nothing'" in unknown.output
+
+
+def test_rows_behind_a_batch_that_a_limit_stopped_wait_again_once_it_goes_on(
+    client: Client, worker: Claims
+) -> None:
+    drafts = ask(client, budget="5-tokens")
+    judged = follow(client)
+    finish(worker, rows_of(drafts)[:1])
+    assert Sweep(client.database).end_stopped() == 2
+    assert states(judged) == ["queued", "failed", "failed"]
+    assert rows_of(judged)[1].errors[-1]["code"] == "prior_failed"
+    drafts.set_limits(budget="none")
+    assert states(drafts) == ["succeeded", "queued", "queued"]
+    assert states(judged) == ["queued", "queued held", "queued held"]
