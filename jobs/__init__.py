@@ -232,7 +232,7 @@ def enqueue_many(
 
 
 def submit_batch(
-    source: BatchSource,
+    source: BatchSource | None = None,
     *,
     name: str | None = None,
     on_rows: OnRows | None = None,

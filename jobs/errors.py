@@ -70,6 +70,8 @@ class RowCode(StrEnum):
     UNSUPPORTED_FIELD = "unsupported_field"
     INVALID_VALUE = "invalid_value"
     DUPLICATE_CUSTOM_ID = "duplicate_custom_id"
+    PRIOR_FAILED = "prior_failed"
+    PRIOR_CANCELLED = "prior_cancelled"
 
 
 class InvalidRequestError(NightmillError, ValueError):

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any, Self, TypeGuard
 
@@ -76,6 +77,8 @@ _STATE_AFTER = {
 }
 
 
+HELD_UNTIL = datetime(9999, 1, 1, tzinfo=UTC)
+"""The time to begin of a row that waits for the row before it: workers of all versions leave it alone."""
 _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
 
 

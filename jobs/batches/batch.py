@@ -53,6 +53,7 @@ from nightmill.jobs.request.limits import Limits
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.deletion import Deletion
 from nightmill.jobs.sql.flows import rows_before
+from nightmill.jobs.sql.http_batches import BATCH_PREFIX, HttpBatchStore
 from nightmill.jobs.sql.requeueing import Requeueing
 from nightmill.jobs.tables.arrow_files import table_of
 from nightmill.jobs.tables.into import UsersTable
@@ -99,13 +100,21 @@ class Batch:
         counts = self.store.counts(self.name)
         pace = self.store.recent_pace(self.name)
         groups = self.store.error_groups(self.name) if errors else []
+        held = self.store.held(self.name)
         now = self.store.database.now()
         workers = workers_of(self.store)
         served = frozenset(worker.model for worker in workers)
         asked = errors or record.model is not None or stalled(pace)
         unserved = unserved_models(self.store, record, counts, served) if asked else []
         status = make_status(
-            record, counts, pace, groups, now, served=takes(served, record.model), unserved=unserved
+            record,
+            counts,
+            pace,
+            groups,
+            now,
+            served=takes(served, record.model),
+            unserved=unserved,
+            held=held,
         )
         if not status.state.final:
             status = within_hours(status, workers, now)
@@ -256,6 +265,7 @@ class Batch:
         for groups in self.store.retry_failed(self.name, ends_at):
             queued += sum(map(len, groups.values()))
             room = self._announcer.announce_first(groups, room)
+        self._reopen_over_http(queued)
         return queued
 
     def extend(self, max_tokens: int, *, deadline: datetime | timedelta | None = None) -> QueuedAgain:
@@ -268,7 +278,9 @@ class Batch:
         """
         limit = check_max_tokens(max_tokens)
         ends_at = deadline_moment(deadline, self.store.database.now())
-        return announced(Requeueing(self.store).extend(self.name, limit, ends_at), self._announcer)
+        done = announced(Requeueing(self.store).extend(self.name, limit, ends_at), self._announcer)
+        self._reopen_over_http(done.rows)
+        return done
 
     def retry(
         self,
@@ -290,7 +302,14 @@ class Batch:
         changed, conditions = check_changes(changes), conditions_of(where or {})
         ends_at = deadline_moment(deadline, self.store.database.now())
         groups = Requeueing(self.store).retry(self.name, conditions, changed, ends_at, new_seeds=new_seeds)
-        return announced(groups, self._announcer)
+        done = announced(groups, self._announcer)
+        self._reopen_over_http(done.rows)
+        return done
+
+    def _reopen_over_http(self, queued: int) -> None:
+        """Let a server write the files of a batch over HTTP anew, once its rows have ended again."""
+        if queued and self.name.startswith(BATCH_PREFIX):
+            HttpBatchStore(self.store.database).reopen(self.name.removeprefix(BATCH_PREFIX))
 
     def set_limits(
         self,

@@ -4,7 +4,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from nightmill.jobs.base.ids import IdSource
 from nightmill.jobs.base.settings import Settings
@@ -12,7 +12,7 @@ from nightmill.jobs.base.stepping import exhaust
 from nightmill.jobs.batches.batch import Batch
 from nightmill.jobs.batches.limits import change_limits, columns_of, differ
 from nightmill.jobs.batches.result_files import vet
-from nightmill.jobs.batches.sameness import check_same, file_batch_name
+from nightmill.jobs.batches.sameness import batch_name, check_same, file_batch_name
 from nightmill.jobs.batches.submission import OnRows, Submission
 from nightmill.jobs.errors import (
     BatchNotFoundError,
@@ -31,15 +31,18 @@ from nightmill.jobs.request.spec import JobSpec
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.deletion import Deletion
 from nightmill.jobs.tables.columns import Table
+from nightmill.jobs.tables.following import FollowingRows
 from nightmill.jobs.tables.memory import TableItems
 from nightmill.jobs.tables.options import TableOptions, without_table
 from nightmill.jobs.tables.reading import TableFile
-from nightmill.jobs.tables.together import table_source
+from nightmill.jobs.tables.together import TableSource, table_source
 
 _OF_CHATS = ("reasoning_effort", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 _KEPT = ("priority", "max_attempts", *_OF_CHATS)  # stored settings besides parameters
 
 BatchSource = str | Path | InputFile | TableItems | Prompts
+Source = BatchSource | FollowingRows | None
+"""A source of rows; None for rows that follow those of another batch."""
 
 
 class Batches:
@@ -64,7 +67,7 @@ class Batches:
 
     def submit(
         self,
-        source: BatchSource,
+        source: Source,
         settings: Mapping[str, Any],
         *,
         name: str | None,
@@ -94,7 +97,7 @@ class Batches:
 
     def submitting(
         self,
-        source: BatchSource,
+        source: Source,
         settings: Mapping[str, Any],
         *,
         name: str | None,
@@ -111,12 +114,14 @@ class Batches:
         settings = without_limits(settings)
         table: Table | None = None
         if (options := TableOptions.of(settings)) is not None:
-            made = table_source(source, options)
+            made = self._table(source, options)
             source, table = made, made.table
             settings = without_table(settings)
+        elif source is None:
+            raise InvalidParameterError("source: is missing; give a file, a table, rows, or after=BATCH")
         elif isinstance(source, str | Path):
             source = open_input(source)
-        elif not isinstance(source, InputFile | TableItems):
+        elif not isinstance(source, InputFile | TableItems | FollowingRows):
             source = items_of(source, ROW_KEYS)
         defaults = JobSpec.defaults(settings, OF_A_BATCH).updated({"batch": name}, {"asker": asker})
         if defaults.model is not None:
@@ -124,6 +129,8 @@ class Batches:
         fingerprint: str | None = None
         if isinstance(source, InputFile):
             fingerprint = yield from _hashed(source)
+        elif isinstance(source, FollowingRows):
+            fingerprint = source.fingerprint
         record = self._record(source, defaults, settings, fingerprint, table)
         record = replace(record, **columns_of(limits))
         self._check_times(record)
@@ -155,17 +162,30 @@ class Batches:
             raise
         return batch
 
-    def name_of(self, source: InputFile, settings: Mapping[str, Any]) -> str:
-        """Return the name that a file's batch gets by default."""
-        fingerprint = exhaust(_hashed(source))
-        table = source.table if isinstance(source, TableFile) else None
+    def _table(self, source: Any, options: TableOptions) -> TableSource | FollowingRows:
+        if options.after is None:
+            return table_source(source, options)
+        if isinstance(source, FollowingRows):
+            return source
+        if source is not None:
+            raise InvalidParameterError(
+                "after: the rows are those of that batch; leave out the file",
+                field="after",
+            )
+        return FollowingRows(self.store, options)
+
+    def name_of(self, source: InputFile | FollowingRows, settings: Mapping[str, Any]) -> str:
+        """Return the name that the batch of these rows gets by default."""
+        known = source.fingerprint if isinstance(source, FollowingRows) else None
+        fingerprint = known or exhaust(_hashed(cast(InputFile, source)))
+        table = source.table if isinstance(source, TableFile | FollowingRows) else None
         settings = without_table(without_limits(settings))
         defaults = JobSpec.defaults(settings, OF_A_BATCH)
         return self._record(source, defaults, settings, fingerprint, table).name
 
     def _record(
         self,
-        source: InputFile | TableItems | Iterator[Any],
+        source: InputFile | TableItems | FollowingRows | Iterator[Any],
         defaults: JobSpec,
         settings: Mapping[str, Any],
         fingerprint: str | None,
@@ -184,6 +204,9 @@ class Batches:
         if isinstance(source, InputFile):
             name = defaults.batch or file_batch_name(source, str(fingerprint), defaults.model, stored)
             format, path = source.format, source.label
+        elif isinstance(source, FollowingRows):
+            name = defaults.batch or batch_name(source.after, source.fingerprint, defaults.model, stored)
+            format, path = source.format, ""
         else:
             path = ""
             name = defaults.batch or f"batch-{IdSource().draw()}"

@@ -12,6 +12,7 @@ from nightmill.jobs.formats.together import FilesTogether
 from nightmill.jobs.reply.job import Job
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.jobs import Selection, Store
+from nightmill.jobs.tables.following import FollowingRows
 from nightmill.jobs.tables.layout import layout_of
 from nightmill.jobs.tables.reading import TableFile
 from nightmill.jobs.tables.together import paths_of
@@ -26,12 +27,12 @@ def output_row(job: Job, format: FileFormat, *, errors: bool) -> JsonObject:
 
 @contextmanager
 def destinations(
-    source: InputFile, results: OutputTarget, errors: OutputTarget, *, overwrite: bool
+    source: InputFile | FollowingRows, results: OutputTarget, errors: OutputTarget, *, overwrite: bool
 ) -> Iterator[tuple[Destination, Destination]]:
     """Open the result file and the error file of an input, which must be three different files. Raises
     BatchFileError."""
-    shape = source.table.shape if isinstance(source, TableFile) else None
-    apart = paths_of(source)
+    shape = source.table.shape if isinstance(source, TableFile | FollowingRows) else None
+    apart = paths_of(source) if isinstance(source, InputFile) else {}
     for target in (results, errors):
         if isinstance(source, FilesTogether) and source.takes(_first_file(target.label)):
             raise BatchFileError(

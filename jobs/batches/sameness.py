@@ -14,8 +14,13 @@ from nightmill.jobs.tables.shape import identity
 
 def file_batch_name(file: InputFile, fingerprint: str, model: str | None, settings: Mapping[str, Any]) -> str:
     """The name of a file's batch if none is given: the same for the same rows, model and settings."""
+    return batch_name(file.path.name.partition(".")[0], fingerprint, model, settings)
+
+
+def batch_name(begin: str, fingerprint: str, model: str | None, settings: Mapping[str, Any]) -> str:
+    """A name that begins so, the same for the same rows, model and settings."""
     content = json.dumps([fingerprint, model, identity(settings)], sort_keys=True)
-    stem = re.sub(r"[^\w.-]+", "-", file.path.name.partition(".")[0])[:100] or "batch"
+    stem = re.sub(r"[^\w.-]+", "-", begin)[:100] or "batch"
     return f"{stem}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
 
 

@@ -18,14 +18,17 @@ from nightmill.jobs.errors import (
     BatchFileUnavailableError,
     EmptyBatchFileError,
     InvalidRequestError,
+    RowCode,
 )
 from nightmill.jobs.formats import InputFile, InputRow, RowError, rows_from
+from nightmill.jobs.formats.rows import printable
 from nightmill.jobs.messages.announcing import Announcer
 from nightmill.jobs.reply.batch_status import BatchRecord
 from nightmill.jobs.request.spec import JobSpec
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.flows import leave_room
-from nightmill.jobs.sql.jobs import by_queue
+from nightmill.jobs.sql.jobs import by_queue, mark_unsent
+from nightmill.jobs.tables.following import FollowingRows
 from nightmill.jobs.tables.memory import TableItems
 
 _MOST_RENAMED = 100  # other models named by rows that are counted
@@ -62,18 +65,22 @@ class Submission:
         self._ids = IdSource()
         self._announcing = True
         self._entered = False  # whether any row is entered, now or earlier
+        self._custom_ids: dict[str, str] | None = None  # job ids of rows before, once a row follows one
         self.renamed: Counter[str] = Counter()
         """Number of rows whose model the batch's model replaced, by name, for the first names."""
 
     def steps(
-        self, source: InputFile | TableItems | Iterable[Any], store: BatchStore, announcer: Announcer
+        self,
+        source: "InputFile | TableItems | FollowingRows | Iterable[Any]",
+        store: BatchStore,
+        announcer: Announcer,
     ) -> Steps:
         """Enter all missing rows, announce them, and mark the batch as complete.
 
         Raises BatchFileError if the file cannot be read or changes meanwhile: then the batch stays
         incomplete, with rows of the original file only.
         """
-        if isinstance(source, TableItems):
+        if isinstance(source, TableItems | FollowingRows):
             return (yield from self._enter(source.rows(self._defaults), store, announcer))
         if not isinstance(source, InputFile):
             return (yield from self._enter(rows_from(source, self._defaults), store, announcer))
@@ -107,15 +114,24 @@ class Submission:
             if source is not None and source.changed():
                 raise self._changed(source)  # these rows may come from the new file
             now = store.database.now()
-            jobs = [self._job(row, now) for row in group.rows if row.number > last]
+            missing = [row for row in group.rows if row.number > last]
+            if self._custom_ids is None and any(row.after is not None for row in missing):
+                self._custom_ids = dict(store.custom_ids(name))
+            jobs = [self._job(row, now) for row in missing]
             leave_room(store.database, jobs, self._shard_size)
-            inserted = bool(jobs) and store.insert_rows(name, jobs)
+            followed = store.insert_rows(name, jobs) if jobs else None
+            if self._custom_ids is not None and jobs:  # another submission may have been faster
+                self._custom_ids.update(store.custom_ids(name, jobs[0]["row"], jobs[-1]["row"]))
             self._entered = self._entered or bool(jobs)
-            if inserted:
+            if followed is not None:
+                due = set(followed)
                 # An unreachable broker is tried once; workers find the other jobs in the table.
                 self._announcing = self._announcing and announcer.announce(
-                    by_queue(job for job in jobs if job["sent_at"])
+                    by_queue(job for job in jobs if job["sent_at"] or job["id"] in due)
                 )
+                left = due.difference(job["id"] for job in jobs) if self._announcing else due
+                if left:
+                    mark_unsent(store.database, sorted(left))
             committed += len(group.rows)
             group = RowGroup()
 
@@ -150,8 +166,15 @@ class Submission:
             spec = replace(spec, model=self._defaults.model)
         if error is None:
             error = self._model_error(spec.model)
+        prior = row.prior
+        if error is None and row.after is not None:
+            prior = (self._custom_ids or {}).get(row.after)
+            error = None if prior is not None else _no_prior(row.after)
+        if error is not None and spec.held is not None:
+            spec = replace(spec, held=None)  # it ends here, and waits for nothing
         job = spec.row(self._ids.draw(), now, self._max_attempts) | {
             "row": row.number,
+            "prior": prior,
             "custom_id": row.custom_id,
             "stop_reason": None,
             "error": None,
@@ -163,6 +186,8 @@ class Submission:
             job["metadata"] = row.kept or None
         if not self._announcing:
             job["sent_at"] = None
+        if self._custom_ids is not None and row.custom_id is not None:
+            self._custom_ids.setdefault(row.custom_id, job["id"])
         return job if error is None else job | _failed(row, error, now)
 
     def _model_error(self, model: str | None) -> RowError | None:
@@ -175,6 +200,11 @@ class Submission:
             except InvalidRequestError as error:
                 self._models[model] = RowError.of(error)
         return self._models[model]
+
+
+def _no_prior(after: str) -> RowError:
+    said = f"after: no row before this one has the custom_id {after[:100]!r}; a row follows one above it"
+    return RowError(RowCode.INVALID_VALUE, printable(said), "after")
 
 
 def _failed(row: InputRow, error: RowError, now: datetime) -> dict[str, Any]:

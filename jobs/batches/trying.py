@@ -149,15 +149,18 @@ def _choose(rows: Iterable[InputRow], count: int, seed: int) -> _Chosen:
     """`count` good rows at random, each with equal probability, in their order; and what the others are."""
     draw = random.Random(seed)
     kept: list[InputRow] = []
-    good = bad = 0
+    good = bad = waiting = 0
     first_error: tuple[int, RowError] | None = None
     for row in rows:
+        if row.spec is not None and row.spec.held is not None:  # it has no prompt before another has ended
+            good, waiting = good + 1, waiting + 1
+            continue
         if row.error is not None:
             bad += 1
             first_error = first_error or (row.number, row.error)
             continue
         good += 1
-        place = len(kept) if len(kept) < count else draw.randrange(good)
+        place = len(kept) if len(kept) < count else draw.randrange(good - waiting)
         if place < count:
             kept[place : place + 1] = [row]
     return _Chosen(sorted(kept, key=lambda row: row.number), good, bad, first_error)

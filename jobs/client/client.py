@@ -145,7 +145,7 @@ class Client:
 
     def submit_batch(
         self,
-        source: BatchSource,
+        source: BatchSource | None = None,
         *,
         name: str | None = None,
         on_rows: OnRows | None = None,
@@ -167,6 +167,10 @@ class Client:
         `system` and the filled template (with `plain` a plain prompt). The columns of `keep` ("all", "none",
         or names) come back beside the answers, which are in `column`, and with `spread` in a column for each
         top property of their schema. `empty` ("error", "skip", "keep") is for rows that lack a value.
+
+        With `after`, the name of a batch, and no source, each row follows one of that batch: it waits until
+        that row has ended, and its template takes the answer (`{{ prior.content }}`). docs/tables.md says
+        which parts there are, and what becomes of rows whose priors fail or are cancelled.
 
         `budget`, such as "20M-tokens", and `max_failures`, such as "5%", stop the batch: running rows end as
         they would, queued rows with the stop reason `budget`. Given to a batch that exists they replace its

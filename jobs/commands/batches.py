@@ -9,6 +9,7 @@ import click
 from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.base.printable import printable
 from nightmill.jobs.base.times import describe_moment, parse_span
+from nightmill.jobs.batches.batch import Batch
 from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.comparing import diff
 from nightmill.jobs.commands.job_options import AT, BATCH_OPTIONS, given, job_options
@@ -18,7 +19,7 @@ from nightmill.jobs.commands.options import CommandGroup, json_option
 from nightmill.jobs.commands.over_http import describe_http, http_batch, http_values
 from nightmill.jobs.commands.printing import counted, describe_status, say_if_nobody_serves
 from nightmill.jobs.commands.progress import EXIT_FAILED, BatchProgress, logged_errors
-from nightmill.jobs.commands.query_options import input_named, query_options
+from nightmill.jobs.commands.query_options import AFTER_OPTION, check_alone, input_named, query_options
 from nightmill.jobs.commands.requeueing import extend, retry
 from nightmill.jobs.commands.table_options import opened_with, table_options, taken
 from nightmill.jobs.commands.terminal import confirm, echo, echo_err, echo_json, table
@@ -27,6 +28,7 @@ from nightmill.jobs.errors import BatchNotFoundError
 from nightmill.jobs.formats import FileFormat, InputFile
 from nightmill.jobs.reply.batch_status import BatchState, BatchStatus, status_values
 from nightmill.jobs.sql.prune import Pruned
+from nightmill.jobs.tables.following import FollowingRows
 
 EXIT_CODES = {
     BatchState.COMPLETED: 0,
@@ -69,6 +71,7 @@ def batch() -> None:
 @FORMAT_OPTION
 @click.option("--name", help="Name of the batch; by default made of the file, the model and the parameters.")
 @click.option("--model", help="Name of the model that must serve every row, whatever the rows say.")
+@AFTER_OPTION
 @table_options
 @on_end_options
 @limit_options
@@ -84,7 +87,7 @@ def submit(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Queue every row of FILE as a batch.
+    """Queue every row of FILE as a batch, or a row after each of another batch.
 
     FILE contains OpenAI batch rows, plain JSONL rows, CSV or Parquet; docs/file-formats.md describes rows.
     With --template it is any table, and each of its rows a prompt (docs/tables.md). Parameters given here are
@@ -92,6 +95,12 @@ def submit(
     Repeating an interrupted command resumes it, with the times of the first one. FILE must not change
     meanwhile. Use - for FILE to read standard input. It may also be a folder of files, a pattern such as
     'rows/*.parquet', or at s3://, gs://, hf:// or https://; --query takes the rows of a database.
+
+    With --after each row follows one of that batch: its template takes the answer, and the columns before it.
+
+    
+      nightmill batch submit --after drafts --name judged --choice 1 --choice 5 \\
+          --template "Rate 1 or 5: {{ prior.content }}"
 
     With --on-end the command waits until the batch has ended, like watch, and then runs COMMAND, which reads
     the status as JSON. Repeated after an interruption, it follows the same batch.
@@ -107,16 +116,10 @@ def submit(
     at_end = None if on_end is None else words_of(on_end)
     table, limits = taken(options), limits_taken(options)
     settings = given(options) | table
-    opened = opened_with(settings)
-    settings |= limits
     with Client() as client:
-        spool_bytes = client.settings.spool_bytes
-        with (
-            logged_errors(None),
-            input_named(file, query, from_url, format, most=spool_bytes, opened=opened) as source,
-            submitting(source) as on_rows,
-        ):
-            made = client.submit_batch(source, name=name, on_rows=on_rows, webhook=webhook, **settings)
+        made = _submitted(
+            client, (file, query, from_url, format), settings, name=name, webhook=webhook, **limits
+        )
         status = made.status()
         say_times(status, settings)
         idle = status.state.final or status.state is BatchState.SCHEDULED  # no worker is needed, or not yet
@@ -140,6 +143,26 @@ def submit(
         raise SystemExit(EXIT_CODES[status.state])
 
 
+def _submitted(
+    client: Client,
+    named: tuple[str | None, str | None, str | None, str | None],
+    settings: dict[str, Any],
+    **more: Any,
+) -> Batch:
+    """Submit a file, a query or what follows a batch. `named`: file, query, URL, format."""
+    if settings.get("after") is not None:
+        check_alone(*named)
+        with logged_errors(None):
+            return client.submit_batch(**settings, **more)
+    opened = opened_with(settings)
+    with (
+        logged_errors(None),
+        input_named(*named, most=client.settings.spool_bytes, opened=opened) as source,
+        submitting(source) as on_rows,
+    ):
+        return client.submit_batch(source, on_rows=on_rows, **settings, **more)
+
+
 def say_times(
     status: BatchStatus, settings: Mapping[str, Any], say: Callable[[str], object] = echo_err
 ) -> None:
@@ -156,8 +179,11 @@ def say_times(
 
 
 @contextmanager
-def submitting(source: InputFile, *, show: bool = True) -> Iterator[Callable[[int], None]]:
+def submitting(source: InputFile | FollowingRows, *, show: bool = True) -> Iterator[Callable[[int], None]]:
     """Show a progress bar for a file, if `show`; yields the `on_rows` callback for submit_batch."""
+    if isinstance(source, FollowingRows):
+        yield lambda _: None
+        return
     with progress_of("submitting", source.size, megabytes=True, show=show) as update:
         yield lambda _: update(source.position)
 

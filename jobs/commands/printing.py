@@ -85,6 +85,8 @@ _NUMBERS = 4  # of an embedding that are shown
 def print_all_of(job: Job) -> None:
     """Print all fields of a job, its text last."""
     for name, value in json.loads(to_json(job_values(job))).items():
+        if name == "held" and not value:
+            continue
         if value not in (None, [], {}, "") and name not in _APART:
             echo(_field(name, value if isinstance(value, str) else to_json(value)))
     for entry in job.errors:
@@ -255,6 +257,8 @@ def describe_status(status: BatchStatus, price_per_kwh: float | None = None) -> 
             f"about {describe_moment(status.estimated_end)}, in {duration(left)}"
             + (", too late" if late else ""),
         )
+    if status.held:
+        say("waits", f"{counted(status.held, 'row')} for the rows that they follow")
     if status.unserved:
         deadline = None if status.deadline_at is None else describe_moment(status.deadline_at)
         say(

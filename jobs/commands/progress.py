@@ -128,6 +128,7 @@ class BatchProgress:
 def line_of(status: BatchStatus) -> ProgressLine:
     """Convert a status to a line of progress."""
     running, queued = (status.states.get(state, 0) for state in (JobState.RUNNING, JobState.QUEUED))
+    held = f" ({status.held:,} wait for others)" if status.held else ""
     end = ""
     if status.state is BatchState.SCHEDULED and status.scheduled_at is not None:
         end = f"begins {describe_moment(status.scheduled_at)}"
@@ -140,7 +141,7 @@ def line_of(status: BatchStatus) -> ProgressLine:
         total=status.expected_rows,
         state=str(status.state),
         failed=f"{status.unsuccessful:,} failed" if status.unsuccessful else "",
-        load="" if status.state.final else f"{running:,} running, {queued:,} queued",
+        load="" if status.state.final else f"{running:,} running, {queued:,} queued{held}",
         speed="" if speed is None else f"{speed:,.0f} tokens/s",
         end=end,
     )

@@ -25,6 +25,19 @@ _OPTIONS = (
 )
 
 
+AFTER_OPTION = click.option(
+    "--after",
+    metavar="NAME",
+    help="In place of FILE, a row for each of this batch, which waits for that row's answer.",
+)
+
+
+def check_alone(*others: str | None) -> None:
+    """Refuse another input beside --after. Raises UsageError."""
+    if any(one is not None for one in others):
+        raise click.UsageError("--after stands in place of a FILE, a --query and a --format")
+
+
 def query_options(command: Command) -> Command:
     """Add the options of a query."""
     for option in _OPTIONS if isinstance(command, click.Command) else reversed(_OPTIONS):

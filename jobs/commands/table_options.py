@@ -10,8 +10,8 @@ import click
 
 from nightmill.jobs.formats.places import Opened
 from nightmill.jobs.formats.together import open_input
+from nightmill.jobs.request.template import MAX_CHARACTERS, Empty
 from nightmill.jobs.tables.options import ALL, NONE, TABLE_KEYS, TableOptions
-from nightmill.jobs.tables.template import MAX_CHARACTERS, Empty
 from nightmill.jobs.tables.together import open_table
 
 Command = TypeVar("Command", bound=Callable[..., Any])

@@ -10,7 +10,6 @@ from typing import Protocol
 from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.formats.parquet import ParquetWriter, read_ids
 from nightmill.jobs.formats.results import (
-    COSTS,
     ERROR_COLUMNS,
     LATER,
     READ,
@@ -22,7 +21,7 @@ from nightmill.jobs.formats.rows import FileFormat
 from nightmill.jobs.reply.job import Job
 
 _OPENAI_KEYS = {"id", "custom_id", "response", "error"}
-_SOMETIMES = {"answers", "embedding", *READ, *COSTS}
+_SOMETIMES = {"answers", *READ, *LATER}
 _RESULT_KEYS = RESULT_COLUMNS.keys() - _SOMETIMES
 _ERROR_KEYS = {"custom_id", "id", "line", "error", "text"} | _SOMETIMES
 
@@ -47,6 +46,7 @@ class Layout:
     """Rows of results, or of errors, in a format. Others have other columns, and the same methods.
 
     columns    of tables, and their types
+    added      those that files of earlier versions lack, in the order in which they came
     id_column  the key, or the column, of jobs' ids
     """
 
@@ -57,6 +57,13 @@ class Layout:
         self.format = format
         self.errors = errors
         self.columns: Mapping[str, str] = ERROR_COLUMNS if errors else RESULT_COLUMNS
+        self.added: tuple[str, ...] = () if errors else LATER
+
+    def known_columns(self) -> Iterator[dict[str, str]]:
+        """Yield the columns that a file of this layout may have: those of today, then those of before."""
+        for count in range(len(self.added), -1, -1):
+            lacking = self.added[count:]
+            yield {name: kind for name, kind in self.columns.items() if name not in lacking}
 
     @property
     def grows(self) -> bool:
@@ -73,28 +80,25 @@ class Layout:
 
     def read_ids(self, path: Path) -> Iterator[str] | None:
         """The job ids of a file that does not grow; None if its columns are others."""
-        found = read_ids(path, self.columns)
-        return read_ids(path, self._older) if found is None else found
-
-    @property
-    def _older(self) -> Mapping[str, str]:
-        """The columns of files that earlier versions wrote."""
-        return {name: kind for name, kind in self.columns.items() if name not in LATER}
+        found = (read_ids(path, columns) for columns in self.known_columns())
+        return next((ids for ids in found if ids is not None), None)
 
     def narrow(self, there: Collection[str]) -> list[str]:
         """Leave out columns that tables of earlier versions lack; returns others that this one lacks."""
-        older = self._older
-        self.columns = {name: kind for name, kind in self.columns.items() if name in there or name in older}
+        later = self.added
+        self.columns = {
+            name: kind for name, kind in self.columns.items() if name in there or name not in later
+        }
         return [name for name in self.columns if name not in there]
 
     def adopt(self, head: Callable[[int], bytes]) -> bool:
-        """Return True if a CSV file begins with the names of these columns, or of those without LATER.
+        """Return True if a CSV file begins with the names of these columns, or an earlier version's.
 
         Such an older file keeps its columns, also for rows that are added to it.
 
         head  returns so many bytes of the file's beginning
         """
-        for columns in (self.columns, self._older):
+        for columns in self.known_columns():
             expected = self._csv_line(columns).rstrip(b"\r\n")
             after = head(len(expected) + 2)[len(expected) :]
             if head(len(expected)) == expected and after[:1] in (b"", b"\n", b"\r"):

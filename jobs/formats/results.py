@@ -12,6 +12,7 @@ from datetime import datetime
 
 from nightmill.jobs.base.arithmetic import system_fingerprint
 from nightmill.jobs.base.contract import JobState, JsonObject, StopReason
+from nightmill.jobs.errors import RowCode
 from nightmill.jobs.formats.likelihoods import openai_logprobs, token_values, vllm_prompt_logprobs
 from nightmill.jobs.formats.responses.answer import response_body
 from nightmill.jobs.formats.rows import FLOATS, FileFormat
@@ -33,13 +34,16 @@ RESULT_COLUMNS = {
     "reasoning": "string",
     "tool_calls": "string",
     "embedding": FLOATS,
+    "cached_tokens": "int64",
+    "reasoning_tokens": "int64",
     "gpu_seconds": "float64",
     "energy_joules": "float64",
 }
 """Columns of results in a table, with types."""
 COSTS = ("gpu_seconds", "energy_joules")
-LATER = ("embedding", *COSTS)
-"""Columns that results of earlier versions do not have."""
+"""Columns, and keys, of what a row cost."""
+LATER = ("embedding", "cached_tokens", "reasoning_tokens", *COSTS)
+"""Columns, and keys, that results of earlier versions do not have, in the order in which they came."""
 ERROR_COLUMNS = {
     "custom_id": "string",
     "id": "string",
@@ -89,6 +93,7 @@ def result_row(job: Job, format: FileFormat, *, model: str = "") -> JsonObject:
         }
         | _answers_of(job, format)
         | _embedding_of(job, format)
+        | {"cached_tokens": job.cached_tokens, "reasoning_tokens": job.reasoning_tokens}
         | _costs_of(job, format)
     )
 
@@ -204,7 +209,9 @@ def error_of(job: Job) -> JsonObject:
     """Return {"code", "message"}, and "field" and "line" if known."""
     reason = job.stop_reason or StopReason.ERROR
     last: JsonObject = job.errors[-1] if job.errors else {}
-    code = last.get("code") if reason is StopReason.ERROR else None
+    # A row that was cancelled with the one before it has a code of its own, too.
+    with_prior = last.get("code") == RowCode.PRIOR_CANCELLED and job.error == last.get("error")
+    code = last.get("code") if reason is StopReason.ERROR or with_prior else None
     made: JsonObject = {
         "code": code or str(reason),
         "message": job.error or _MESSAGES.get(reason, "the job failed; retry it"),

@@ -58,6 +58,13 @@ class InputRow:
     error: RowError | None = None
     kept: JsonObject | None = None
     """Further values of the row's table, for the job's metadata, whether the row is good or bad."""
+    prior: str | None = None
+    """The id of the job that it follows."""
+
+    @property
+    def after(self) -> str | None:
+        """The custom_id of the row before it that it follows."""
+        return None if self.spec is None else self.spec.after
 
     @property
     def prompt(self) -> Prompt | None:

@@ -154,6 +154,7 @@ class BatchStatus:
     gpu_seconds: float = 0.0  # shares of the steps that computed its rows
     energy_joules: float | None = None  # the same in joules; None: of no row is it known
     unserved: list[str | None] = field(default_factory=list)
+    held: int = 0  # queued rows that wait for the ones that they follow
     wakes_at: datetime | None = None  # when the hours of its workers begin, if all of them sleep until then
     rows_before: int | None = None  # rows of others that are served before the next one of these
     budget: dict[str, float] | None = None  # most that it may use, by measure (tokens, gpu_seconds, joules)
@@ -229,6 +230,7 @@ def make_status(
     *,
     served: bool = True,
     unserved: Sequence[str | None] = (),
+    held: int = 0,
 ) -> BatchStatus:
     """Build a status from counts.
 
@@ -274,6 +276,7 @@ def make_status(
         cancel_requested_at=record.cancel_requested_at,
         deleting_at=record.deleting_at,
         unserved=list(unserved),
+        held=held,
         budget=record.budget,
         spent={measure: record.spent.get(measure, 0) for measure in record.budget or ()},
         max_failures=record.max_failures,

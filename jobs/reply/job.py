@@ -77,6 +77,8 @@ class Job:
     reuse: str | None = None  # which earlier answers may stand for its own (`jobs.request.reuse`)
     reused_from: str | None = None  # the job that its text was computed for, if another's
     reused_from_gone: bool = False  # that job has been deleted since
+    prior: str | None = None  # the job that it follows, if any
+    held: bool = False  # it waits for that one
     error: str | None = None
     errors: list[JsonObject] = field(default_factory=list)  # one entry per attempt that failed or was charged
     history: list[JsonObject] = field(default_factory=list)  # what it was before each change of parameters

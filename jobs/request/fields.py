@@ -236,15 +236,15 @@ OF_A_BATCH = frozenset(BatchSettings.__annotations__)
 """Fields that may be set for all rows of a batch."""
 
 
-def check_option(name: str, value: Any) -> None:
-    """Raise InvalidParameterError unless `name` is an option that takes this value."""
+def check_option(name: str, value: Any, shown: str | None = None) -> None:
+    """Raise InvalidParameterError unless `name` is an option that takes this value. `shown`: its name."""
     check = _CHECKS.get(name)
     if check is None:
         raise unknown_field(name, FIELDS)
     try:
         check(value)
     except ValueError as error:
-        raise InvalidParameterError(f"{name}: {error}", field=name) from None
+        raise InvalidParameterError(f"{shown or name}: {error}", field=shown or name) from None
 
 
 def unknown_field(name: object, known: Iterable[str], why: str | None = None) -> InvalidParameterError:

@@ -4,12 +4,13 @@ import hashlib
 import json
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Self
 
 from nightmill.jobs.base.contract import (
     AS_USUAL,
+    HELD_UNTIL,
     Constrained,
     ConstraintKind,
     JobState,
@@ -29,6 +30,7 @@ from nightmill.jobs.request.fields import (
     moment,
     unknown_field,
 )
+from nightmill.jobs.request.following import Held
 from nightmill.jobs.request.parameters import DEFAULTS, MAX_SEED, GenerationParams
 from nightmill.jobs.request.prompts import check_messages, check_text, check_token_ids, is_id, json_type
 from nightmill.jobs.request.reuse import content_key, realm_of
@@ -52,6 +54,10 @@ class JobSpec(Options):
     request: JsonObject | None = None
     """Parts of a request to /v1/responses that its answer repeats (`jobs.formats.responses`), or the encoding
     of one to /v1/embeddings."""
+    held: Held | None = None
+    """The prompt of a row that follows another, until that one's answer is put into it."""
+    after: str | None = None
+    """The custom_id of that other row, if it is one of the same file."""
     asker: str | None = None
     """The name of the key that it came with over HTTP."""
 
@@ -128,11 +134,12 @@ class JobSpec(Options):
         All rows have the same keys, so that one statement can insert many. Raises InvalidParameterError for a
         time beyond the calendar.
         """
-        params, rendering = self.params, self.rendering
+        params, rendering, held = self.params, self.rendering, self.held
+        begins = moment("scheduled_at", self.scheduled_at, now)
         content = {
-            "prompt": self.text,
+            "prompt": self.text if held is None else None,
             "prompt_ids": self.token_ids,
-            "messages": self.messages,
+            "messages": self.messages if held is None else None,
             "rendering": None if rendering is None else rendering.values(),
             "params": params.stored(),
             "constrained": None if self.constrained is None else self.constrained.values(),
@@ -144,7 +151,9 @@ class JobSpec(Options):
             "model": self.model,
             **content,
             "reuse": self.reuse,
-            "content_key": content_key(self.reuse, content, params.seed, realm_of(self.asker)),
+            "content_key": None
+            if held is not None  # it has no content yet
+            else content_key(self.reuse, content, params.seed, realm_of(self.asker)),
             "answers": params.answers,
             "request": self.request,
             "seed": secrets.randbits(MAX_SEED.bit_length()) if params.seed is None else params.seed,
@@ -153,16 +162,29 @@ class JobSpec(Options):
             "failures": 0,
             "max_attempts": self.max_attempts or default_attempts,
             "priority": self.priority,
+            "prior": None,
+            "held": None
+            if held is None
+            else replace(
+                held,
+                seeded=params.seed is not None,
+                realm=realm_of(self.asker) if self.reuse else None,
+                scheduled_at=begins,
+            ).values(),
             # The message is sent right after the commit. For a scheduled job, a worker's sweep sends it
             # later.
-            "sent_at": None if self.scheduled_at is not None else now,
+            "sent_at": None if self.scheduled_at is not None or held is not None else now,
             "idempotency_key": self.idempotency_key,
             "fingerprint": self._fingerprint() if self.idempotency_key else None,
             "metadata": dict(self.metadata) if self.metadata else None,
             "created_at": now,
-            "scheduled_at": moment("scheduled_at", self.scheduled_at, now),
+            "scheduled_at": begins if held is None else HELD_UNTIL,
             "deadline_at": moment("deadline", self.deadline, now),
         }
+
+    def following(self, held: Held, after: str | None = None) -> Self:
+        """Return a copy whose prompt is `held` until the row before it, `after`, has ended."""
+        return self._replace({"held": held, "after": after})
 
     def for_request(self, request: JsonObject) -> Self:
         """Return a copy that keeps these parts of a request over HTTP, for its answer."""

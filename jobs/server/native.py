@@ -193,6 +193,8 @@ def job_object(job: Job) -> JsonObject:
         "scheduled_at": _time(job.scheduled_at),
         "deadline_at": _time(job.deadline_at),
         "reused_from": job.reused_from,
+        "prior": job.prior,
+        "held": job.held,
         "text": job.text,
         "answers": answer_values(job),
         **(reply_values(job.replies[0]) if job.answers else {}),

@@ -193,6 +193,8 @@ _JOB = _object(
         "scheduled_at": _TIME,
         "deadline_at": _TIME,
         "reused_from": _MAYBE_TEXT,
+        "prior": _MAYBE_TEXT,
+        "held": _FLAG,
         "text": _MAYBE_TEXT,
         "answers": {"type": "array", "items": _ANSWER},
         "embedding": {"type": "array", "items": {"type": "number"}},

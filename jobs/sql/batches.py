@@ -6,7 +6,7 @@ Changes to up to a million rows are made in groups, a transaction each, so that 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from sqlalchemy import Connection, Table, func, or_, select, text, update
 from sqlalchemy.orm import InstrumentedAttribute
@@ -16,7 +16,7 @@ from nightmill.jobs.base.stepping import exhaust
 from nightmill.jobs.errors import BatchNotFoundError
 from nightmill.jobs.reply.batch_status import BatchRecord, ErrorGroup, Pace, RowCount, group_errors
 from nightmill.jobs.reply.job import Job
-from nightmill.jobs.sql import answers, limits, logprobs, partials
+from nightmill.jobs.sql import answers, followers, limits, logprobs, partials
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.jobs import (
     CHUNK,
@@ -58,6 +58,15 @@ class Finished:
     finished_at: datetime
 
 
+class Prior(NamedTuple):
+    """A row that others may follow."""
+
+    row: int
+    job_id: str
+    custom_id: str | None
+    metadata: dict[str, Any] | None
+
+
 class BatchStore:
     """The batches in SQL."""
 
@@ -90,10 +99,11 @@ class BatchStore:
             return connection.execute(query).scalar_one() or 0
 
     @retried
-    def insert_rows(self, name: str, rows: Sequence[dict[str, Any]]) -> bool:
+    def insert_rows(self, name: str, rows: Sequence[dict[str, Any]]) -> list[str] | None:
         """Insert rows, all with the same keys, in one transaction. Existing rows are not changed.
 
-        If the batch was cancelled meanwhile, rows are inserted as cancelled and False is returned. Raises
+        Returns those that follow what has ended already: they are due, and to be announced as others. If the
+        batch was cancelled meanwhile, rows are inserted as cancelled and None is returned. Raises
         BatchConflictError or BatchNotFoundError if it was deleted meanwhile.
         """
         with self.database.write() as connection:
@@ -105,11 +115,16 @@ class BatchStore:
             if cancelled:
                 values = cancelled_values(self.database.now())
                 rows = [row if row["state"] in FINAL else row | values for row in rows]
+            if any(row.get("prior") for row in rows):
+                rows = _with_known(connection, name, rows)
+            priors = sorted({row["prior"] for row in rows if row.get("prior")})
+            followers.lock_priors(connection, priors)
             statement = dialect_insert(connection, JOBS).on_conflict_do_nothing(
                 index_elements=["batch", "row"], index_where=JobRow.row.is_not(None)
             )
             connection.execute(statement, rows)
-        return not cancelled
+            due = followers.settle(connection, priors, self.database.now(), announced=True)
+        return None if cancelled else due
 
     @retried
     def complete(self, name: str, row_count: int) -> None:
@@ -272,6 +287,28 @@ class BatchStore:
                     found = read_jobs(connection, query)
                 yield from sorted(found, key=lambda job: (job.row or 0) if by_row else job.id)
 
+    def priors(self, name: str) -> Iterator[Prior]:
+        """Yield all rows of a submitted batch in the order of the file, for those that follow them."""
+        for page in self._pages(name, JobRow.row):
+            for ids in chunked((row.id for row in page), CHUNK):
+                query = select(JobRow.row, JobRow.id, JobRow.custom_id, JOBS.c.metadata)
+                with self.database.read() as connection:
+                    found = connection.execute(query.where(JobRow.id.in_(ids)).order_by(JobRow.row)).all()
+                yield from (Prior(*row) for row in found)
+
+    def custom_ids(self, name: str, first: int = 1, last: int | None = None) -> Iterator[tuple[str, str]]:
+        """Yield (custom_id, job id) of the rows from `first` to `last`."""
+        while True:
+            query = select(JobRow.row, JobRow.custom_id, JobRow.id).where(
+                JobRow.batch == name, JobRow.row >= first, *([] if last is None else [JobRow.row <= last])
+            )
+            with self.database.read() as connection:
+                page = connection.execute(query.order_by(JobRow.row).limit(GROUP)).all()
+            yield from ((row.custom_id, row.id) for row in page if row.custom_id is not None)
+            if len(page) < GROUP:
+                return
+            first = page[-1].row + 1
+
     def pages_of_ids(self, name: str, states: Sequence[JobState]) -> Iterator[list[str]]:
         """Yield pages of the ids of jobs in these states, in order; pages may be empty."""
         for page in self._pages(name, JobRow.id):
@@ -293,6 +330,11 @@ class BatchStore:
             if len(page) < GROUP:
                 return
             last = page[-1].place
+
+    def held(self, name: str) -> int:
+        """Return the number of rows that wait for the ones that they follow."""
+        with self.database.read() as connection:
+            return followers.count_held(connection, name)
 
     def unfinished(self, name: str) -> bool:
         """Return True if a row has not ended."""
@@ -407,13 +449,18 @@ class BatchStore:
             for chunk in chunked(ids):
                 rows = (JobRow.id.in_(chunk), *conditions)
                 lock_jobs(connection, *rows)
-                statement = update(JobRow).where(*rows).values(values)
+                again = values["state"] is JobState.QUEUED
+                statement = update(JobRow).where(*rows)
+                statement = statement.values(followers.queued_again(values) if again else values)
                 returned = (JobRow.id, JobRow.model, JobRow.priority)
                 done = connection.execute(statement.returning(*returned)).all()
-                partials.forget_ended(connection, chunk)
-                if values["state"] is JobState.QUEUED:
+                if again:
+                    partials.forget_ended(connection, chunk)
                     answers.forget(connection, [row.id for row in done])
                     logprobs.forget(connection, [row.id for row in done])
+                    followers.hold_again(connection, [row.id for row in done], values["sent_at"])
+                else:
+                    followers.ended(connection, [row.id for row in done], values["finished_at"])
                 changed += done
         return changed
 
@@ -423,6 +470,19 @@ def _get(connection: Connection, name: str) -> BatchRecord:
     if row is None:
         raise no_batch(name)
     return BatchRecord(**row)
+
+
+def _with_known(
+    connection: Connection, name: str, rows: Sequence[dict[str, Any]]
+) -> Sequence[dict[str, Any]]:
+    """Let rows follow those that are in SQL, if another submission has entered some of these meanwhile."""
+    numbers = [row["row"] for row in rows]
+    query = select(JobRow.row, JobRow.id).where(
+        JobRow.batch == name, JobRow.row >= min(numbers), JobRow.row <= max(numbers)
+    )
+    known = {row.row: row.id for row in connection.execute(query)}
+    theirs = {row["id"]: known[row["row"]] for row in rows if row["row"] in known}
+    return [row | {"prior": theirs.get(row["prior"], row["prior"])} for row in rows] if theirs else rows
 
 
 def no_batch(name: str) -> BatchNotFoundError:

@@ -5,6 +5,7 @@ worker that lost its job cannot write any more. `failures` counts the attempts t
 alone in its worker (see `jobs.sql.suspects`); handing a job back counts none.
 """
 
+import threading
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from itertools import starmap
@@ -14,8 +15,9 @@ from typing import Any
 from sqlalchemy import Connection, bindparam, select, update
 
 from nightmill.jobs.base.contract import JobState, StopReason, WorkerState
-from nightmill.jobs.sql import answers, embeddings, limits, logprobs, partials, suspects
+from nightmill.jobs.sql import answers, embeddings, followers, limits, logprobs, partials, suspects
 from nightmill.jobs.sql.claimed import Claim, read_claim
+from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.jobs import chunked, mark_unsent
 from nightmill.jobs.sql.locks import lock_ids, lock_jobs
 from nightmill.jobs.sql.outcomes import (
@@ -40,6 +42,11 @@ __all__ = ["Claim", "Claims", "Cost", "Outcome", "hand_back"]
 
 class Claims(RegisteredWorker):
     """One worker's side of the state machine of jobs; `RegisteredWorker` writes the worker's own row."""
+
+    def __init__(self, database: Database, worker_id: str) -> None:
+        super().__init__(database, worker_id)
+        self.followers_due = threading.Event()
+        """Set once jobs are due that followed ended ones: they have no message yet."""
 
     def claim(self, job_ids: Sequence[str]) -> list[Claim]:
         """Claim those of `job_ids` that are queued, due and not past their deadline, in the given order.
@@ -140,7 +147,7 @@ class Claims(RegisteredWorker):
                     finished_at=now,
                 )
             )
-            partials.forget_ended(connection, [job_id])
+            followers.ended(connection, [job_id], now)
             if done.rowcount:
                 limits.count_failed(connection, job_id, now)
         return bool(done.rowcount)
@@ -178,8 +185,10 @@ class Claims(RegisteredWorker):
             for outcome in outcomes:
                 if outcome.error is not None:
                     written += self._finish_with_error(connection, outcome, now)
-            partials.forget_ended(connection, [outcome.job_id for outcome in outcomes])
             limits.count_ended(connection, limited, now)
+            due = followers.ended(connection, [outcome.job_id for outcome in outcomes], now)
+        if due:  # they are committed
+            self.followers_due.set()
         return written
 
     @retried
@@ -216,7 +225,7 @@ class Claims(RegisteredWorker):
             if spent:
                 connection.execute(ADD_COST, spent)
             limits.count_ended(connection, limited, now)
-            partials.forget_ended(connection, [job_id for job_id, _ in claimed])
+            followers.ended(connection, [job_id for job_id, _ in claimed], now)
         return returned
 
     def leave_queued(self, job_ids: Sequence[str]) -> None:

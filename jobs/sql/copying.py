@@ -64,6 +64,7 @@ def _copy(row: RowMapping, now: datetime) -> dict[str, Any]:
         # A copy that took the original's answer would prove nothing.
         "reuse": None,
         "content_key": None,
+        "prior": None,
         "row": None,
         "custom_id": None,
         "owner": None,

@@ -28,7 +28,7 @@ from sqlalchemy.orm import InstrumentedAttribute
 from nightmill.jobs.base.contract import FINAL_STATES, JobState, StopReason
 from nightmill.jobs.errors import InvalidTransitionError, JobNotFoundError
 from nightmill.jobs.reply.job import Job
-from nightmill.jobs.sql import answers, logprobs, partials
+from nightmill.jobs.sql import answers, followers, logprobs
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.locks import hold_batches, lock_ids, refuse_deleting
 from nightmill.jobs.sql.patience import long_lasting
@@ -135,7 +135,7 @@ class Store:
                 .values(**cancelled_values(now))
             )
             if done.rowcount:
-                partials.forget_ended(connection, [job_id])
+                followers.ended(connection, [job_id], now)
                 return JobState.CANCELLED
             asked = connection.execute(
                 update(JobRow)
@@ -162,7 +162,7 @@ class Store:
                     .where(of_these, JobRow.state == JobState.QUEUED)
                     .values(**cancelled_values(now))
                 )
-                partials.forget_ended(connection, chunk)
+                followers.ended(connection, chunk, now)
                 connection.execute(
                     update(JobRow)
                     .where(of_these, JobRow.state == JobState.RUNNING)
@@ -177,6 +177,7 @@ class Store:
         JobNotFoundError, InvalidTransitionError in any other state, and BatchConflictError if its batch is
         being deleted.
         """
+        now = self.database.now()
         with self.database.write() as connection:
             batch = connection.execute(select(JobRow.batch).where(JobRow.id == job_id)).scalar_one_or_none()
             if batch is not None:
@@ -184,7 +185,7 @@ class Store:
             done = connection.execute(
                 update(JobRow)
                 .where(JobRow.id == job_id, *RETRYABLE)
-                .values(**retried_values(self.database.now(), deadline))
+                .values(followers.queued_again(retried_values(now, deadline)))
             )
             if not done.rowcount:
                 state = self._state_of(connection, job_id)
@@ -198,6 +199,7 @@ class Store:
                 )
             answers.forget(connection, [job_id])
             logprobs.forget(connection, [job_id])
+            followers.hold_again(connection, [job_id], now)
         return self.get(job_id)
 
     # -- reading ---------------------------------------------------------------------------------
@@ -329,7 +331,10 @@ def mark_unsent(database: Database, job_ids: Sequence[str]) -> None:
 RETRYABLE = (
     JobRow.state.in_([JobState.FAILED, JobState.CANCELLED]),
     # Excludes bad rows of a file.
-    or_(JobRow.prompt.is_not(None), JobRow.messages.is_not(None), JobRow.prompt_ids.is_not(None)),
+    or_(
+        *(JobRow.prompt.is_not(None), JobRow.messages.is_not(None), JobRow.prompt_ids.is_not(None)),
+        JobRow.held.is_not(None),
+    ),
 )
 
 

@@ -14,7 +14,7 @@ from sqlalchemy import Connection, and_, case, func, insert, select, update
 from nightmill.jobs.base.contract import JobState, StopReason, WorkerState
 from nightmill.jobs.base.ids import IdSource
 from nightmill.jobs.request.fields import INTERACTIVE
-from nightmill.jobs.sql import partials
+from nightmill.jobs.sql import followers
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.jobs import GROUP, chunked
 from nightmill.jobs.sql.patience import long_lasting
@@ -246,7 +246,7 @@ class Loads:
                         finished_at=now,
                     )
                 ).rowcount
-                partials.forget_ended(connection, chunk)
+                followers.ended(connection, chunk, now)
         return failed
 
     @retried

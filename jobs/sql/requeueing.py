@@ -17,7 +17,7 @@ from nightmill.jobs.errors import InvalidParameterError
 from nightmill.jobs.reply.history import EXTEND, RETRY, former
 from nightmill.jobs.request.parameters import MAX_SEED, GenerationParams
 from nightmill.jobs.request.reuse import content_key, realm_in, realm_of
-from nightmill.jobs.sql import answers, logprobs, partials
+from nightmill.jobs.sql import answers, followers, logprobs, partials
 from nightmill.jobs.sql.batches import UNSUCCESSFUL, BatchStore
 from nightmill.jobs.sql.jobs import CHUNK, JOBS, RETRYABLE, by_queue, chunked, retried_values
 from nightmill.jobs.sql.locks import hold_batches, refuse_deleting
@@ -137,12 +137,15 @@ class Requeueing:
         values: Mapping[str, Any],
         kind: str,
     ) -> None:
-        done = connection.execute(_GUARDED.values({**_NEW, **values}), updates).rowcount
+        done = connection.execute(
+            _GUARDED.values({**_NEW, **followers.queued_again(values)}), updates
+        ).rowcount
         if done != len(updates):  # they are locked
             raise AssertionError(f"{done} of {len(updates)} rows were queued again")
         ids = [row.id for row in rows]
         answers.forget(connection, ids)
         logprobs.forget(connection, ids)
+        followers.hold_again(connection, ids, values["sent_at"])
         if kind == RETRY:  # what may be there was drawn with other parameters
             partials.forget(connection, ids)
 

@@ -6,7 +6,15 @@ from typing import Any, TypeVar
 
 from sqlalchemy import Connection, RowMapping, Select, select
 
-from nightmill.jobs.base.contract import FINAL_STATES, Constrained, JobState, Markup, Rendering, StopReason
+from nightmill.jobs.base.contract import (
+    FINAL_STATES,
+    HELD_UNTIL,
+    Constrained,
+    JobState,
+    Markup,
+    Rendering,
+    StopReason,
+)
 from nightmill.jobs.reply import token_ids
 from nightmill.jobs.reply.job import Answer, Job
 from nightmill.jobs.reply.token_ids import TokenIds
@@ -91,6 +99,8 @@ def job_from_row(
         markup=Markup.read(row["markup"]),
         request=_of_kind(row["request"], dict),
         errors=[entry for entry in _of_kind(row["errors"], list) or [] if isinstance(entry, dict)],
+        held=row["held"] is not None and row["state"] == JobState.QUEUED,
+        scheduled_at=None if row["scheduled_at"] == HELD_UNTIL else row["scheduled_at"],
         history=[entry for entry in _of_kind(row["history"], list) or [] if isinstance(entry, dict)],
         metadata=_of_kind(row["metadata"], dict) or {},
     )
@@ -130,6 +140,8 @@ _SHOWN_AS_THEY_ARE = {field.name for field in fields(Job)} - {
         "request",
         "errors",
         "history",
+        "held",
+        "scheduled_at",
         "reused_from_gone",
         "metadata",
     )

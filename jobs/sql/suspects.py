@@ -17,7 +17,7 @@ from sqlalchemy import ColumnElement, Connection, func, or_, select, update
 
 from nightmill.jobs.base.contract import MAX_ERROR_LENGTH, JobState, JsonObject, StopReason, storable
 from nightmill.jobs.base.ids import IdSource
-from nightmill.jobs.sql import limits, partials
+from nightmill.jobs.sql import followers, limits
 from nightmill.jobs.sql.jobs import chunked
 from nightmill.jobs.sql.tables import QUEUED, RUNNING, JobRow
 
@@ -54,7 +54,7 @@ def charge(connection: Connection, rows: Sequence[Any], reason: str, now: dateti
             .where(JobRow.id.in_(chunk), RUNNING)
             .values(state=JobState.CANCELLED, stop_reason=StopReason.CANCELLED, finished_at=now)
         )
-        partials.forget_ended(connection, chunk)
+        followers.ended(connection, chunk, now)
     left = [row.id for row in rows if row.cancel_requested_at is None]
     middle = (len(left) + 1) // 2
     for half in (left[:middle], left[middle:]):
@@ -84,10 +84,11 @@ def of_models(models: Iterable[str | None]) -> ColumnElement[bool]:
 
 
 def claimable(now: datetime | ColumnElement[datetime]) -> tuple[ColumnElement[bool], ...]:
-    """Return the conditions for queued jobs that are due, not past their deadline, and of no stopped
+    """Return the conditions for queued jobs that are due, not held, before their deadline, and of no stopped
     batch."""
     return (
         QUEUED,
+        JobRow.held.is_(None),
         or_(JobRow.scheduled_at.is_(None), JobRow.scheduled_at <= now),
         or_(JobRow.deadline_at.is_(None), JobRow.deadline_at > now),
         limits.batch_goes_on(),
@@ -127,7 +128,7 @@ def _count_failure(connection: Connection, row: Any, reason: str, now: datetime)
         update(JobRow).where(JobRow.id == row.id, RUNNING, JobRow.attempt == row.attempt).values(values)
     )
     if cancelled or not again:
-        partials.forget_ended(connection, [row.id])
+        followers.ended(connection, [row.id], now)
     if not cancelled and not again:
         limits.count_failed(connection, row.id, now)
     return again and not cancelled

@@ -13,7 +13,7 @@ from sqlalchemy import Connection, exists, func, or_, select, update
 
 from nightmill.jobs.base.contract import JobState, StopReason, WorkerState
 from nightmill.jobs.request.fields import INTERACTIVE
-from nightmill.jobs.sql import partials, suspects
+from nightmill.jobs.sql import followers, suspects
 from nightmill.jobs.sql.claims import hand_back
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.flows import Announcement
@@ -54,6 +54,7 @@ class Sweep:
     def __init__(self, database: Database) -> None:
         self.database = database
         self._clock_watch = ClockWatch()
+        self._followers_after: tuple[str, str] | None = None
 
     def rescue(self, stale_after: timedelta, *, rescuer: str = "") -> list[str]:
         """Take the running jobs from workers that fell silent; returns the ids of jobs queued again.
@@ -120,7 +121,7 @@ class Sweep:
             else:
                 for row in rows:
                     hand_back(connection, (JobRow.id == row.id, RUNNING, JobRow.attempt == row.attempt), now)
-            partials.forget_ended(connection, [row.id for row in rows])
+            followers.ended(connection, [row.id for row in rows], now)
         return len(rows)
 
     @retried
@@ -148,10 +149,27 @@ class Sweep:
                             finished_at=now,
                         )
                     ).rowcount
-                    partials.forget_ended(connection, chunk)
+                    followers.ended(connection, chunk, now)
             if len(late) < GROUP or done == groups:
                 return expired
         raise AssertionError("unreachable")
+
+    @retried
+    def settle_followers(self) -> int:
+        """Settle followers whose priors ended unnoticed, as by a worker of an older version.
+
+        Each call looks at a page of those that are held, behind that of the last call. Returns the number of
+        followers that are due now; they have no message yet.
+        """
+        with self.database.read() as connection:
+            priors, after = followers.overlooked(connection, self._followers_after, GROUP)
+        due = 0
+        if priors:
+            with self.database.write() as connection:
+                followers.lock_priors(connection, priors)  # none is retried meanwhile
+                due = len(followers.settle(connection, priors, self.database.now()))
+        self._followers_after = after
+        return due
 
     @retried
     def end_stopped(self, groups: int | None = None) -> int:
@@ -183,7 +201,7 @@ class Sweep:
                             finished_at=now,
                         )
                     ).rowcount
-                    partials.forget_ended(connection, chunk)
+                    followers.ended(connection, chunk, now)
             if not ids:  # others are at it
                 break
         return ended

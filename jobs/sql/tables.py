@@ -15,6 +15,7 @@ from sqlalchemy import (
     String,
     Text,
     UniqueConstraint,
+    and_,
     false,
     literal,
     select,
@@ -190,6 +191,9 @@ class JobRow(Base):
     markup: Mapped[JsonObject | None] = mapped_column(JSON(none_as_null=True))
     error: Mapped[str | None] = mapped_column(StorableText(MAX_ERROR_LENGTH))
     errors: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))
+    prior: Mapped[str | None] = mapped_column(String(32))  # the job that it follows
+    # Its prompt, until the answer of that job is put into it (`jobs.request.following`).
+    held: Mapped[JsonObject | None] = mapped_column(JSON(none_as_null=True))
     # What it was before it was queued again with other parameters.
     history: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))
 
@@ -251,6 +255,9 @@ class JobRow(Base):
         _partial(
             "ix_jobs_content_key", "content_key", where="content_key IS NOT NULL AND reused_from IS NULL"
         ),
+        # Jobs that wait for another, by batch and by that other; the latter also after they ended unfilled.
+        _partial("ix_jobs_held", "batch", "id", where="state = 'queued' AND held IS NOT NULL"),
+        _partial("ix_jobs_prior", "prior", "id", where="held IS NOT NULL"),
         _partial("ix_jobs_owner", "owner", "id", where="owner IS NOT NULL"),
         _partial("ix_jobs_request_id", "request_id", "id", where="request_id IS NOT NULL"),
         _partial("ix_jobs_queued_of_owner", "owner", where="state = 'queued' AND owner IS NOT NULL"),
@@ -435,6 +442,8 @@ def in_state(state: JobState) -> ColumnElement[bool]:
 
 QUEUED = in_state(JobState.QUEUED)
 RUNNING = in_state(JobState.RUNNING)
+HELD = and_(QUEUED, JobRow.held.is_not(None))
+"""Condition for jobs that wait for the one that they follow."""
 OPEN = text(_OPEN)
 """Condition for unfinished HTTP batches, as a literal, too."""
 VALIDATING = HttpBatchRow.status == "validating"

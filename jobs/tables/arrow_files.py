@@ -95,7 +95,10 @@ def read_ids(path: Path, layout: "TableLayout") -> Iterator[str] | None:
                 found = arrow.ipc.open_file(source).schema
     except arrow.ArrowException:
         return None
-    if found.names != list(layout.columns) or found.field(layout.id_column).type != arrow.string():
+    if (
+        found.names not in [list(columns) for columns in layout.known_columns()]
+        or found.field(layout.id_column).type != arrow.string()
+    ):
         return None
     return _ids(path, layout)
 

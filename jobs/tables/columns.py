@@ -15,6 +15,8 @@ from nightmill.jobs.tables.options import TableOptions
 from nightmill.jobs.tables.rows import RowMaker
 from nightmill.jobs.tables.shape import TABLE, Shape, kept_names
 
+ANSWERS = "answers"
+"""The key of a table's settings for the columns that are answers of batches before."""
 _MOST_COLUMNS = 10_000
 
 Record = tuple[int, JsonObject | RowError]
@@ -29,6 +31,8 @@ class Columns:
     schema: Any = None
     index: frozenset[str] = field(default_factory=frozenset)
     """Columns that are the index of a pandas frame, and no part of the table."""
+    answers: tuple[str, ...] = ()
+    """Columns that are answers of the batches that the rows follow."""
 
     @classmethod
     def of_schema(cls, schema: Any, label: str) -> "Columns":
@@ -42,7 +46,7 @@ class Columns:
         """Derive the columns of results. Raises InvalidParameterError for columns that are not there."""
         for template in (options.template, options.system):
             if template is not None:
-                template.check(self.kinds)
+                template.check(self.kinds, follows=options.after is not None)
         schema = None
         if self.schema is not None:
             arrow = pyarrow()
@@ -73,6 +77,8 @@ class Table:
             said["system"] = options.system.text
         if options.plain:
             said["plain"] = True
+        if options.after is not None:
+            said |= {"after": options.after, ANSWERS: list(self.columns.answers)}
         return {TABLE: said | self.shape.values()}
 
     def rows(self, records: Iterable[Record], defaults: JobSpec) -> Iterator[InputRow]:

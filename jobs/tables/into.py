@@ -45,7 +45,8 @@ class UsersTable:
                 table = self._table(connection, layout)
             statement = self._upsert(table, layout.id_column)
             for group in _groups(jobs):
-                rows = [self._values(layout.row(job), layout) for job in group]
+                names = {column.name for column in table.columns}
+                rows = [self._values(layout.row(job), layout, names) for job in group]
                 with engine.begin() as connection:
                     connection.execute(statement, rows)
                 written += len(rows)
@@ -96,8 +97,9 @@ class UsersTable:
         return adding.on_conflict_do_update(index_elements=[key], set_=others)
 
     @staticmethod
-    def _values(row: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
-        return {name: _value(row.get(name), kind) for name, kind in layout.columns.items()}
+    def _values(row: Mapping[str, Any], layout: Layout, names: set[str]) -> dict[str, Any]:
+        kinds = layout.columns.items()
+        return {name: _value(row.get(name), kind) for name, kind in kinds if name in names}
 
 
 def _groups(jobs: Iterable[Job]) -> Iterator[list[Job]]:

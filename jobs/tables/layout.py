@@ -1,7 +1,7 @@
 """Answers as a table: the columns that were kept, in their types, and ours behind them."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class TableLayout(Layout):
         self.shape = shape
         self.ours = shape.ours(errors=errors)
         self.columns = dict(shape.kept) | {one.name: one.kind for one in self.ours}
+        self.added = () if errors else shape.added()
         self.id_column = next(one.name for one in self.ours if one.key == ID)
         self.delimiter = delimiter
 
@@ -59,11 +60,6 @@ class TableLayout(Layout):
 
         return read_ids(path, self)
 
-    @property
-    def _older(self) -> Mapping[str, str]:
-        """The columns themselves: tables of all versions have the same."""
-        return self.columns
-
     def head(self) -> bytes:
         """The names of the columns, in CSV."""
         return self._csv_line(self.columns) if self.format is FileFormat.CSV else b""
@@ -76,7 +72,8 @@ class TableLayout(Layout):
 
     def owns(self, row: JsonObject) -> bool:
         """True if an object is a row of this table."""
-        return isinstance(row.get(self.id_column), str) and row.keys() == self.columns.keys()
+        known = any(row.keys() == columns.keys() for columns in self.known_columns())
+        return known and isinstance(row.get(self.id_column), str)
 
     def flat(self, rows: list[JsonObject], name: str) -> list[Any]:
         """A column of rows, as its kind has it."""
@@ -108,6 +105,8 @@ class TableLayout(Layout):
                 "prompt_tokens": job.prompt_tokens,
                 "completion_tokens": job.completion_tokens,
                 "seed": job.seed,
+                "cached_tokens": job.cached_tokens,
+                "reasoning_tokens": job.reasoning_tokens,
             }
         )
 

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple, Self
 from nightmill.jobs.base.contract import Constrained, unstorable
 from nightmill.jobs.errors import InvalidParameterError
 from nightmill.jobs.request.fields import OF_A_BATCH, BatchSettings
+from nightmill.jobs.request.following import check_slots
 from nightmill.jobs.request.prompts import json_type
 from nightmill.jobs.request.spec import JobSpec
+from nightmill.jobs.request.template import Empty, Template
 from nightmill.jobs.tables.spreading import spread_columns
-from nightmill.jobs.tables.template import Empty, Template
 
 ANSWER, EMBEDDING = "answer", "embedding"
 """The name of the column of answers, or of embeddings, unless another is given."""
@@ -28,6 +29,7 @@ class TableSettings(BatchSettings, total=False):
     column: str | None
     spread: bool | None
     empty: str | None
+    after: str | None
 
 
 TABLE_KEYS = tuple(TableSettings.__annotations__.keys() - BatchSettings.__annotations__.keys())
@@ -55,6 +57,8 @@ class TableOptions:
     spread: tuple[tuple[str, str], ...] = ()
     """The columns of JSON answers, and their types."""
     empty: Empty = Empty.ERROR
+    after: str | None = None
+    """The batch whose rows these follow, one each."""
     rows: OfRows
 
     @classmethod
@@ -62,6 +66,9 @@ class TableOptions:
         """Read the options from a batch's settings; None without a template. Raises InvalidParameterError."""
         said = {name: settings[name] for name in TABLE_KEYS if settings.get(name) not in (None, False)}
         if "template" not in said:
+            if "after" in said:
+                said_of_after = "needs a template, such as 'Rate 1 to 5: {{ prior.content }}'"
+                raise _wrong("after", said_of_after)
             if said:
                 first = min(said)
                 raise InvalidParameterError(
@@ -92,7 +99,15 @@ class TableOptions:
             raise _wrong("plain", "contradicts a template of messages, which are a chat; leave it out")
         if system is not None and system.messages is not None:
             raise _wrong("system", "is one text, not messages; write the column without a filter")
+        after = said.get("after")
+        if after is not None:
+            if not isinstance(after, str) or not after:
+                raise _wrong("after", f"must be the name of a batch, not {json_type(after)}")
+            for one in (template, system):
+                if one is not None:
+                    check_slots(one)
         return cls(
+            after=after,
             template=template,
             system=system,
             plain=plain,

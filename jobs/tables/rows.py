@@ -10,9 +10,9 @@ from nightmill.jobs.formats.rows import InputRow, RowError, printable
 from nightmill.jobs.request.checks import json_object
 from nightmill.jobs.request.prompts import json_type
 from nightmill.jobs.request.spec import JobSpec
+from nightmill.jobs.request.template import Empty, EmptyColumnError, Slot, no_value
 from nightmill.jobs.tables.kinds import kept_value
 from nightmill.jobs.tables.options import TableOptions
-from nightmill.jobs.tables.template import Empty, EmptyColumnError, Slot, no_value
 
 
 class RowMaker:
@@ -26,22 +26,26 @@ class RowMaker:
         self._kept = kept
         self._defaults = defaults
 
-    def row(self, number: int, values: JsonObject | RowError) -> InputRow | None:
+    def row(
+        self, number: int, values: JsonObject | RowError, custom_id: str | None = None
+    ) -> InputRow | None:
         """A row, good or bad; None if it is to be left out."""
-        custom_id = f"row-{number}"
+        custom_id = custom_id or f"row-{number}"
         if isinstance(values, RowError):
             return InputRow(number, custom_id, None, values)
         kept: JsonObject = {}
         try:
             self._keep(values, kept)
-            spec = JobSpec.parse({self._key: self._prompt(values), "custom_id": custom_id}, self._defaults)
-            return InputRow(number, custom_id, spec, kept=kept)
+            return InputRow(number, custom_id, self._spec(values, custom_id), kept=kept)
         except EmptyColumnError as error:
             if self._options.empty is Empty.SKIP:
                 return None
             return InputRow(number, custom_id, None, RowError.of(error), kept=kept)
         except InvalidRequestError as error:
             return InputRow(number, custom_id, None, RowError.of(error), kept=kept)
+
+    def _spec(self, values: Mapping[str, Any], custom_id: str) -> JobSpec:
+        return JobSpec.parse({self._key: self._prompt(values), "custom_id": custom_id}, self._defaults)
 
     @property
     def _key(self) -> str:

@@ -8,9 +8,9 @@ from typing import Any, Self
 from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.errors import InvalidParameterError
 from nightmill.jobs.formats.rows import FLOATS
+from nightmill.jobs.request.template import listed
 from nightmill.jobs.tables.kinds import JSON, TEXT, WHOLE
 from nightmill.jobs.tables.options import ALL, NONE, TableOptions
-from nightmill.jobs.tables.template import listed
 
 TABLE = "table"
 """The key of a batch's settings."""
@@ -23,6 +23,7 @@ ID = "id"
 _RESULTS = {"stop_reason": TEXT}
 _ERRORS = {"code": TEXT, "field": TEXT, "message": TEXT, "line": WHOLE}
 _COUNTS = {"prompt_tokens": WHOLE, "completion_tokens": WHOLE, "seed": WHOLE}
+_ADDED = ("cached_tokens", "reasoning_tokens")  # which earlier versions lacked
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,10 @@ class Shape:
             made.append(Ours(key, name, kind))
         return tuple(made)
 
+    def added(self) -> tuple[str, ...]:
+        """Names of our columns of results that files of earlier versions lack."""
+        return tuple(one.name for one in self.ours(errors=False) if one.key in _ADDED)
+
     def _wanted(self, errors: bool) -> Iterator[tuple[str, str, str]]:
         """(key, name, kind); the answer's column comes first, where it can have its name."""
         if self.embeds:
@@ -133,6 +138,8 @@ class Shape:
         for name, kind in ({} if errors else _COUNTS).items():
             yield name, name, kind
         yield ID, "job_id", TEXT
+        for name in () if errors else _ADDED:
+            yield name, name, WHOLE
 
 
 def kept_names(options: TableOptions, columns: Mapping[str, str]) -> tuple[str, ...]:

@@ -1,13 +1,13 @@
 """Limits of batches: budgets and failures, what ended rows have used, and when a limit stopped a batch.
 
-Revision: 0031, after 0029.
+Revision: 0031, after 0030.
 """
 
 import sqlalchemy as sa
 from alembic import op
 
 revision = "0031"
-down_revision = "0029"
+down_revision = "0030"
 branch_labels = None
 depends_on = None
 

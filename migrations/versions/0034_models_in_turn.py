@@ -1,6 +1,6 @@
 """Workers that load several models in turn: what they may load, and each load.
 
-Revision: 0034, after 0029.
+Revision: 0034, after 0033.
 """
 
 import sqlalchemy as sa

@@ -11,7 +11,7 @@ from sqlalchemy import Engine, text
 TRACKED = ("state", "attempt", "failures", "worker", "stop_reason", "finished_at", "text")
 _SQLITE_NOW = "(julianday('now') - 2440587.5) * 86400.0"
 _MARKED = "OLD.deleting_at IS NULL AND NEW.deleting_at IS NOT NULL"
-_COLUMNS = ("id", "batch", "deadline_at", "created_at", "error", *TRACKED)
+_COLUMNS = ("id", "batch", "prior", "deadline_at", "created_at", "error", *TRACKED)
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Change:
     finished_at: float | None = None
     text: str | None = None
     batch: str | None = None
+    prior: str | None = None
     deadline_at: float | None = None
     created_at: float | None = None
     error: str | None = None

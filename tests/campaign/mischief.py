@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 
 import redis
@@ -132,6 +133,9 @@ class Mischief:
     def batch_games(self, action: Action) -> None:
         self._begin(action, self._play_with_a_batch)
 
+    def chain_games(self, action: Action) -> None:
+        self._begin(action, self._play_with_a_chain)
+
     def prune(self, action: Action) -> None:
         for _ in range(2):  # two at once: somebody has two cron lines
             self._begin(action, self._prune)
@@ -237,6 +241,68 @@ class Mischief:
                     break
                 time.sleep(0.2)
             self._delete_beside_retry(caller, name, expected)
+
+    def _play_with_a_chain(self, caller: Caller) -> None:
+        """Rows that follow rows that follow rows, and somebody who changes his mind about some of them."""
+        draw, client, name = caller.draw, caller.client, f"chain-{caller.draw.randrange(1 << 40)}"
+        items = [
+            {"prompt": caller.words(3), "seed": draw.randrange(1 << 62), "max_tokens": 20}
+            for _ in range(draw.randrange(5, 30))
+        ]
+        poison = draw.randrange(len(items)) if draw.random() < 0.3 else -1
+        if poison >= 0:
+            start = draw.choice(sorted(POISONS)).decode()
+            items[poison] |= {"prompt": f"{start} {caller.words(1)}", "ignore_eos": True}
+        seeds = {"b": draw.randrange(1 << 62), "c": draw.randrange(1 << 62)}
+        batches = [client.submit_batch(items, name=name)]
+        expected = (InvalidTransitionError, InvalidRequestError, LookupError)
+        promised = [caller.promise(str(row), item, batch=name) for row, item in enumerate(items)]
+        chats: list[list[dict[str, str]]] = []
+        self._promise_rows(name, promised, poison)
+        for letter, template in (("b", "Rate {{ prior.text }}"), ("c", "{{ prior.messages }}Why?")):
+            after, batch = batches[-1].name, f"{name}-{letter}"
+            if draw.random() < 0.5:
+                time.sleep(draw.uniform(0.0, 2.0))
+            with caller.calling("submit_batch", *expected):
+                settings = {"seed": seeds[letter], "max_tokens": 20}
+                batches.append(client.submit_batch(after=after, template=template, name=batch, **settings))
+                texts = [one.answer.text if one.answer else "" for one in promised]
+                if chats:
+                    answers = [{"role": "assistant", "content": said} for said in texts]
+                    why = {"role": "user", "content": "Why?"}
+                    chats = [[*chat, said, why] for chat, said in zip(chats, answers, strict=True)]
+                else:
+                    chats = [[{"role": "user", "content": f"Rate {said}"}] for said in texts]
+                promised = [
+                    caller.promise(str(row), {"messages": chat, **settings}, batch=batch)
+                    for row, chat in enumerate(chats)
+                ]
+                self._promise_rows(batch, promised, poison)
+            if batches[-1].name != batch:
+                return  # it was refused, or met an outage
+        for _ in range(draw.randrange(3)):
+            which = draw.choice(batches)
+            with caller.calling("cancel batch", *expected), self._ledger.intending("cancel", which.name):
+                which.cancel()
+            time.sleep(draw.uniform(0.0, 1.0))
+            which = draw.choice([which, *batches])
+            with caller.calling("retry batch", *expected), self._ledger.intending("retry", which.name):
+                which.retry_failed()
+        if draw.random() < 0.3:
+            self._delete_beside_retry(caller, draw.choice(batches).name, expected)
+
+    def _promise_rows(self, name: str, promised: list[Promise], poison: int) -> None:
+        """Write down what each row must give; whatever follows a poison can only fail."""
+        rows = self._world.sql('SELECT "row", id FROM jobs WHERE batch = :name', {"name": name})
+        made = [
+            replace(promised[row - 1], job_id=job_id)
+            if row - 1 != poison
+            else Promise(job_id, guilty=True, batch=name)
+            for row, job_id in rows
+        ]
+        self._ledger.promised(*made)
+        self._report.count("jobs acknowledged", len(made))
+        self._report.count("rows of chains", len(made))
 
     def _delete_beside_retry(self, caller: Caller, name: str, expected: tuple[type[Exception], ...]) -> None:
         with self._ledger.timing("get_batch", client_limit("get_batch")):

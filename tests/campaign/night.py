@@ -99,10 +99,12 @@ def _host_clock(world: World) -> Iterator[None]:
 
 
 def _bring_forward(world: World) -> None:
-    """What was put off by a second while the clock was an hour ahead would wait for that hour."""
+    """What was put off by a second while the clock was an hour ahead would wait for that hour; rows that are
+    held wait for others."""
     soon = datetime.now(UTC) + timedelta(seconds=60)
     world.sql(
-        "UPDATE jobs SET scheduled_at = NULL WHERE state = 'queued' AND scheduled_at > :soon",
+        "UPDATE jobs SET scheduled_at = NULL "
+        "WHERE state = 'queued' AND scheduled_at > :soon AND held IS NULL",
         {"soon": soon.replace(tzinfo=None).isoformat(" ") if world.database == "sqlite" else soon},
     )
 

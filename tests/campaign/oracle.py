@@ -47,7 +47,18 @@ def judge(evidence: Evidence) -> Iterator[Violation]:
     for job_id, life in lives.items():
         if job_id not in evidence.promises and _is_trial(life):
             continue
-        yield from _Life(job_id, life, evidence).judge()
+        yield from _Life(job_id, life, evidence, _before(life, lives)).judge()
+
+
+def _before(life: Sequence[Change], lives: Mapping[str, Sequence[Change]]) -> list[Sequence[Change]]:
+    """The lives of the job that this one follows, of the one that that follows, and so on."""
+    found: list[Sequence[Change]] = []
+    while (prior := life[0].prior) is not None and len(found) < len(lives):
+        life = lives.get(prior, ())
+        if not life:
+            break
+        found.append(life)
+    return found
 
 
 def _is_trial(life: Sequence[Change]) -> bool:
@@ -58,9 +69,16 @@ def _is_trial(life: Sequence[Change]) -> bool:
 class _Life:
     """One job, from INSERT to its end."""
 
-    def __init__(self, job_id: str, life: Sequence[Change], evidence: Evidence) -> None:
+    def __init__(
+        self,
+        job_id: str,
+        life: Sequence[Change],
+        evidence: Evidence,
+        before: Sequence[Sequence[Change]] = (),
+    ) -> None:
         self.id = job_id
         self.life = life
+        self.before = before
         self.promise = evidence.promises.get(job_id)
         self.settled = evidence.settled
         self.present = job_id in evidence.present
@@ -70,6 +88,10 @@ class _Life:
         self.marked = evidence.deletions.get(batch, ()) if batch is not None else ()
         self.intents = [
             one for one in evidence.intents if one.target in (job_id, batch) or one.what == "prune"
+        ]
+        above = {name for one in before for name in (one[0].id, one[0].batch)}
+        self.retried_above = [
+            one.began for one in evidence.intents if one.what == "retry" and one.target in above
         ]
 
     def judge(self) -> Iterator[Violation]:
@@ -105,7 +127,7 @@ class _Life:
                 yield self._wrong("wrong-text", f"attempt {row.attempt} gave {found}")
         elif answer and row.text and not begins(answer.text, row.text):
             yield self._wrong("wrong-text", f"ended early with {row.text!r}, which does not begin its answer")
-        if row.state == "failed" and not guilty:
+        if row.state == "failed" and not guilty and self._prior(row) not in ("failed", "gone"):
             yield from self._failed(row)
 
     def _failed(self, row: Change) -> Iterator[Violation]:
@@ -125,15 +147,20 @@ class _Life:
         match old.state, new.state:
             case "queued", "running":
                 legal = new.attempt == old.attempt + 1
+                if self._prior(new) not in ("", "succeeded", "gone"):
+                    yield self._wrong(
+                        "ran-early", f"runs while the job that it follows is {self._prior(new)}"
+                    )
             case "queued", "queued":
                 legal = new.attempt == old.attempt
             case "queued", "cancelled":
                 asked = self._intended("cancel", new.at) or self._left(new.at)
-                legal = new.attempt == old.attempt and asked
+                legal = new.attempt == old.attempt and (asked or self._prior(new) == "cancelled")
             case "queued", "failed":
                 deadline = old.deadline_at
                 expired = deadline is not None and not self._is_before(new.at, deadline, new.at)
-                legal = new.attempt == old.attempt and (expired or guilty)
+                with_prior = self._prior(new) in ("failed", "gone")
+                legal = new.attempt == old.attempt and (expired or guilty or with_prior)
             case "running", "running":
                 legal = (new.attempt, new.worker) == (old.attempt, old.worker)
             case "running", "cancelled":
@@ -142,7 +169,8 @@ class _Life:
             case "running", "queued" | "succeeded" | "failed":
                 legal = new.attempt == old.attempt
             case "failed" | "cancelled", "queued":
-                legal = new.attempt == old.attempt and self._intended("retry", new.at)
+                asked = any(began - CLOCK_SLACK <= new.at for began in self.retried_above)
+                legal = new.attempt == old.attempt and (asked or self._intended("retry", new.at))
             case _ if old.state in FINAL:
                 changed = [name for name in TRACKED if getattr(old, name) != getattr(new, name)]
                 yield self._wrong("final-changed", f"{step}: {', '.join(changed)} changed after its end")
@@ -178,6 +206,15 @@ class _Life:
             queued_at <= at + CLOCK_SLACK and intent.began - CLOCK_SLACK <= at <= gone.at
             for at in self.marked
         )
+
+    def _prior(self, change: Change) -> str:
+        """The state of the job that this one follows, as of a change; "" if it follows none, or "gone"."""
+        if self.life[0].prior is None:
+            return ""
+        seen = [one for one in self.before[0] if one.n < change.n] if self.before else []
+        if not seen:
+            return "gone"
+        return "gone" if seen[-1].op == "D" else seen[-1].state
 
     def _intended(self, what: str, at: float) -> bool:
         return any(one.what == what and one.began - CLOCK_SLACK <= at for one in self.intents)

@@ -106,6 +106,7 @@ BOTH: dict[str, Fault] = {
     "forged_messages": _once("forged_messages"),
     "forking_client": _once("forking_client"),
     "batch_games": _once("batch_games"),
+    "chain_games": _once("chain_games"),
     "prune": _once("prune"),
     "cancel_and_retry": _once("cancel_and_retry"),
 }
@@ -125,7 +126,7 @@ ONLY = {
     },
 }
 # These come twice in a round.
-COMMON = ("kill_worker", "kill_engine", "kill_server", "cancel_and_retry", "batch_games")
+COMMON = ("kill_worker", "kill_engine", "kill_server", "cancel_and_retry", "batch_games", "chain_games")
 KILLS = frozenset(
     {"kill_worker", "kill_engine", "kill_server", "terminate", "terminate_server"}
     | {

@@ -46,6 +46,7 @@ class ScriptedRunner:
     """Draws what `texts.draw` says. A prompt that begins with a poison ends the process after some tokens."""
 
     page_size = 16
+    page_kinds = ()
     depth = 2
     arithmetic = Arithmetic(
         runner="checksums", device="none", weights="none", kv="none", kernels="none", model="none"

@@ -44,6 +44,17 @@ class Case:
     factors: dict[str, Array] = field(default_factory=dict)  # further tensors
 
 
+PROPORTIONAL = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
+PARTLY_ROTATED = {"rope_freqs.weight": np.array([1.0] * 6 + [1e30] * 18, dtype=np.float32)}
+GEMMA4 = {
+    "head_dim": 32, "global_head_dim": 48, "sliding_window": 40, "final_logit_softcapping": 5.0,
+    "hidden_size_per_layer_input": 0,
+}  # fmt: skip
+GEMMA4_KEYS = {
+    "attention.sliding_window": 40, "final_logit_softcapping": 5.0, "attention.key_length": 48,
+    "attention.value_length": 48, "attention.key_length_swa": 32, "attention.value_length_swa": 32,
+    "rope.dimension_count": 48, "rope.dimension_count_swa": 32, "rope.freq_base_swa": 10_000.0,
+}  # fmt: skip
 GEMMA2 = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 0.5, "sliding_window": 40}
 CASES = {
     "qwen2": Case("qwen2", {}, theta=1e6),
@@ -90,6 +101,22 @@ CASES = {
             "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8, "num_hidden_layers": 7,
         },
         {"attention.sliding_window": 8}, theta=1e6, local_theta=10_000.0,
+    ),
+    "gemma4": Case(  # like E2B
+        "gemma4",
+        GEMMA4
+        | {
+            "num_hidden_layers": 6, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 24, "vocab_size_per_layer_input": VOCAB,
+            "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 2,
+        },
+        GEMMA4_KEYS
+        | {
+            "attention.shared_kv_layers": 2, "embedding_length_per_layer_input": 24,
+            "feed_forward_length": [208] * 4 + [416] * 2,
+            "attention.sliding_window_pattern": [True, True, False] * 2,
+        },
+        theta=1e6, local_theta=10_000.0, scaling=PROPORTIONAL, factors=PARTLY_ROTATED,
     ),
     "phi3": Case("phi3", {"sliding_window": 40}, {"attention.sliding_window": 40}, tied=False),
     "phi3-long": Case(
@@ -273,6 +300,7 @@ CLASSES = {  # of transformers: configuration and model
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "gemma4": ("Gemma4TextConfig", "Gemma4ForCausalLM"),
     "phi3": ("Phi3Config", "Phi3ForCausalLM"),
     "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM"),
     "granite": ("GraniteConfig", "GraniteForCausalLM"),

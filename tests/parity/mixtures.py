@@ -4,7 +4,15 @@ from typing import Any
 
 import numpy as np
 
-from tests.parity.cases import YARN, Array, Case
+from tests.parity.cases import (
+    GEMMA4,
+    GEMMA4_KEYS,
+    PARTLY_ROTATED,
+    PROPORTIONAL,
+    YARN,
+    Array,
+    Case,
+)  # fmt: skip
 
 __all__ = ["MIXTURES", "converted_experts"]
 
@@ -74,6 +82,22 @@ MIXTURES = {
             "rope.scaling.yarn_beta_slow": 0.5,
         },
         theta=150.0, tied=False, scaling=YARN | {"truncate": False, "beta_fast": 4.0, "beta_slow": 0.5},
+    ),
+    "gemma4-experts": Case(  # like 26B-A4B: keys are values in layers without a window
+        "gemma4",
+        GEMMA4
+        | {
+            "num_hidden_layers": 4, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+            "enable_moe_block": True, "num_experts": 7, "top_k_experts": 3, "moe_intermediate_size": 72,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+        GEMMA4_KEYS
+        | SEVEN
+        | {
+            "expert_feed_forward_length": 72, "attention.head_count_kv": [2, 1, 2, 1],
+            "attention.sliding_window_pattern": [True, False] * 2,
+        },
+        theta=1e6, local_theta=10_000.0, scaling=PROPORTIONAL, factors=PARTLY_ROTATED,
     ),
     "granitemoe": Case("granitemoe", GRANITE, GRANITE_KEYS),
     "granitehybrid-experts": Case(
@@ -176,6 +200,9 @@ def converted_experts(config: Any, case: Case, key: str, array: Array) -> list[t
         return [(f"{block}{name}", tensor) for name, tensor in _experts(case, key, array)]
     if key.endswith(("e_score_correction_bias", "expert_bias")):
         return [(f"{block}exp_probs_b.bias", array.reshape(-1))]
+    if key.endswith((".router.scale", ".router.per_expert_scale")):
+        part = "ffn_gate_inp" if key.endswith(".router.scale") else "ffn_down_exps"
+        return [(f"{block}{part}.scale", array)]
     if key.endswith((".gate.weight", ".router.weight")):
         return [(f"{block}ffn_gate_inp.weight", array)]
     if key.endswith(".router.bias"):
@@ -213,6 +240,8 @@ def _experts(case: Case, key: str, array: Array) -> list[tuple[str, Array]]:
         array = np.ascontiguousarray(array.swapaxes(1, 2))
     if "gate_up_proj" not in key:
         return [(f"ffn_{'up' if '.up_proj' in key else 'down'}_exps.{kind}", array)]
+    if case.family == "gemma4":
+        return [("ffn_gate_up_exps.weight", array)]
     if case.family == "gpt-oss":
         gate, up = array[:, ::2], array[:, 1::2]
     else:

@@ -28,6 +28,7 @@ from tests.parity.cases import (
     LLAMA3,
     LONGROPE,
     PERMUTED,
+    PROPORTIONAL,
     SIZES,
     Array,
     Case,
@@ -42,6 +43,8 @@ from tests.support.ggufs import write_file
 pytestmark = pytest.mark.parity
 
 LIMIT = 1e-4
+PLUS_ONE = ("gemma2", "gemma3")
+"""Families whose norms multiply with 1 more than their weights."""
 
 
 def make_model(case: Case) -> Any:
@@ -62,8 +65,12 @@ def make_model(case: Case) -> Any:
     config = config_class(**options)
     config._attn_implementation = "eager"
     model = model_class(config).to(torch.float32).eval()
+    if case.family == "gemma4":
+        config.allow_global_per_layer_attribute_access = (
+            True  # `converted_keys` reads it; the case has others
+        )
     around = (
-        0.0 if case.family.startswith(("gemma", "qwen35", "qwen3next")) else 1.0
+        0.0 if case.family.startswith((*PLUS_ONE, "qwen35", "qwen3next")) else 1.0
     )  # these add 1 themselves
     # A tied head would echo its input if the embedding outweighed what the layers add.
     scale = math.sqrt(config.hidden_size) if case.family.startswith("gemma") else 1.0
@@ -82,11 +89,17 @@ def make_model(case: Case) -> Any:
                 weight.normal_(0, 1.3 * inputs**-0.5)
             elif key.endswith("linear_attn.norm.weight"):
                 weight.normal_(1, 0.3)
+            elif case.family == "gemma4" and key.endswith(("q_norm.weight", "k_norm.weight")):
+                weight.normal_(0.5, 0.1)  # scores are not scaled
+            elif key.endswith((".router.scale", ".per_expert_scale")):
+                weight.normal_(1, 0.3)
             else:
                 weight.normal_(*((around, 0.3) if key.endswith("norm.weight") else (0.0, 0.1)))
         for key, buffer in model.named_buffers():
             if key.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0, 0.1)
+            if key.endswith("layer_scalar"):
+                buffer.normal_(0.8, 0.1)
     return model
 
 
@@ -137,8 +150,10 @@ def converted_tensors(model: Any, case: Case) -> dict[str, Array]:
         if case.family in PERMUTED and ("attn_q." in name or "attn_k." in name):
             heads = config.num_attention_heads if "attn_q." in name else config.num_key_value_heads
             array = interleave(array, heads)
-        if case.family.startswith("gemma") and name.endswith("norm.weight"):
+        if case.family in PLUS_ONE and name.endswith("norm.weight"):
             array = array + 1
+        if key.endswith("layer_scalar"):
+            name = f"{name}.weight"
         tensors[name] = array
     if case.scaling is LLAMA3:
         tensors["rope_freqs.weight"] = llama3_divisors(case.theta, 16)
@@ -162,7 +177,7 @@ def converted_keys(config: Any, case: Case) -> dict[str, Any]:
         keys["attention.layer_norm_rms_epsilon"] = eps
     if "head_dim" in case.options:
         keys |= {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}
-    if case.scaling and case.scaling not in (LLAMA3, LONGROPE):
+    if case.scaling and case.scaling not in (LLAMA3, LONGROPE, PROPORTIONAL):
         keys |= {
             "rope.scaling.type": case.scaling["rope_type"],
             "rope.scaling.factor": case.scaling["factor"],

@@ -17,6 +17,7 @@ from nightmill.worker.model.spec import (
     Temperature,
 )
 from tests.support.expert_cases import EXPERT_FILES
+from tests.support.gemma4_cases import GEMMA4_FILES
 from tests.support.ggufs import byte_vocabulary, spec_tensors, write_file
 from tests.support.hybrid_cases import HYBRID_FILES
 
@@ -245,13 +246,14 @@ FILES: dict[str, tuple[dict[str, Any], ModelSpec]] = {
 }  # fmt: skip
 GPU_FILES = dict(FILES)
 """Families that the CUDA runner computes: those without a state."""
-FILES |= HYBRID_FILES | EXPERT_FILES
+FILES |= HYBRID_FILES | EXPERT_FILES | GEMMA4_FILES
 
 
 def file_of(path: Path, keys: dict[str, Any], like: ModelSpec, **tensors: Any) -> GgufFile:
-    """A file with these keys and the tensors of a spec."""
+    """A file with these keys and the tensors of a spec; one that is None is left out."""
     keys = KEYS | {"block_count": len(like.layers)} | keys
-    return GgufFile.open(write_file(path / "model.gguf", like.family, keys, spec_tensors(like) | tensors))
+    held = {name: one for name, one in (spec_tensors(like) | tensors).items() if one is not None}
+    return GgufFile.open(write_file(path / "model.gguf", like.family, keys, held))
 
 
 def spec_of(path: Path, keys: dict[str, Any], like: ModelSpec, **tensors: Any) -> ModelSpec:

@@ -3,6 +3,8 @@
 Without cache, pages, stacked matrices, or anything of a runner.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 
@@ -28,11 +30,13 @@ Wide = npt.NDArray[np.float64]
 def straightforward_logits(file: GgufFile, spec: ModelSpec, tokens: list[int]) -> Wide:
     """Logits (T, vocab) after each of the tokens (T,)."""
     x = _array(file, "token_embd.weight")[tokens] * spec.embedding_scale
+    rows = _inputs_of_layers(file, spec, tokens, x)
+    kept: dict[int, tuple[Wide, Wide]] = {}
     for index, layer in enumerate(spec.layers):
         block = f"blk.{index}."
         if layer.mixer is not None:
             normed = _normed(file, layer.attention_norm, block + "attn_norm", x)
-            added = _mixed(file, layer.mixer, block, normed)
+            added = _mixed(file, layer.mixer, block, normed, kept)
             added = _normed(file, layer.attention_post_norm, block + "post_attention_norm", added)
             x = x + layer.residual_scale * added
         if not layer.feed_forward.width:
@@ -40,14 +44,35 @@ def straightforward_logits(file: GgufFile, spec: ModelSpec, tokens: list[int]) -
         if not layer.parallel:
             normed = _normed(file, layer.feed_forward_norm, block + layer.feed_forward_norm_name, x)
         network = layer.feed_forward
-        feed = _experts if isinstance(network, Experts) else _feed_forward
-        added = feed(file, network, block, normed)  # type: ignore[arg-type]
+        if not isinstance(network, Experts):
+            added = _feed_forward(file, network, block, normed)
+        elif network.beside is None:
+            added = _experts(file, network, block, normed, normed)
+        else:
+            added = _experts_beside(file, network, network.beside, block, normed, x)
         added = _normed(file, layer.feed_forward_post_norm, block + "post_ffw_norm", added)
         x = x + layer.residual_scale * added
+        if layer.inputs is not None:
+            gate = _activated(layer.inputs.activation, _linear(file, block + "inp_gate", x, False))
+            added = _linear(file, block + "proj", gate * rows[:, index], False)
+            x = x + _normed(file, layer.inputs.norm, block + "post_norm", added)
+        if layer.output_scale:
+            x = x * _array(file, block + "layer_output_scale.weight")
     head = _array(file, "token_embd.weight" if spec.tied_head else "output.weight")
     logits = _normed(file, spec.output_norm, "output_norm", x) @ head.T * spec.logit_scale
     cap = spec.logit_softcap
     return logits if cap is None else cap * np.tanh(logits / cap)
+
+
+def _inputs_of_layers(file: GgufFile, spec: ModelSpec, tokens: list[int], x: Wide) -> Wide:
+    """(T, layers, columns)"""
+    inputs = spec.layers[0].inputs
+    if inputs is None:
+        return x
+    shape = (len(tokens), len(spec.layers), inputs.width)
+    looked_up = _array(file, "per_layer_token_embd.weight")[tokens].reshape(shape) * np.sqrt(inputs.width)
+    made = _linear(file, "per_layer_model_proj", x, False).reshape(shape) / np.sqrt(spec.width)
+    return (_normed(file, inputs.norm, "per_layer_proj_norm", made) + looked_up) / np.sqrt(2)
 
 
 def _array(file: GgufFile, name: str) -> Wide:
@@ -68,9 +93,9 @@ def _normed(file: GgufFile, norm: Norm | None, name: str, x: Wide) -> Wide:
     return x + _array(file, f"{name}.bias") if norm.bias else x
 
 
-def _mixed(file: GgufFile, mixer: Mixer, block: str, x: Wide) -> Wide:
+def _mixed(file: GgufFile, mixer: Mixer, block: str, x: Wide, kept: dict[int, tuple[Wide, Wide]]) -> Wide:
     if isinstance(mixer, Attention):
-        return _attention(file, mixer, block, x)
+        return _attention(file, mixer, block, x, kept)
     if isinstance(mixer, LatentAttention):
         return _latent_attention(file, mixer, block, x)
     if isinstance(mixer, GatedDeltaNet):
@@ -150,13 +175,22 @@ def _mamba2(file: GgufFile, mamba: Mamba2, block: str, x: Wide) -> Wide:
     )
 
 
-def _attention(file: GgufFile, attention: Attention, block: str, x: Wide) -> Wide:
+def _attention(
+    file: GgufFile, attention: Attention, block: str, x: Wide, kept: dict[int, tuple[Wide, Wide]]
+) -> Wide:
+    """Layers leave their keys and values, before norms and rotation, to those that read them."""
     size, heads, kv_heads = attention.head_dim, attention.heads, attention.kv_heads
     if attention.fused:
         whole = _linear(file, block + "attn_qkv", x, attention.bias)
         q, k, v = np.split(whole, [heads * size, (heads + kv_heads) * size], axis=1)
+    elif attention.keys_of is not None:
+        q = _linear(file, f"{block}attn_q", x, attention.bias)
+        k, v = kept[attention.keys_of]
     else:
-        q, k, v = (_linear(file, f"{block}attn_{part}", x, attention.bias) for part in "qkv")
+        own = "qkk" if attention.values_are_keys else "qkv"
+        q, k, v = (_linear(file, f"{block}attn_{part}", x, attention.bias) for part in own)
+    kept[int(block.split(".")[1])] = k, v
+    keys_block = block if attention.keys_of is None else f"blk.{attention.keys_of}."
     gates = np.ones(1)
     if attention.gated:
         both = q.reshape(len(x), heads, 2, size)
@@ -175,7 +209,9 @@ def _attention(file: GgufFile, attention: Attention, block: str, x: Wide) -> Wid
         of_q, of_k, of_v = (
             part[:, at * size : (at + 1) * size] for part, at in ((q, head), (k, kv), (v, kv))
         )
-        norms = (block + "attn_q_norm", of_q), (block + "attn_k_norm", of_k)
+        if attention.value_norm is not None:
+            of_v = of_v / np.sqrt((of_v * of_v).mean(-1, keepdims=True) + attention.value_norm.eps)
+        norms = (block + "attn_q_norm", of_q), (keys_block + "attn_k_norm", of_k)
         if attention.qk_norm_rotated:
             of_q, of_k = (
                 _normed(file, attention.qk_norm, name, _rotated(attention.rope, part)) for name, part in norms
@@ -241,9 +277,22 @@ def _latent_attention(file: GgufFile, mixer: LatentAttention, block: str, x: Wid
     return _linear(file, block + "attn_output", np.concatenate(outputs, axis=1), False)
 
 
-def _experts(file: GgufFile, experts: Experts, block: str, x: Wide) -> Wide:
-    """Token by token."""
-    logits = _linear(file, block + "ffn_gate_inp", x, experts.router_bias)
+def _experts_beside(file: GgufFile, experts: Experts, norm: Norm, block: str, normed: Wide, x: Wide) -> Wide:
+    """Two branches, each with norms of its own, of the residual stream x."""
+    routing = x / np.sqrt((x * x).mean(-1, keepdims=True) + norm.eps)
+    routing = routing * _array(file, block + "ffn_gate_inp.scale") / np.sqrt(x.shape[1])
+    read = _normed(file, norm, block + "pre_ffw_norm_2", x)
+    routed = _experts(file, replace(experts, shared=None), block, read, routing)
+    assert experts.shared is not None
+    dense = _feed_forward(file, experts.shared, block, normed)
+    return _normed(file, norm, block + "post_ffw_norm_1", dense) + _normed(
+        file, norm, block + "post_ffw_norm_2", routed
+    )
+
+
+def _experts(file: GgufFile, experts: Experts, block: str, x: Wide, routing: Wide) -> Wide:
+    """Token by token; the router reads `routing`."""
+    logits = _linear(file, block + "ffn_gate_inp", routing, experts.router_bias)
     bias = _array(file, block + "exp_probs_b.bias") if experts.selection_bias else 0
     read = x if experts.latent is None else _linear(file, block + "ffn_latent_down", x, False)
     added = np.zeros_like(read)

@@ -212,9 +212,10 @@ def write_file(
 
 
 def add_keys(writer: GGUFWriter, architecture: str, keys: Mapping[str, Any]) -> None:
-    """Add the keys of an architecture, and those of a vocabulary of bytes."""
+    """Add the keys of an architecture, and those of a vocabulary of bytes; `tokenizer...` are whole names."""
     vocabulary = _vocabulary_keys(byte_vocabulary(), "qwen2")
-    for key, value in (vocabulary | {f"{architecture}.{key}": value for key, value in keys.items()}).items():
+    own = {key if key.startswith("tokenizer.") else f"{architecture}.{key}": keys[key] for key in keys}
+    for key, value in (vocabulary | own).items():
         _add(writer, key, value)
 
 
@@ -241,8 +242,11 @@ def spec_tensors(spec: ModelSpec, *, seed: int = 0) -> dict[str, npt.NDArray[np.
             elif role is Role.CONVOLUTION:
                 noise *= np.float32(shape[1] ** -0.5)
             else:
-                noise = 1 + 0.1 * noise if role.endswith("norm") else 0.2 * noise
+                around_one = role.endswith("norm") or role is Role.LAYER_SCALE
+                noise = 1 + 0.1 * noise if around_one else 0.2 * noise
             tensors[name] = noise.astype(np.float32)
+    if divisors := {rope.divisors for rope in spec.ropes if rope.divisors}:
+        (tensors["rope_freqs.weight"],) = (np.array(one, dtype=np.float32) for one in divisors)
     return tensors
 
 

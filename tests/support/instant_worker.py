@@ -29,6 +29,7 @@ class InstantRunner:
     """Draws token 65 for every row at once."""
 
     page_size = 16
+    page_kinds = ()
     depth = 1
     arithmetic = Arithmetic(
         runner="instant", device="none", weights="none", kv="none", kernels="none", model="none"

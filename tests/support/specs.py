@@ -12,6 +12,7 @@ from nightmill.worker.model.spec import (
     FeedForward,
     GatedDeltaNet,
     LatentAttention,
+    LayerInputs,
     LayerSpec,
     Mamba2,
     Mixer,
@@ -198,3 +199,52 @@ MIXTURES = {
     ),
 }  # fmt: skip
 """Specs with mixtures of experts, sinks, or latent attention."""
+
+_BOTH_NORMS: dict[str, Any] = {
+    "attention_post_norm": NORM, "feed_forward_post_norm": NORM, "output_scale": True,
+}  # fmt: skip
+_LOCAL = Attention(
+    heads=4, kv_heads=2, head_dim=16, rope=ROPE, qk_norm=NORM, value_norm=NORM, scale=0.5, window=20
+)
+_WHOLE = replace(
+    _LOCAL, head_dim=24, kv_heads=1, window=None,
+    rope=replace(ROPE, dim=24, base=1e6, divisors=(1.0,) * 3 + (2.0**100,) * 9),
+)  # fmt: skip
+_GELU = FeedForward(width=96, activation=Activation.GELU)
+
+
+def _gemma4(attention: Attention, network: FeedForward | Experts, inputs: LayerInputs | None) -> LayerSpec:
+    return LayerSpec(
+        attention_norm=NORM, mixer=attention, feed_forward_norm=NORM, feed_forward=network, inputs=inputs,
+        **_BOTH_NORMS,
+    )  # fmt: skip
+
+
+_BESIDE = Experts(
+    count=7, used=3, width=40, activation=Activation.GELU, normalise=True, fused=True, beside=NORM,
+    shared=_GELU, expert_scales=("down",),
+)  # fmt: skip
+GEMMAS = {
+    "layers that read others' keys": replace(
+        PLAIN,
+        layers=tuple(
+            _gemma4(attention, network, LayerInputs(width=24, norm=NORM))
+            for attention, network in (
+                (_LOCAL, _GELU),
+                (_WHOLE, _GELU),
+                (replace(_LOCAL, keys_of=0), replace(_GELU, width=128)),
+                (replace(_WHOLE, keys_of=1), replace(_GELU, width=128)),
+            )
+        ),
+        embedding_scale=8.0,
+        logit_softcap=4.0,
+    ),
+    "keys as values, experts beside": replace(
+        PLAIN,
+        layers=tuple(
+            _gemma4(attention, _BESIDE, None)
+            for attention in (_LOCAL, replace(_WHOLE, values_are_keys=True), _LOCAL)
+        ),
+    ),
+}
+"""Specs of what Gemma 4 has beyond the others: dense ones, and one with experts."""

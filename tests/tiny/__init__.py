@@ -5,11 +5,12 @@ import lzma
 from pathlib import Path
 from typing import Any
 
-__all__ = ["EXPERTS", "FILES", "expected", "unpacked"]
+__all__ = ["EXPERTS", "FILES", "GEMMAS", "expected", "unpacked"]
 
 FOLDER = Path(__file__).parent
 FILES = ("qwen35-bf16", "qwen35-q8_0", "lfm2-bf16")
 EXPERTS = ("qwen3moe-q8_0", "qwen35moe-q8_0", "gptoss-q8_0")
+GEMMAS = ("gemma4-bf16",)
 
 
 def unpacked(name: str, folder: Path) -> Path:

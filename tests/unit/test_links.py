@@ -24,9 +24,11 @@ _CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.M | re.S)
 
 
 def anchors(page: Path) -> set[str]:
-    """The names that GitHub gives to the headings of a page."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    """The names that GitHub gives to the headings of a page, and those that it gives itself."""
+    text = page.read_text(encoding="utf-8")
+    headings = re.findall(r"^#+ (.+)$", text, re.M)
+    named = set(re.findall(r'<a id="([^"]+)"></a>', text))
+    return named | {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def local_links(page: Path) -> Iterator[str]:

@@ -132,7 +132,7 @@ def _reference_runner(
 def describe(settings: Settings, model: LoadedModel, stats: EngineStats) -> str:
     """One line for the log: what serves what, and how much of it."""
     spec = model.spec
-    pages, sequences = stats.pages, stats.sequences
+    sequences = stats.sequences
     gpu = gpu_index(settings)
     if gpu is None:
         weights = WeightsFormat(settings.weights)
@@ -148,5 +148,5 @@ def describe(settings: Settings, model: LoadedModel, stats: EngineStats) -> str:
     return (
         f"{model.name}: {spec.family}, {len(spec.layers)} layers of width {spec.width}, vocabulary "
         f"{spec.vocab:,}; {runner}, up to {sequences} sequences of "
-        f"{context_length(settings, spec):,} tokens{states}, KV cache of {pages * PAGE_SIZE:,} tokens"
+        f"{context_length(settings, spec):,} tokens{states}, KV cache of {stats.cache_tokens:,} tokens"
     )

@@ -14,7 +14,7 @@ from nightmill.worker.runners.gpu.catalogue import check_spec
 from nightmill.worker.runners.gpu.device.device import Device, NoDeviceError
 from nightmill.worker.runners.gpu.device.known_cards import KNOWN_CARDS, KnownCard
 from nightmill.worker.runners.gpu.device.peaks import Peaks
-from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
+from nightmill.worker.runners.gpu.kv_cache import PAGE, kinds_layout, page_bytes
 from nightmill.worker.runners.gpu.memory import MemoryPlan, allowed
 from nightmill.worker.runners.gpu.planning import RunnerPlanner
 from nightmill.worker.runners.gpu.precision import HALF, Precision, WeightsFormat
@@ -24,6 +24,7 @@ __all__ = ["CARDS", "GIB", "Card", "Forecast", "Room", "card_here", "card_of", "
 
 GIB = 1 << 30
 LENGTHS = (1024, 4096)  # tokens of sequences, for which it is said how many fit
+_UNSEEN = " (which layers with a window keep, too)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,8 @@ class Forecast:
     slots            sequences that run at once, at most: fewer than asked for where states take too much
     states           of layers that keep a state for each sequence, with copies of states that are kept
     sequences, rate  as in `Room`
+    keeps_unseen     layers with a window keep the keys of tokens behind it, too: the kernels have one kind of
+                     pages
     """
 
     weights: int
@@ -120,6 +123,7 @@ class Forecast:
     cache_tokens: int
     sequences: dict[int, int]
     rate: int
+    keeps_unseen: bool = False
 
     @property
     def room(self) -> Room:
@@ -131,7 +135,7 @@ class Forecast:
         return (
             f"{self.weights / GIB:.2f} GiB of weights {kept}, {self.workspace / GIB:.2f} of workspace, "
             f"{f'{self.states / GIB:.2f} of states, ' if self.states else ''}and a cache of "
-            f"{self.cache_tokens:,} tokens, for {self.room}"
+            f"{self.cache_tokens:,} tokens{_UNSEEN if self.keeps_unseen else ''}, for {self.room}"
         )
 
 
@@ -163,8 +167,14 @@ def forecast_of(
     context    the most tokens of a sequence
     """
     slots, pages, page = memory.states.slots, memory.kv_pages, page_bytes(spec, precision.kv)
+    layout = kinds_layout(spec, precision.kv)
+
+    def pages_of(length: int) -> int:
+        """Those that a sequence of so many tokens has."""
+        return -(-length // PAGE) if layout is None else layout.pages_at(length)
+
     lengths = sorted({*(length for length in LENGTHS if length < context), context})
-    sequences = {length: min(slots, pages // -(-length // PAGE)) for length in lengths}
+    sequences = {length: min(slots, pages // pages_of(length)) for length in lengths}
     length = lengths[0]
     load = EqualSequences(max(1, sequences[length]), prompt=length - length // 4, answer=length // 4)
     rate = expected_rate(spec, gpu, WeightsAndCache(memory.weights, page, precision.weights), load)
@@ -174,7 +184,8 @@ def forecast_of(
         workspace=memory.workspace,
         slots=slots,
         states=memory.states.bytes,
-        cache_tokens=pages * PAGE,
+        cache_tokens=int(pages * LENGTHS[0] / pages_of(LENGTHS[0])),
         sequences=sequences,
         rate=int(float(f"{rate:.1e}")),  # two figures: more are not known
+        keeps_unseen=layout is None and any((one.window or context) < context for one in spec.attentions),
     )

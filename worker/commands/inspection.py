@@ -140,10 +140,13 @@ class Inspection:
 
     def _active(self) -> str:
         """Say how many parameters a token is computed with, if not with all."""
-        if not self.experts:
+        if self.active == self.parameters:
             return ""
         active = _rounded(self.active, "million", "billion")
-        return f" ({active} active: a token goes through {' or '.join(self.experts)})"
+        why = f"a token goes through {' or '.join(self.experts)}"
+        if not self.experts:
+            why = "of the embeddings of layers a token has a row"
+        return f" ({active} active: {why})"
 
     def _states(self) -> str:
         """Say which layers keep a state, if any do."""

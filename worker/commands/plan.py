@@ -1,6 +1,7 @@
 """The command `nightmill plan`: what a batch file holds and how long it takes, before the night."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import count
@@ -13,12 +14,14 @@ from nightmill.jobs.base.settings import Settings, parse_models
 from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.job_options import AT, PARAMETER_OPTIONS, given, job_options
 from nightmill.jobs.commands.options import json_option
+from nightmill.jobs.commands.query_options import check_named, query_options
 from nightmill.jobs.commands.table_options import opened_with, table_options, taken
 from nightmill.jobs.commands.terminal import LiveLine, ProgressLine, echo, echo_json
 from nightmill.jobs.errors import DatabaseError, RunnerError, SettingsError
 from nightmill.jobs.formats import InputFile
 from nightmill.jobs.request.spec import JobSpec
 from nightmill.jobs.request.structured import CONSTRAINT_FIELDS
+from nightmill.jobs.tables.queries import queried
 from nightmill.worker.assembly.fetching import with_model_file, with_models
 from nightmill.worker.assembly.options import merge_options, require_worker_extra, worker_options
 
@@ -42,13 +45,15 @@ _MODELS_OPTION = click.Option(
 
 
 def _plan(
-    file: str,
+    file: str | None,
+    query: str | None,
+    from_url: str | None,
     as_json: bool,
     measure: bool,
     measure_seconds: float,
     **options: Any,
 ) -> None:
-    """Say what FILE asks for, which of its rows are bad, and when it will be done.
+    """Say what FILE (or the rows of a --query) asks for, which rows are bad, and when it will be done.
 
     Reads and tokenises every row as a worker with the same options would, runs a random sample of the rows
     on this machine's runner for a few seconds, and plays the night through at that speed, for as many
@@ -88,19 +93,21 @@ def _plan(
             require_worker_extra("plan --models")
             settings = with_models(settings, show=not as_json)
             models = tuple(str(name) for name, _ in parse_models(str(settings.models)))
-        _check_rows(opened_with(said | table)(file), JobSpec.defaults(said), as_json, models)
+        with _input(file, query, from_url, settings, said | table) as source:
+            _check_rows(source, JobSpec.defaults(said), as_json, models)
         return
     require_worker_extra("plan")
     settings = with_model_file(settings, show=not as_json)
-    plan = _make(
-        opened_with(said | table)(file),
-        settings,
-        measure_seconds=measure_seconds if measure else 0.0,
-        starts_at=starts_at,
-        deadline_at=deadline_at,
-        defaults=JobSpec.defaults(said),
-        quiet=as_json,
-    )
+    with _input(file, query, from_url, settings, said | table) as source:
+        plan = _make(
+            source,
+            settings,
+            measure_seconds=measure_seconds if measure else 0.0,
+            starts_at=starts_at,
+            deadline_at=deadline_at,
+            defaults=JobSpec.defaults(said),
+            quiet=as_json,
+        )
     if as_json:
         echo_json(plan.as_json())
     else:
@@ -117,7 +124,7 @@ plan = click.Command(
     "plan",
     callback=_plan,
     params=[
-        click.Argument(["file"], metavar="FILE"),
+        click.Argument(["file"], metavar="[FILE]", required=False),
         *(option for option in worker_options() if option.name not in _NOT_OF_A_PLAN),
         _MODELS_OPTION,
         click.Option(["--measure/--no-measure"], default=True, help="Without: no estimate, and no GPU used."),
@@ -132,9 +139,21 @@ plan = click.Command(
     help=_plan.__doc__,
     short_help="Say what a batch file asks for, which rows are bad, and when it will be done.",
 )
+query_options(plan)
 table_options(plan)
 job_options(AT, "deadline", *PARAMETER_OPTIONS, *_FORMS)(plan)
 json_option(plan)
+
+
+def _input(
+    file: str | None, query: str | None, url: str | None, settings: Settings, said: Mapping[str, Any]
+) -> AbstractContextManager[InputFile]:
+    """Provide the file, or the rows of the query."""
+    opened = opened_with(said)
+    check_named(file, query, url)
+    if query is None:
+        return nullcontext(opened(str(file)))
+    return queried(query, str(url), most=settings.spool_bytes, opened=opened)
 
 
 def _check_rows(file: InputFile, defaults: JobSpec, as_json: bool, models: Sequence[str]) -> None:
@@ -215,7 +234,7 @@ def _make(
                         context=context_length(settings, model.spec),
                         page_size=PAGE_SIZE,
                         model_context=model.spec.context_length,
-                        pages=None if engine is None else engine.stats.pages,
+                        pages=None if engine is None else engine.stats.cache_tokens // PAGE_SIZE,
                     ),
                     slots=_slots(settings, model, memory, engine),
                     memory=memory,

@@ -3,8 +3,8 @@
 import logging
 import signal
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import Any, Self
 
@@ -25,7 +25,13 @@ from nightmill.jobs.commands.on_end import on_end_options, run_on_end, words_of
 from nightmill.jobs.commands.options import INTERRUPTED, LOG_FORMAT, json_option
 from nightmill.jobs.commands.printing import counted, describe_status
 from nightmill.jobs.commands.progress import BatchProgress, log_of_command, logged_errors
-from nightmill.jobs.commands.query_options import check_named, input_named, query_options
+from nightmill.jobs.commands.query_options import (
+    AFTER_OPTION,
+    check_alone,
+    check_named,
+    input_named,
+    query_options,
+)
 from nightmill.jobs.commands.table_options import opened_with, table_options, taken
 from nightmill.jobs.commands.terminal import echo, echo_err, echo_json
 from nightmill.jobs.commands.writing import INTO_OPTION
@@ -35,9 +41,13 @@ from nightmill.jobs.errors import (
     DatabaseUnreachableError,
     SettingsError,
 )
+from nightmill.jobs.formats import InputFile
 from nightmill.jobs.formats.places import STANDARD, brought_to, check_apart, errors_name
 from nightmill.jobs.reply.batch_status import BatchStatus, status_values
+from nightmill.jobs.request.limits import without_limits
+from nightmill.jobs.tables.following import FollowingRows
 from nightmill.jobs.tables.into import UsersTable
+from nightmill.jobs.tables.options import TableOptions
 from nightmill.worker.assembly.fetching import with_model_file
 from nightmill.worker.assembly.options import WORKER_SETTINGS, as_arguments, merge_options, worker_options
 from nightmill.worker.commands.keeper import WorkerKeeper
@@ -68,6 +78,7 @@ _HEARD = frozenset({"model", "model_name", "gpu", "reference"})
 )
 @FORMAT_OPTION
 @INTO_OPTION
+@AFTER_OPTION
 @click.option("--name", help="Name of the batch; by default made of the file, the model and the parameters.")
 @click.option("--retry-failed", is_flag=True, help="Try rows again that failed in an earlier run.")
 @click.option("--overwrite", is_flag=True, help="Replace OUTPUT even if it holds something else.")
@@ -121,9 +132,9 @@ def run(
     would. With - for OUTPUT the results come at the end, in the order of FILE, and all else goes to standard
     error, with no file of errors unless --errors names one. FILE may also be a folder of files, a pattern
     such as 'rows/*.parquet', or at s3://, gs://, hf:// or https://, and OUTPUT at s3:// or gs://, where it
-    appears at the end. --query takes the rows of a database, and --into writes results into a table. The
-    command of --on-end reads the status as JSON; whatever becomes of it, the results and the exit code stay
-    as they are.
+    appears at the end. --query takes the rows of a database, --after a row behind each of a batch, and --into
+    writes results into a table. The command of --on-end reads the status as JSON; whatever becomes of it, the
+    results and the exit code stay as they are.
 
     Ctrl-C once drains: running rows may finish, or go back to the queue. Twice hands them back at once.
 
@@ -144,7 +155,10 @@ def run(
     from nightmill.worker.assembly.model import model_path, served_name
     from nightmill.worker.model.gguf.file import GgufFile
 
-    check_named(file, query, from_url)
+    if options["after"] is None:
+        check_named(file, query, from_url)
+    else:
+        check_alone(file, query, from_url, format)
     if output is None and into is None:
         raise click.UsageError("name a file for the results (-o FILE), or a table (--into URL#TABLE)")
     table_of_results = None if into is None else UsersTable(into)
@@ -162,16 +176,19 @@ def run(
         model = served_name(settings)
         table, limits = taken(options), limits_taken(options)
         rows = given(options) | table | {"model": model}
-        opened = opened_with(rows)
+        opened = opened_with(rows)  # which checks the template
         rows |= limits
         errors = errors or (None if output is None else errors_name(output))
         if output is not None:
             check_apart(file or "", output, errors)
         say = echo_err if log is None else log.info
         with ExitStack() as stack:
-            source = stack.enter_context(
-                input_named(file, query, from_url, format, most=settings.spool_bytes, opened=opened)
+            given_rows: AbstractContextManager[InputFile | FollowingRows] = (
+                _following(settings, rows)
+                if "after" in rows
+                else input_named(file, query, from_url, format, most=settings.spool_bytes, opened=opened)
             )
+            source = stack.enter_context(given_rows)
             if settings.model_name is None:
                 with Client(settings) as client:
                     served = ServedFile(client, model_file.digest(), model)
@@ -235,6 +252,15 @@ def run(
             written = ", ".join([*([] if output is None else [written]), printable(table_of_results.label)])
         echo(f"Results: {written}; errors: {failed}", err=piped)
     raise SystemExit(EXIT_CODES[status.state] if status.state.final else INTERRUPTED)
+
+
+@contextmanager
+def _following(settings: Settings, rows: Mapping[str, Any]) -> Iterator[FollowingRows]:
+    """Provide the rows that follow those of the batch --after."""
+    options = TableOptions.of(without_limits(rows))
+    assert options is not None and options.after is not None
+    with Client(settings) as client:
+        yield FollowingRows(client.batches.store, options)
 
 
 # `--name` names the batch here, so the model's name has another option than that of `nightmill worker`.

@@ -8,6 +8,7 @@ from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import BatchNotFoundError
 from nightmill.jobs.formats import InputFile
 from nightmill.jobs.reply.job import Worker
+from nightmill.jobs.tables.following import FollowingRows
 from nightmill.worker.commands.keeper import is_asked_for
 
 
@@ -24,7 +25,7 @@ class ServedFile:
         self._own = own
 
     def name_for(
-        self, source: InputFile, rows: Mapping[str, Any], batch: str | None
+        self, source: InputFile | FollowingRows, rows: Mapping[str, Any], batch: str | None
     ) -> tuple[str, str | None]:
         """The model's name for the rows of `source`, and the batch's name: that of the first time, if given.
 

@@ -16,10 +16,9 @@ from nightmill.jobs.commands.job_options import AT, BATCH_OPTIONS, given, job_op
 from nightmill.jobs.commands.options import json_option
 from nightmill.jobs.commands.printing import counted, job_values
 from nightmill.jobs.commands.progress import duration
+from nightmill.jobs.commands.query_options import input_named, query_options
 from nightmill.jobs.commands.table_options import opened_with, table_options, taken
 from nightmill.jobs.commands.terminal import LiveLine, ProgressLine, echo, echo_json, to_json
-from nightmill.jobs.formats import FileFormat
-from nightmill.jobs.formats.places import taken_from
 from nightmill.jobs.reply.job import Job
 from nightmill.worker.assembly.fetching import with_model_file
 from nightmill.worker.assembly.options import WORKER_SETTINGS, merge_options, worker_options
@@ -31,7 +30,8 @@ _CHECK_SECONDS = 1.0  # between two looks at the worker
 
 
 @click.command("try")
-@click.argument("file")
+@click.argument("file", required=False)
+@query_options
 @click.option(
     "--rows", type=click.IntRange(1, MOST_ROWS), default=10, show_default=True, help="So many at most."
 )
@@ -41,7 +41,9 @@ _CHECK_SECONDS = 1.0  # between two looks at the worker
 @job_options(*(name for name in BATCH_OPTIONS if name not in (AT, "deadline", "priority")))
 @json_option
 def try_command(
-    file: str,
+    file: str | None,
+    query: str | None,
+    from_url: str | None,
     rows: int,
     seed_of_sample: int | None,
     format: str | None,
@@ -53,10 +55,10 @@ def try_command(
     \b
       nightmill try reviews.csv --template "Is this good or bad? {{ review }}" --model model.gguf
 
-    The options are those of `nightmill run`. Each row is shown with the end of its prompt, its answer, and
-    why that ends; then what to expect of the whole file. The rows go past all batches, to the worker that
-    serves the model, or to one that is started for them; afterwards they are deleted. Without --model any
-    worker that runs will do.
+    The options are those of `nightmill run`; --query takes the rows of a database. Each row is shown with the
+    end of its prompt, its answer, and why that ends; then what to expect of the whole file. The rows go past
+    all batches, to the worker that serves the model, or to one that is started for them; afterwards they are
+    deleted. Without --model any worker that runs will do.
     """
     from nightmill.worker.assembly.options import require_worker_extra
 
@@ -64,9 +66,10 @@ def try_command(
     settings = merge_options(Settings.from_env(), worker_settings)
     said = given(options) | taken(options)
     opened = opened_with(said)
-    wanted = None if format is None else FileFormat(format)
     with ExitStack() as stack:
-        source = stack.enter_context(taken_from(file, wanted, most=settings.spool_bytes, opened=opened))
+        source = stack.enter_context(
+            input_named(file, query, from_url, format, most=settings.spool_bytes, opened=opened)
+        )
         keeper: WorkerKeeper | None = None
         if settings.model is not None:
             require_worker_extra("try")

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from nightmill.worker.engine.drafting import Draft
+from nightmill.worker.engine.kv_cache import PagePool
+from nightmill.worker.engine.page_tables import KindTable
 from nightmill.worker.engine.plan import Chunk, StepPlan
 from nightmill.worker.engine.request import Sequence
 from nightmill.worker.runners.base import (
@@ -18,10 +20,58 @@ from nightmill.worker.runners.base import (
     Admission,
     DrawArray,
     IntArray,
+    KindRows,
+    PageKind,
     PoolArray,
     StepBatch,
     make_draws,
 )
+
+
+class SlotTables:
+    """The page tables of all slots for a kind of pages.
+
+    entries  (slots, B), one for `page_size` tokens; -1 behind them. Those of a page that was given back name
+             the page behind the last one
+    """
+
+    def __init__(self, kind: PageKind, pool: PagePool, slots: int, context: int) -> None:
+        self._page_size = page_size = pool.page_size
+        self._stride, self._given_back = kind.stride, pool.pages
+        self._each = kind.tokens // page_size
+        self._places = np.arange(self._each, dtype=np.int32)
+        width = -(-context // kind.tokens) * self._each
+        self.entries: IntArray = np.full((slots, width), -1, dtype=np.int32)
+        self._first = [0] * slots  # page that is not given back
+
+    def enter(self, slot: int, table: KindTable) -> None:
+        """Write the pages of the sequence that takes a slot."""
+        self.entries[slot] = -1
+        self.entries[slot, : len(table.pages) * self._each] = self._entries_of(table.pages)
+        self._first[slot] = 0
+        self.trim(slot, table)
+
+    def trim(self, slot: int, table: KindTable) -> None:
+        """Overwrite what a sequence has given back."""
+        first, self._first[slot] = self._first[slot], table.first
+        self.entries[slot, first * self._each : table.first * self._each] = self._given_back * self._stride
+
+    def extend(self, slot: int, pages: list[int]) -> None:
+        """Write the last page of a sequence that has grown, if it is new: another kind may have had room."""
+        first = (len(pages) - 1) * self._each
+        if self.entries[slot, first] < 0:
+            for part in range(self._each):
+                self.entries[slot, first + part] = pages[-1] * self._stride + part
+
+    def cache_rows(self, slots: IntArray, positions: IntArray) -> IntArray:
+        """Where the tokens at these positions go."""
+        rows: IntArray = self.entries[slots, positions // self._page_size] * self._page_size
+        return rows + positions % self._page_size
+
+    def _entries_of(self, pages: list[int]) -> IntArray:
+        first = np.array(pages, dtype=np.int32) * self._stride
+        entries: IntArray = (first[:, None] + self._places).reshape(-1)
+        return entries
 
 
 class Wanted(NamedTuple):
@@ -40,12 +90,12 @@ class Wanted(NamedTuple):
 class BatchBuilder:
     """Keeps what all slots have as arrays, so that a step takes rows of them: page tables, who is masked.
 
-    slots: sequences at once; pages: the most pages a sequence may have; page_size: tokens in a page.
+    slots: sequences at once; context: the most tokens of a sequence; pool: whose pages they have.
     """
 
-    def __init__(self, *, slots: int, pages: int, page_size: int) -> None:
-        self._page_size = page_size
-        self._tables = np.full((slots, pages), -1, dtype=np.int32)
+    def __init__(self, pool: PagePool, *, slots: int, context: int) -> None:
+        self._page_size = pool.page_size
+        self._tables = [SlotTables(kind, pool, slots, context) for kind in pool.needs.kinds]
         self._masked_from = np.zeros(slots, dtype=np.int32)
         self._masked_until = np.zeros(slots, dtype=np.int32)
         self._likely = np.full(slots, NO_LOGPROBS, dtype=np.int32)
@@ -92,6 +142,10 @@ class BatchBuilder:
         positions += np.repeat(starts - sequence_starts[:-1], lengths)
         contexts = starts + lengths
         widest = -(-int(contexts.max()) // self._page_size)
+        first, *further = (
+            KindRows(tables.cache_rows(token_slots, positions), tables.entries[slots, :widest])
+            for tables in self._tables
+        )
         drawn_rows = self._draws(ends[draws] - 1, slots[draws], contexts[draws])
         given_rows, asking = _given(prompts, sequence_starts[drawn:])
         pools, embedding = _pools(prompts, sequence_starts[drawn:])
@@ -99,15 +153,16 @@ class BatchBuilder:
             StepBatch(
                 tokens=tokens,
                 positions=positions,
-                cache_rows=self._cache_rows(token_slots, positions),
+                cache_rows=first.cache_rows,
                 sequence_starts=sequence_starts,
                 context_lengths=contexts,
-                page_tables=self._tables[slots, :widest],
+                page_tables=first.page_tables,
                 slots=slots,
                 draws=np.concatenate([drawn_rows, given_rows]) if asking else drawn_rows,
                 drawn=drawn,
                 admissions=tuple(_admission(sequence) for sequence in plan.admitted),
                 snapshots=_snapshots(prompts),
+                further=tuple(further),
                 pools=pools,
             ),
             Wanted(drawing, asking, embedding),
@@ -120,19 +175,24 @@ class BatchBuilder:
             self._masked_until[sequence.slot] = sequence.masked_until
 
     def _enter(self, plan: StepPlan) -> None:
-        tables = self._tables
+        for sequence in plan.trimmed:
+            for tables, own in zip(self._tables, sequence.tables, strict=False):  # it may have left: none
+                if sequence.slot is not None:
+                    tables.trim(sequence.slot, own)
         for sequence in plan.admitted:
-            pages = sequence.page_table
-            tables[sequence.slot] = -1
-            tables[sequence.slot, : len(pages)] = pages
+            assert sequence.slot is not None
+            for tables, own in zip(self._tables, sequence.tables, strict=True):
+                tables.enter(sequence.slot, own)
             self.mask(sequence)
             self._likely[sequence.slot] = sequence.likely
         for sequence in plan.grown:
-            pages = sequence.page_table
-            tables[sequence.slot, len(pages) - 1] = pages[-1]
+            assert sequence.slot is not None
+            for tables, own in zip(self._tables, sequence.tables, strict=True):
+                tables.extend(sequence.slot, own.pages)
         for draft in plan.drafts:
-            pages = draft.sequence.page_table
-            tables[draft.sequence.slot, : len(pages)] = pages
+            assert draft.sequence.slot is not None
+            for tables, own in zip(self._tables, draft.sequence.tables, strict=True):
+                tables.enter(draft.sequence.slot, own)
 
     def _draws(self, rows: IntArray, slots: IntArray, positions: IntArray) -> DrawArray:
         draws = make_draws(rows, slots, positions)
@@ -142,10 +202,6 @@ class BatchBuilder:
             masked = np.flatnonzero(begun & (positions < self._masked_until[slots]))
             draws["mask"][masked] = np.arange(len(masked))
         return draws
-
-    def _cache_rows(self, slots: IntArray, positions: IntArray) -> IntArray:
-        rows: IntArray = self._tables[slots, positions // self._page_size] * self._page_size
-        return rows + positions % self._page_size
 
 
 def _snapshots(prompts: list[Chunk]) -> tuple[tuple[int, int], ...]:

@@ -55,6 +55,7 @@ _NO_NUMBERS = (
     "is damaged. A worker that is started with --dtype bf16 has room for larger numbers; or try a shorter or "
     "different prompt. If every prompt fails like this, the file is damaged: download it again"
 )
+_USUAL_TOKENS = 1024  # of a sequence, by which it is said how many tokens a cache holds
 _NO_EMBEDDINGS = (
     "embed: this worker computes no embeddings on its GPU: start another with --reference, which computes "
     "with NumPy"
@@ -93,7 +94,10 @@ class Engine:
             raise ValueError(f"max_sequences is {max_sequences}, but the runner has {runner.slots} slots")
         if context_length < 2:
             raise ValueError(f"a context of {context_length} has no room for a prompt and an answer")
-        prefix_sharing = prefix_sharing and (runner.prompt_grid == 1 or runner.snapshots > 0)
+        self._pool = PagePool(runner.kv_pages, runner.page_size, runner.page_kinds)
+        grid, needs = runner.prompt_grid, self._pool.needs
+        if grid > 1 and (not runner.snapshots or grid % needs.segment):
+            prefix_sharing = False
         self._runner = runner
         self._max_sequences = max_sequences
         self._text_stream = text_stream = text.text_stream
@@ -101,12 +105,12 @@ class Engine:
         self._eos_ids = text.eos_ids
         self.constraints: GrammarBackend = constraints or NoGrammars()
         self._limits = RequestLimits(
-            runner.vocab, context_length, runner.page_size, runner.kv_pages, sizes.model_context
-        )
+            runner.vocab, context_length, runner.page_size, runner.kv_pages, sizes.model_context,
+            cache_tokens=needs.most_tokens(runner.kv_pages),
+        )  # fmt: skip
         self._token_masks = TokenMasks(self.constraints, runner.vocab)
         self._clock = clock
         self._metering = metering or Metering(None, time.monotonic)
-        self._pool = PagePool(runner.kv_pages, runner.page_size)
         self._scheduler = Scheduler(
             self._pool, max_sequences=max_sequences, token_budget=sizes.token_budget,
             prefix_sharing=prefix_sharing, interactive_slots=sizes.interactive_slots,
@@ -117,8 +121,7 @@ class Engine:
         self._drafter = Drafter() if drafts and runner.prompt_grid == 1 else None
         self._scheduler.drafter = self._drafter
         self._groups = PrefixGroups() if prefix_sharing else None
-        pages = self._pool.pages_for(self._limits.cache_context)
-        self._builder = BatchBuilder(slots=runner.slots, pages=pages, page_size=runner.page_size)
+        self._builder = BatchBuilder(self._pool, slots=runner.slots, context=self._limits.cache_context)
         self._sequences: dict[str, Sequence] = {}  # by job id; unfinished
         self._cancelled: list[Sequence] = []
         self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap; may hold finished sequences
@@ -243,6 +246,7 @@ class Engine:
             waiting=self._scheduler.waiting,
             free_pages=self._pool.free,
             pages=self._pool.pages,
+            cache_tokens=self._pool.needs.tokens_in(self._pool.pages, _USUAL_TOKENS),
             context=self._limits.cache_context,
             sequences=self._max_sequences,
             gpu_seconds=self._metering.seconds,

@@ -1,6 +1,7 @@
 """Hands out the pages of the KV cache and can prove that none is lost or owned by mistake.
 
-A page holds the keys and values of `page_size` consecutive tokens of a sequence. Pages are counted by
+A page holds the keys and values of some consecutive tokens of a sequence, in the layers of one kind
+(`worker.runners.base.PageKind`); any page may be of any kind. Pages are counted by
 reference: `share` lets a further sequence use a page that is already filled, and a page is free again when
 its last owner has released it.
 
@@ -12,22 +13,28 @@ left, the one that lost its last owner first going first.
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
+from nightmill.worker.engine.page_tables import PageNeeds
+from nightmill.worker.runners.base import PageKind
+
 
 class CacheIntegrityError(AssertionError):
     """The page accounting contradicts itself: a bug in the engine, never a property of the input."""
 
 
 class PagePool:
-    """`pages` pages of `page_size` tokens, numbered from 0. All methods cost O(pages named).
+    """`pages` pages, numbered from 0. All methods cost O(pages named).
 
-    on_evict: told of an idle page that is given away, before it is.
+    page_size  tokens of an entry in page tables
+    kinds      of its pages; (): one, of `page_size` tokens
+    on_evict   told of an idle page that is given away, before it is
     """
 
-    def __init__(self, pages: int, page_size: int) -> None:
+    def __init__(self, pages: int, page_size: int, kinds: tuple[PageKind, ...] = ()) -> None:
         if pages < 1 or page_size < 1:
             raise ValueError(f"a pool needs pages and a page tokens (got {pages} pages of {page_size})")
         self.pages = pages
         self.page_size = page_size
+        self.needs = PageNeeds(kinds or (PageKind(None, page_size),))
         self.on_evict: Callable[[int], None] | None = None
         self._empty = list(range(pages - 1, -1, -1))  # a stack: the page freed last is warm, and used first
         self._idle: OrderedDict[int, None] = OrderedDict()  # the least recently owned first
@@ -49,8 +56,8 @@ class PagePool:
         return self._owners[page]
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that hold `tokens` tokens."""
-        return -(-tokens // self.page_size)
+        """Pages of all kinds that hold `tokens` tokens."""
+        return self.needs.pages_for(tokens)
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` free pages, each with one owner; raises ValueError where there are not that many."""

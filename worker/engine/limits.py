@@ -19,11 +19,15 @@ class RequestLimits:
     """Pages of the KV cache."""
     model_context: int | None = None
     """Most tokens that the model was made for, where that is known: more cannot be advised."""
+    cache_tokens: int | None = None
+    """Most tokens of a sequence for which the cache has pages; None: `pages` of `page_size`."""
 
     @property
     def cache_context(self) -> int:
         """Most tokens a sequence can have: fewer than `context` where the KV cache is smaller."""
-        return self.context if self.pages is None else min(self.context, self.pages * self.page_size)
+        if self.pages is None:
+            return self.context
+        return min(self.context, self.cache_tokens or self.pages * self.page_size)
 
     def unknown_id(self, prompt: Sequence[int], params: GenerationParams) -> tuple[str, str] | None:
         """Which field holds a token id that the model lacks, and the fault in words; None where none does."""

@@ -48,10 +48,11 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: what to compute, who took a slot for it, who got further pages, and who lost theirs.
+    """One step: what to compute, who took a slot for it, who got further pages, and who lost some or all.
 
     decodes   sequences of which the token at `computed`, the one last drawn, is computed and the next drawn
     chunks    pieces of prompts, and drawn tokens where a sequence is computed again
+    trimmed   sequences that have given pages back which no later token sees
     drafts    the last tokens of sequences, with guesses at the next ones, all of which are followed by draws
     """
 
@@ -61,6 +62,7 @@ class StepPlan:
     grown: list[Sequence]
     preempted: list[Sequence]
     drafts: list[Draft] = field(default_factory=list)
+    trimmed: list[Sequence] = field(default_factory=list)
 
     @property
     def empty(self) -> bool:

@@ -8,6 +8,7 @@ from nightmill.jobs.base.contract import Constrained, Markup, StopReason
 from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.worker.engine.logprobs import Logprobs, likely_of, of_nothing, record_bytes
 from nightmill.worker.engine.ngrams import Guesses
+from nightmill.worker.engine.page_tables import KindTable, held_pages
 from nightmill.worker.engine.prefix_tree import PrefixNode
 from nightmill.worker.engine.stops import TextWatch
 from nightmill.worker.runners.base import NO_LOGPROBS, NO_SNAPSHOT
@@ -180,8 +181,8 @@ class Sequence:
     state: SequenceState = SequenceState.WAITING
     computed: int = 0  # tokens whose keys and values are in the cache once the launches are done
     decoding: bool = False  # each launch from here on computes one token and draws the next
-    page_table: list[int] = field(default_factory=list)
-    room: int = 0  # tokens that its pages hold
+    tables: list[KindTable] = field(default_factory=list)  # its pages, of each kind; empty without a slot
+    room: int = 0  # tokens that its pages of all kinds hold
     slot: int | None = None
     last_launch: int = 0  # the number of the newest launch that touches this sequence
     reported: int = 0  # drawn tokens that were last reported as progress
@@ -192,11 +193,11 @@ class Sequence:
     cached: int | None = None  # tokens of its prompt that were there when it was first admitted
     has_shared_pages: bool = False  # computed by others, or by itself before it was preempted
     unshared: bool = False  # it shares no pages any more: what it had of others may not have been numbers
-    node: PrefixNode | None = None  # its last page that others can find; None: none, or nothing is shared
-    findable: int = 0  # its pages up to there
-    page_keys: list[bytes] | None = None  # while it waits or computes pages that others may want
-    promise: tuple[PrefixNode, bytes] | None = None  # where in the tree the page is that it computes next
-    follows: "tuple[Sequence, int] | None" = None  # waits until that one has computed so many pages
+    node: PrefixNode | None = None  # its last segment that others can find; None: none, nothing is shared
+    findable: int = 0  # its segments up to there
+    page_keys: list[bytes] | None = None  # while it waits or computes segments that others may want
+    promise: tuple[PrefixNode, bytes] | None = None  # where in the tree the segment is that it computes next
+    follows: "tuple[Sequence, int] | None" = None  # waits until that one has computed so many segments
 
     # What `Drafter` knows of it.
     guesses: Guesses | None = None
@@ -358,6 +359,11 @@ class Sequence:
     def banned_here(self) -> tuple[tuple[int, ...], ...]:
         """Runs of tokens that masks keep from the answer: runners would keep them from thoughts, too."""
         return self.request.banned if self.request.thinking is not None and self.answer is not None else ()
+
+    @property
+    def held_pages(self) -> int:
+        """Pages that it has, of all kinds."""
+        return held_pages(self.tables)
 
     @property
     def generated(self) -> int:

@@ -4,11 +4,12 @@ There are no phases. Each step takes one token of every sequence that is generat
 for their last token (`Sequence.reach`), then fills what is left of the budget with prompt tokens in as long
 chunks as fit. Sequences are ranked: higher priority first, then earlier submission.
 
-Pages for all tokens that a sequence has are taken at admission, one more each time it grows past a page. When
-none is left, the lowest-ranked running sequence gives its pages back and waits to be admitted again; its
-tokens are kept, and computed again: the prompt as at first, the drawn ones as when they were drawn, each by
-itself, but several in a step where slots are free. The highest-ranked sequence never gives way to another,
-and fits the pool alone, so there is always one that gets nearer to its end: no livelock.
+Pages for all tokens that a sequence has are taken at admission, one more each time it grows past a page.
+Those of kinds with a window are given back as soon as later tokens do not see what they hold. When none is
+left, the lowest-ranked running sequence gives its pages back and waits to be admitted again; its tokens are
+kept, and computed again: the prompt as at first, the drawn ones as when they were drawn, each by itself, but
+several in a step where slots are free. The highest-ranked sequence never gives way to another, and fits the
+pool alone, so there is always one that gets nearer to its end: no livelock.
 
 Somebody waits for an interactive sequence. It ranks above all others; `interactive_slots` are kept free for
 such; where pages lack for one, the lowest-ranked others give theirs back. While there is one, and a little
@@ -29,10 +30,12 @@ from itertools import takewhile
 
 from nightmill.worker.engine.drafting import Draft, Drafter
 from nightmill.worker.engine.kv_cache import CacheIntegrityError, PagePool
+from nightmill.worker.engine.page_tables import KindTable
 from nightmill.worker.engine.plan import Chunk, StepPlan, next_chunk
 from nightmill.worker.engine.prefix_tree import PrefixNode
 from nightmill.worker.engine.request import Sequence, SequenceState
 from nightmill.worker.engine.sharing import PrefixSharing
+from nightmill.worker.runners.base import NO_PAGE
 
 Rank = tuple[int, int, int]
 
@@ -71,6 +74,8 @@ class Scheduler:
                 f"that runs needs one token a step, and one of them {prompt_grid} of its prompt"
             )
         self._pool = pool
+        self._windowed = pool.needs.windowed
+        self._trimmed: list[Sequence] = []  # since the last plan
         self._sharing = PrefixSharing(pool, grid=prompt_grid, snapshots=snapshots) if prefix_sharing else None
         self._token_budget = token_budget
         self._max_sequences = max_sequences
@@ -128,7 +133,7 @@ class Scheduler:
         """
         if self._sharing is None:
             return False
-        if len(sequence.tokens) >= self._pool.page_size:
+        if len(sequence.tokens) >= self._pool.needs.segment:
             self._sharing.drop(sequence, [*self._running, *self._leaving])
         if sequence.unshared or not sequence.has_shared_pages:
             return False
@@ -151,10 +156,11 @@ class Scheduler:
                 continue
             if self._sharing is not None:
                 self._sharing.leave(sequence)
-            self._pool.release(sequence.page_table)
+            for table in sequence.tables:
+                self._pool.release(table.held)
             assert sequence.slot is not None
             self._free_slots.append(sequence.slot)
-            sequence.page_table = []
+            sequence.tables = []
             sequence.slot = None
             sequence.computed = sequence.room = 0
             sequence.decoding = False
@@ -194,7 +200,8 @@ class Scheduler:
             chunks.append(chunk)
             budget -= chunk.length
             spare -= bool(chunk.of_prompt) + chunk.length - chunk.of_prompt - 1
-        return StepPlan(decodes, chunks, admitted, grown, preempted, drafts)
+        trimmed, self._trimmed = self._trimmed, []
+        return StepPlan(decodes, chunks, admitted, grown, preempted, drafts, trimmed)
 
     def launched(self, plan: StepPlan, number: int) -> None:
         """The step is queued as launch `number`: advance what it computes."""
@@ -215,6 +222,14 @@ class Scheduler:
             sequence.last_launch = number
             if self._sharing is not None:
                 self._sharing.advance(chunk)
+            if self._windowed:
+                self._give_back(sequence)
+
+    def _give_back(self, sequence: Sequence) -> None:
+        """Release the pages that hold nothing which launches after the queued ones read."""
+        for pages in self._pool.needs.unseen(sequence.tables, sequence.computed):
+            self._pool.release(pages)
+            self._trimmed.append(sequence)
 
     def _prompt_budget(self, tokens: int) -> int:
         """Return how many prompt tokens to compute in a step that has room for `tokens`.
@@ -240,9 +255,9 @@ class Scheduler:
         needed = self._pool.pages_for(len(sequence.tokens))
         if needed <= self._pool.free:
             return False
-        coming = self._pool.free + sum(len(leaving.page_table) for leaving in self._leaving)
+        coming = self._pool.free + sum(leaving.held_pages for leaving in self._leaving)
         while needed > coming and self._running and not self._running[-1].request.interactive:
-            coming += len(self._running[-1].page_table)
+            coming += self._running[-1].held_pages
             self._preempt(preempted)
         self.release()
         return any(leaving.last_launch > self.collected for leaving in self._leaving)
@@ -259,16 +274,21 @@ class Scheduler:
 
         urgent: only interactive ones may have further pages
         """
+        needs = self._pool.needs
         for sequence in self._running:  # which becomes shorter at its end where sequences give way
             if not sequence.decoding or sequence.computed >= sequence.reach:
                 continue  # the latter waits for the token that is being drawn, or that is its last
             if sequence.computed == sequence.room:
                 if urgent and not sequence.request.interactive:
                     continue
-                if not self._pool.free and not self._make_room(sequence, preempted):
+                if self._windowed:
+                    self._give_back(sequence)
+                lacking = needs.lacking(sequence.tables, sequence.computed)
+                if self._pool.free < len(lacking) and not self._make_room(sequence, len(lacking), preempted):
                     continue
-                sequence.page_table += self._pool.allocate(1)
-                sequence.room += self._pool.page_size
+                for table in lacking:
+                    table.pages += self._pool.allocate(1)
+                sequence.room = needs.room(sequence.tables)
                 grown.append(sequence)
             decodes.append(sequence)
 
@@ -278,7 +298,7 @@ class Scheduler:
         Nobody gives way for a guess: it has the pages that are there, or of those that nobody needs now.
         """
         assert self.drafter is not None
-        running = len(self._running)
+        running, needs = len(self._running), self._pool.needs
         rows = min(
             self.drafter.rows(running, self._waiting_count),
             self._max_sequences - running,
@@ -293,20 +313,24 @@ class Scheduler:
             length = len(sequence.tokens)
             most = min(rows, sequence.length_limit - 1 - length) if sequence.holds else 0
             draft = self.drafter.draft(sequence, most)
-            while length + len(draft.guesses) > sequence.room and self._pool.free > running:
-                sequence.page_table += self._pool.allocate(1)
-                sequence.room += self._pool.page_size
+            while length + len(draft.guesses) > sequence.room:
+                lacking = needs.lacking(sequence.tables, sequence.room)
+                if self._pool.free < running + len(lacking):
+                    break
+                for table in lacking:
+                    table.pages += self._pool.allocate(1)
+                sequence.room = needs.room(sequence.tables)
             draft = draft.within(sequence.room)
             rows -= len(draft.guesses)
             drafts.append(draft)
         return plain, drafts
 
-    def _make_room(self, sequence: Sequence, preempted: list[Sequence]) -> bool:
-        """Preempt from the lowest rank up until a page is free.
+    def _make_room(self, sequence: Sequence, pages: int, preempted: list[Sequence]) -> bool:
+        """Preempt from the lowest rank up until so many pages are free.
 
         False where `sequence` gave way itself, or has to wait for pages that launches still use.
         """
-        while not self._pool.free:
+        while self._pool.free < pages:
             if any(leaving.last_launch > self.collected for leaving in self._leaving):
                 return False
             victim = self._preempt(preempted)  # ranks no higher than `sequence`: it is not in this plan yet
@@ -343,9 +367,9 @@ class Scheduler:
         So does one that could not begin in this step, since those that rank above it have `budget` tokens of
         prompts to compute: a thousand that come at once delay no step, and keep no slots from their betters.
 
-        One page for each running sequence is kept back, so that what is admitted now is not preempted at
-        the next page border. Where nothing runs there is nothing to keep back for; an interactive sequence is
-        not preempted for what ranks below it.
+        One page of each kind for each running sequence is kept back, so that what is admitted now is not
+        preempted at the next page border. Where nothing runs there is nothing to keep back for; an
+        interactive sequence is not preempted for what ranks below it.
 
         interactive: only such sequences
         """
@@ -368,15 +392,18 @@ class Scheduler:
             nodes = [] if self._sharing is None else self._sharing.find(sequence)
             if nodes is None:
                 assert sequence.follows is not None
-                promised += pages - sequence.follows[1]
+                promised += pages - self._pool.pages_for(sequence.follows[1] * self._pool.needs.segment)
                 following.append(heapq.heappop(self._waiting)[1])
                 continue
-            taken = pages - self._owned(nodes)
+            taken = pages - self._pool.pages_for(len(nodes) * self._pool.needs.segment)
+            if self._sharing is not None:
+                taken += self._sharing.idle_pages(nodes)
             kept = 0 if sequence.request.interactive else len(self._running) + len(following)
+            kept *= len(self._pool.needs.kinds)
             if taken + promised + kept > self._pool.free:
                 break
             heapq.heappop(self._waiting)
-            self._give_place(sequence, pages, nodes)
+            self._give_place(sequence, nodes)
             budget -= _uncomputed(sequence)
             admitted.append(sequence)
         for sequence in following:
@@ -390,23 +417,19 @@ class Scheduler:
         interactive = takewhile(lambda one: one.request.interactive, self._running)
         return max(0, self._interactive_slots - sum(1 for _ in interactive))
 
-    def _owned(self, nodes: list[PrefixNode]) -> int:
-        """Count a path's pages that have owners: they come first, for who owns a page owns those before."""
-        owned = len(nodes)
-        while owned and not self._pool.owners(nodes[owned - 1].page):
-            owned -= 1
-        return owned
-
-    def _give_place(self, sequence: Sequence, pages: int, nodes: list[PrefixNode]) -> None:
+    def _give_place(self, sequence: Sequence, nodes: list[PrefixNode]) -> None:
         self._waiting_count -= 1
         sequence.state = SequenceState.RUNNING
         sequence.slot = self._free_slots.pop()
         sequence.unsettled = False
+        needs = self._pool.needs
+        sequence.tables = [KindTable() for _ in needs.kinds]
         if self._sharing is not None:
-            sequence.page_table = self._sharing.adopt(sequence, nodes)
-        sequence.page_table += self._pool.allocate(pages - len(nodes))
-        sequence.room = pages * self._pool.page_size
-        sequence.computed = len(nodes) * self._pool.page_size
+            sequence.tables = self._sharing.adopt(sequence, nodes)
+        for kind, table in zip(needs.kinds, sequence.tables, strict=True):
+            table.pages += self._pool.allocate(-(-len(sequence.tokens) // kind.tokens) - len(table.pages))
+        sequence.room = needs.room(sequence.tables)
+        sequence.computed = len(nodes) * needs.segment
         if sequence.cached is None:
             sequence.cached = min(sequence.computed, sequence.prompt_length)
         insort(self._running, sequence, key=_rank)
@@ -414,15 +437,20 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Audit pages, slots and states; raises CacheIntegrityError."""
         holders = self._running + self._leaving
-        self._pool.check_integrity(sequence.page_table for sequence in holders)
+        self._pool.check_integrity(table.held for sequence in holders for table in sequence.tables)
         if self._sharing is not None:
             self._sharing.check_integrity(holders)
         slots = sorted(self._free_slots + [s.slot for s in holders if s.slot is not None])
         if slots != list(range(self._max_sequences)):
             raise CacheIntegrityError(f"slots are lost or given twice: {slots}")
         for sequence in holders:
-            if sequence.room != len(sequence.page_table) * self._pool.page_size:
+            if sequence.room != self._pool.needs.room(sequence.tables):
                 raise CacheIntegrityError(f"{sequence.request.job_id} miscounts its pages")
+            for kind, table in enumerate(sequence.tables):
+                if table.first > self._pool.needs.first_page(kind, sequence.computed):
+                    raise CacheIntegrityError(f"{sequence.request.job_id} gave pages back that it needs")
+                if any((page == NO_PAGE) != (place < table.first) for place, page in enumerate(table.pages)):
+                    raise CacheIntegrityError(f"{sequence.request.job_id} has gaps between its pages")
             if sequence.computed > sequence.room:
                 raise CacheIntegrityError(
                     f"{sequence.request.job_id} has computed more tokens than it has pages for"

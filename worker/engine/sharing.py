@@ -1,8 +1,10 @@
 """Lets sequences with the same prefix use the same pages, so that the prefix is computed once.
 
-Only full pages are shared, and at least the last token of a sequence is computed: it is what the next one is
-drawn from. A page with drawn tokens is found by the sequence that comes back for it, or by its equal, and by
-no prompt (`page_keys`). A page can be found once the launch that fills it is queued: launches run in order.
+Only full pages are shared, by segments (`prefix_tree`): a segment is a page, or where there are several kinds
+of pages, some of each. Of kinds with a window only those are taken that the next token sees. At least the
+last token of a sequence is computed: it is what the next one is drawn from. A page with drawn tokens is found
+by the sequence that comes back for it, or by its equal, and by no prompt (`page_keys`). A page can be found
+once the launch that fills it is queued: launches run in order.
 
 A sequence whose next page is being computed by a running one *follows* it: it waits rather than compute the
 same again. It follows only who ranks higher, so whoever ranks highest never waits, those who are followed
@@ -23,11 +25,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from nightmill.worker.engine.kv_cache import CacheIntegrityError, PagePool
+from nightmill.worker.engine.page_tables import KindTable
 from nightmill.worker.engine.plan import Chunk
 from nightmill.worker.engine.prefix_tree import PrefixNode, PrefixTree, page_keys
 from nightmill.worker.engine.request import Sequence, SequenceState
 from nightmill.worker.engine.snapshots import Snapshots
-from nightmill.worker.runners.base import NO_SNAPSHOT
+from nightmill.worker.runners.base import NO_PAGE, NO_SNAPSHOT
 
 GROUP_TOKENS = 64
 """Prompts that begin with the same so many tokens are a group."""
@@ -47,7 +50,7 @@ class PrefixSharing:
     def __init__(self, pool: PagePool, *, grid: int = 1, snapshots: int = 0) -> None:
         self.shared_tokens = 0
         self._pool = pool
-        self._page_size = pool.page_size
+        self._segment = pool.needs.segment
         self._tree = PrefixTree(pool)
         self._grid = grid
         self._snapshots = Snapshots(snapshots)
@@ -68,14 +71,14 @@ class PrefixSharing:
         tokens = sequence.tokens
         if sequence.page_keys is None:
             sequence.page_keys = page_keys(
-                tokens, len(tokens) // self._page_size, self._page_size, sequence.prompt_length
+                tokens, len(tokens) // self._segment, self._segment, sequence.prompt_length
             )
         keys = sequence.page_keys
-        usable = (len(tokens) - 1) // self._page_size
+        usable = (len(tokens) - 1) // self._segment
         if sequence.sharable < sequence.prompt_length:  # shared pages have no log-probabilities
-            usable = min(usable, sequence.sharable // self._page_size)
+            usable = min(usable, sequence.sharable // self._segment)
         nodes = self._tree.walk(keys, usable)
-        found = self._usable(sequence, nodes)
+        found = self._usable(sequence, nodes[: self._tree.usable(nodes)])
         if len(nodes) < usable:
             place = (nodes[-1] if nodes else self._tree.root, keys[len(nodes)])
             leader_now = self._computing.get(place)
@@ -94,7 +97,7 @@ class PrefixSharing:
         while count and nodes[count - 1].snapshot == NO_SNAPSHOT:
             count -= 1
         parting = self._whole_chunks(sequence, len(nodes))
-        if parting > count * self._page_size:
+        if parting > count * self._segment:
             sequence.marks.add(parting)
         return nodes[:count]
 
@@ -109,11 +112,11 @@ class PrefixSharing:
         if parting <= leader.computed or leader.unshared:
             return 0
         leader.marks.add(parting)
-        return parting // self._page_size
+        return parting // self._segment
 
     def _whole_chunks(self, sequence: Sequence, pages: int) -> int:
         """The tokens of so many pages, less those that are no whole chunk of the prompt."""
-        tokens = min(pages * self._page_size, sequence.prompt_length)
+        tokens = min(pages * self._segment, sequence.prompt_length)
         return tokens - tokens % self._grid
 
     def with_snapshot(self, chunk: Chunk) -> Chunk:
@@ -124,25 +127,52 @@ class PrefixSharing:
 
     def _leave_snapshot(self, sequence: Sequence, place: int) -> None:
         """The launch that copies a sequence's states after `computed` tokens to a place is queued."""
-        pages = sequence.computed // self._page_size
-        keys = page_keys(sequence.tokens, pages, self._page_size, sequence.prompt_length)
+        pages = sequence.computed // self._segment
+        keys = page_keys(sequence.tokens, pages, self._segment, sequence.prompt_length)
         nodes = self._tree.walk(keys, pages)
         self._snapshots.keep(place, nodes[-1] if len(nodes) == pages else None)
 
-    def adopt(self, sequence: Sequence, nodes: list[PrefixNode]) -> list[int]:
-        """Give the pages that were found to a sequence that is admitted; returns them."""
+    def tables_of(self, nodes: list[PrefixNode]) -> list[KindTable]:
+        """The pages of these nodes, but for those that no token after them sees."""
+        tables = []
+        for kind in range(len(self._pool.needs.kinds)):
+            table = KindTable([page for node in nodes for page in node.pages[kind]])
+            table.drop(min(self._pool.needs.first_page(kind, len(nodes) * self._segment), len(table.pages)))
+            tables.append(table)
+        return tables
+
+    def idle_pages(self, nodes: list[PrefixNode]) -> int:
+        """Count the pages without owners among those that a sequence takes which goes on from these nodes.
+
+        Those of a kind without a window come last: who owns a page owns those before.
+        """
+        idle, needs = 0, self._pool.needs
+        for kind, each in enumerate(needs.per_segment):
+            whole = needs.kinds[kind].window is None
+            for place in range(
+                len(nodes) * each - 1, needs.first_page(kind, len(nodes) * self._segment) - 1, -1
+            ):
+                owned = self._pool.owners(nodes[place // each].pages[kind][place % each]) > 0
+                idle += not owned
+                if owned and whole:
+                    break
+        return idle
+
+    def adopt(self, sequence: Sequence, nodes: list[PrefixNode]) -> list[KindTable]:
+        """Give the pages that were found to a sequence that is admitted; returns them as tables."""
+        tables = self.tables_of(nodes)
         if sequence.unshared:
-            return []
-        pages = [node.page for node in nodes]
-        self._pool.share(pages)
+            return tables
+        for table in tables:
+            self._pool.share(table.held)
         if nodes and self._grid > 1:
             sequence.snapshot = self._snapshots.use(nodes[-1])
         sequence.has_shared_pages = bool(nodes)
         sequence.node = nodes[-1] if nodes else self._tree.root
         sequence.findable = len(nodes)
-        self.shared_tokens += min(len(nodes) * self._page_size, sequence.prompt_length)
+        self.shared_tokens += min(len(nodes) * self._segment, sequence.prompt_length)
         self._promise(sequence)
-        return pages
+        return tables
 
     def advance(self, chunk: Chunk) -> None:
         """The launch that computes a chunk is queued: let others find what it fills."""
@@ -154,7 +184,7 @@ class PrefixSharing:
         keys = sequence.page_keys
         if keys is None:
             return
-        full = min(sequence.computed // self._page_size, len(keys))
+        full = min(sequence.computed // self._segment, len(keys))
         if full > sequence.findable:
             self._withdraw(sequence)
             self._add(sequence, keys[:full])
@@ -171,8 +201,8 @@ class PrefixSharing:
     def leave(self, sequence: Sequence) -> None:
         """A sequence is about to release its pages. One that will come back wants to find all of them."""
         if sequence.state is SequenceState.WAITING and sequence.node is not None:
-            full = sequence.computed // self._page_size
-            self._add(sequence, page_keys(sequence.tokens, full, self._page_size, sequence.prompt_length))
+            full = sequence.computed // self._segment
+            self._add(sequence, page_keys(sequence.tokens, full, self._segment, sequence.prompt_length))
         sequence.node = None
         sequence.findable = 0
 
@@ -181,7 +211,7 @@ class PrefixSharing:
 
         holders: all sequences that have pages. Those that have such pages keep them, and give none of theirs.
         """
-        dropped = self._tree.drop(page_keys(sequence.tokens, 1, self._page_size, sequence.prompt_length)[0])
+        dropped = self._tree.drop(page_keys(sequence.tokens, 1, self._segment, sequence.prompt_length)[0])
         for holder in holders:
             if holder is sequence or holder.node in dropped:
                 self._withdraw(holder)
@@ -189,13 +219,25 @@ class PrefixSharing:
                 holder.marks.clear()
 
     def _add(self, sequence: Sequence, keys: list[bytes]) -> None:
-        """Enter the pages of `keys`; where another's page holds the same, this one's need not be found."""
+        """Enter the pages of `keys`; where others hold the same, this one's need not be found."""
+        parent = sequence.node
         for index in range(sequence.findable, len(keys)):
-            assert sequence.node is not None
-            sequence.node = self._tree.add(sequence.node, keys[index], sequence.page_table[index])
-            if sequence.node is None:
+            if parent is None or not parent.attached:
+                sequence.node = None
                 return
-            sequence.findable += 1
+            pages, node = self._pages_of(sequence, index), None
+            if sequence.node is not None:
+                node = sequence.node = self._tree.add(parent, keys[index], pages)
+            if node is not None:
+                sequence.findable += 1
+            elif (node := parent.children.get(keys[index])) is not None:
+                self._tree.complete(node, pages)  # another's, of which some may have gone
+            parent = node
+
+    def _pages_of(self, sequence: Sequence, index: int) -> list[list[int]]:
+        """A sequence's pages of a segment, for each kind."""
+        each = zip(sequence.tables, self._pool.needs.per_segment, strict=True)
+        return [table.pages[index * count : (index + 1) * count] for table, count in each]
 
     def _promise(self, sequence: Sequence) -> None:
         node, keys = sequence.node, sequence.page_keys
@@ -229,12 +271,19 @@ class PrefixSharing:
         for sequence in holders:
             if sequence.node is None:
                 continue
+            if not sequence.node.attached:
+                continue
             path = sequence.node.path()
-            pages = [node.page for node in path]
-            keys = page_keys(sequence.tokens, len(path), self._page_size, sequence.prompt_length)
-            if pages != sequence.page_table[: sequence.findable] or keys != [node.key for node in path]:
+            keys = page_keys(sequence.tokens, len(path), self._segment, sequence.prompt_length)
+            if len(path) != sequence.findable or keys != [node.key for node in path]:
                 raise CacheIntegrityError(f"{sequence.request.job_id} has other pages than the tree says")
-            if sequence.findable * self._page_size > sequence.computed:
+            for index, node in enumerate(path):
+                for own, found in zip(self._pages_of(sequence, index), node.pages, strict=True):
+                    if any(page not in (NO_PAGE, other) for page, other in zip(own, found, strict=True)):
+                        raise CacheIntegrityError(
+                            f"{sequence.request.job_id} has other pages than the tree says"
+                        )
+            if sequence.findable * self._segment > sequence.computed:
                 raise CacheIntegrityError(f"{sequence.request.job_id} lets pages be found too early")
         for place, sequence in self._computing.items():
             if not self._computes(sequence) or sequence.promise != place or sequence not in holders:

@@ -20,6 +20,7 @@ class EngineStats:
     waiting: int
     free_pages: int
     pages: int
+    cache_tokens: int  # that the pages hold, of sequences of usual length
     context: int  # tokens that a sequence may have
     sequences: int  # that may run at once
     gpu_seconds: float = 0.0  # of steps, charged to the sequences that they computed

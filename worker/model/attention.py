@@ -47,6 +47,9 @@ class Attention:
     temperature: Temperature | None = None
     sinks: bool = False  # each head has a score more in its softmax, which has no value (gpt-oss)
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
+    value_norm: Norm | None = None  # of each head's value, without weights
+    values_are_keys: bool = False  # values are what keys are before norm and rotation
+    keys_of: int | None = None  # the layer whose keys and values it reads, and makes none; None: its own
 
     title: ClassVar = "attention"
 
@@ -73,13 +76,18 @@ class Attention:
     def weights(self, width: int) -> Weights:
         """Its weights in a block of the file, for a residual stream of `width` elements."""
         sizes = {"qkv": self.qkv} if self.fused else {"q": self.gated_queries, "k": self.keys, "v": self.keys}
+        if self.values_are_keys or self.keys_of is not None:
+            del sizes["v"]
+        if self.keys_of is not None:
+            del sizes["k"]
         weights = {Role.QKV: stack({f"attn_{part}.weight": (size, width) for part, size in sizes.items()})}
         if self.bias:
             weights[Role.QKV_BIAS] = stack({f"attn_{part}.bias": (size,) for part, size in sizes.items()})
         if self.qk_norm is not None:
             q, k = (self.queries, self.keys) if self.qk_norm_whole else (self.head_dim, self.head_dim)
             weights |= self.qk_norm.weights(Role.Q_NORM, "attn_q_norm", q)
-            weights |= self.qk_norm.weights(Role.K_NORM, "attn_k_norm", k)
+            if self.keys_of is None:
+                weights |= self.qk_norm.weights(Role.K_NORM, "attn_k_norm", k)
         if self.sinks:
             weights[Role.SINKS] = stack({"attn_sinks.weight": (self.heads,)})
         weights[Role.ATTN_OUTPUT] = stack({"attn_output.weight": (width, self.queries)})

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from nightmill.worker.model.feed_forward import Activation, FeedForward
-from nightmill.worker.model.weights import Role, Shape, Weight, Weights, stack
+from nightmill.worker.model.weights import Norm, Role, Shape, Weight, Weights, stack
 
 __all__ = ["Experts", "RouterScores"]
 
@@ -55,6 +55,14 @@ class Experts:
     latent: int | None = None  # experts read and write so many elements, made of the input by a product
     shared: FeedForward | None = None  # every token goes through it too
     shared_gated: bool = False  # its output is multiplied by the sigmoid of a product of the input
+    beside: Norm | None = None
+    """Experts stand beside the shared one as a branch of their own, with norms of this kind (Gemma 4).
+
+    They read the residual stream by a norm of theirs, and what they add has a norm after it, as what the
+    shared one adds has; the sum is then the layer's. The router reads the residual stream, too, by another
+    norm, whose output is divided by the square root of the stream's width. In the file the shared expert has
+    the names of a dense network.
+    """
 
     @property
     def group_best(self) -> int:
@@ -90,14 +98,20 @@ class Experts:
             weights[Role.EXPERTS_DOWN_BIAS] = experts({"down": (read,)}, "bias")
         for part in self.expert_scales:
             weights[Role(f"experts_{part}_scale")] = experts({part: ()}, "scale")
+        if self.beside is not None:
+            weights[Role.ROUTER_NORM] = stack({"ffn_gate_inp.scale": (width,)})
+            weights |= self.beside.weights(Role.ROUTED_NORM, "pre_ffw_norm_2", width)
+            weights |= self.beside.weights(Role.ROUTED_POST_NORM, "post_ffw_norm_2", width)
+            weights |= self.beside.weights(Role.SHARED_POST_NORM, "post_ffw_norm_1", width)
         return weights | self._shared_weights(width)
 
     def _shared_weights(self, width: int) -> Weights:
         """Those of the shared expert: a feed-forward network under other names."""
         if self.shared is None:
             return {}
+        suffix = "." if self.beside is not None else "_shexp."
         weights = {
-            Role(f"shared_{role}"): weight.called(lambda name: name.replace(".", "_shexp."))
+            Role(f"shared_{role}"): weight.called(lambda name: name.replace(".", suffix))
             for role, weight in self.shared.weights(width).items()
         }
         if self.shared_gated:

@@ -4,7 +4,8 @@ Everything that must know an architecture reads a `ModelSpec`: the check of the 
 runners, the memory plan and both forward passes. Which keys of a file say so is `worker.model.families`'.
 
 A layer adds to the residual stream x twice: x += scale * after(mixer(before(x))), and the same with the
-feed-forward network or the experts; `before` and `after` are norms or nothing. A mixer lets a token see those
+feed-forward network or the experts; `before` and `after` are norms or nothing. Some add a third time, for an
+input of their own (`LayerInputs`). A mixer lets a token see those
 before it: by attention, which keeps keys and values of each, or by a state of fixed size. What a runner
 cannot compute, it refuses.
 """
@@ -17,6 +18,7 @@ from nightmill.worker.model.attention import Attention, Temperature
 from nightmill.worker.model.experts import Experts, RouterScores
 from nightmill.worker.model.feed_forward import NO_FEED_FORWARD, Activation, FeedForward
 from nightmill.worker.model.latent import LatentAttention
+from nightmill.worker.model.layer_inputs import LayerInputs
 from nightmill.worker.model.pooling import Pooling
 from nightmill.worker.model.rope import Rope
 from nightmill.worker.model.states import GatedDeltaNet, Mamba2, ShortConv, StateArray
@@ -24,7 +26,7 @@ from nightmill.worker.model.weights import Norm, Role, Shape, Weight, Weights, s
 
 __all__ = [
     "NO_FEED_FORWARD", "Activation", "Attention", "Experts", "FeedForward", "GatedDeltaNet",
-    "LatentAttention", "LayerSpec", "Mamba2", "Mixer", "ModelSpec", "Norm", "Pooling", "Role",
+    "LatentAttention", "LayerInputs", "LayerSpec", "Mamba2", "Mixer", "ModelSpec", "Norm", "Pooling", "Role",
     "RouterScores", "Shape", "ShortConv", "StateArray", "Temperature", "Weight",
 ]  # fmt: skip
 
@@ -47,6 +49,8 @@ class LayerSpec:
     feed_forward_post_norm: Norm | None = None
     residual_scale: float = 1.0
     parallel: bool = False  # the feed-forward network reads what attention reads: attention's norm
+    inputs: LayerInputs | None = None  # all layers of a model have the same, or none
+    output_scale: bool = False  # at its end the residual stream is multiplied with a number from the file
 
     @property
     def attention(self) -> Attention:
@@ -85,6 +89,8 @@ class LayerSpec:
             | norm(self.feed_forward_norm, Role.FFN_NORM, self.feed_forward_norm_name)
             | self.feed_forward.weights(width)
             | norm(self.feed_forward_post_norm, Role.FFN_POST_NORM, "post_ffw_norm")
+            | ({} if self.inputs is None else self.inputs.weights(width))
+            | ({Role.LAYER_SCALE: stack({"layer_output_scale.weight": (1,)})} if self.output_scale else {})
         )
 
 
@@ -104,6 +110,7 @@ class ModelSpec:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None  # after the scale
+    suppressed: tuple[int, ...] = ()  # tokens that are never drawn: their logits are -inf
     overflows_half: bool = False  # trained in BF16, with activations beyond 65,504
     pooling: Pooling | None = None  # of embeddings; None: it was not made for them
     tensor_types: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -134,14 +141,24 @@ class ModelSpec:
         return tuple(network for network in networks if isinstance(network, Experts))
 
     @property
+    def layer_inputs(self) -> LayerInputs | None:
+        """What its layers have as inputs of their own."""
+        return self.layers[0].inputs
+
+    @property
     def parameters(self) -> int:
         """All numbers of its weights."""
         return sum(math.prod(weight.shape) for _, weight in self.all_weights())
 
     @property
     def active_parameters(self) -> int:
-        """Those that a token is computed with: all but those of the experts that it does not go through."""
-        idle = 0
+        """Those that a token is computed with.
+
+        All but those of the experts that it does not go through, and the embeddings of layers, of which it
+        reads a row.
+        """
+        embedding = self.weights().get(Role.LAYER_EMBEDDING)
+        idle = 0 if embedding is None else math.prod(embedding.shape)
         for index, layer in enumerate(self.layers):
             if isinstance(experts := layer.feed_forward, Experts):
                 sizes = (
@@ -154,9 +171,18 @@ class ModelSpec:
 
     @property
     def keys(self) -> int:
-        """Elements of all keys of a token in all layers, and of all values."""
-        return sum(
-            layer.mixer.keys for layer in self.layers if isinstance(layer.mixer, Attention | LatentAttention)
+        """Elements of all keys of a token in all layers that keep such, and of all values."""
+        return sum(mixer.keys for mixer in self.caches if mixer is not None)
+
+    @property
+    def caches(self) -> tuple[Attention | LatentAttention | None, ...]:
+        """For each layer its mixer if that keeps keys and values; None: it has none, or reads others'."""
+        mixers = (layer.mixer for layer in self.layers)
+        return tuple(
+            mixer
+            if isinstance(mixer, LatentAttention) or (isinstance(mixer, Attention) and mixer.keys_of is None)
+            else None
+            for mixer in mixers
         )
 
     @property
@@ -168,6 +194,8 @@ class ModelSpec:
         """Return the weights outside the layers; a tied head has none of its own."""
         table = (self.vocab, self.width)
         weights = {Role.EMBEDDING: stack({"token_embd.weight": table})}
+        if (inputs := self.layer_inputs) is not None:
+            weights |= inputs.model_weights(self.width, self.vocab, len(self.layers))
         weights |= self.output_norm.weights(Role.OUTPUT_NORM, self.output_norm_name, self.width)
         if not self.tied_head:
             weights[Role.HEAD] = stack({"output.weight": table})

@@ -42,6 +42,12 @@ bits however its prompt was cut into chunks. The sum of one row is that row.
 
 Sharing: page tables of several sequences may name the same page, which is then full, written by an earlier
 launch and only read.
+
+Kinds of pages: layers that need other tokens of a sequence, or keep other amounts of each, have pages of
+their own (`PageKind`). All pages are equally large, so that any may become one of any kind; how many tokens a
+page holds is a matter of its kind. Of a kind with a window, a sequence has only the pages that later tokens
+can still see. Entries of its tables before these name the page behind the last one, in which a runner with
+such kinds keeps finite numbers: what it holds never counts.
 """
 
 from dataclasses import dataclass, field
@@ -105,6 +111,7 @@ NO_POOLS: PoolArray = np.zeros(0, dtype=POOL)
 STATE_CHUNK = 64
 """Positions that layers with states compute at once of a prompt, from each multiple of so many on."""
 
+NO_PAGE = -1  # instead of one that was given back, since no later token sees what it held
 FROM_SLOT = -1  # instead of a token id: the one last sampled in this sequence's slot
 NO_SNAPSHOT = -1  # instead of one that states begin as: zeros
 NOT_A_NUMBER = -1  # instead of a drawn token: the row's logits were no numbers to draw from
@@ -129,6 +136,41 @@ class Admission:
 
 
 @dataclass(frozen=True, slots=True)
+class PageKind:
+    """What a page holds for the layers of one kind: their keys and values of `tokens` consecutive tokens.
+
+    window  a token sees so many, itself included; None: all before it
+    tokens  a multiple of the runner's `page_size`
+    stride  a page's first entry in tables is its number times this; the others follow, each of `page_size`
+            tokens
+    """
+
+    window: int | None
+    tokens: int
+    stride: int = 1
+
+    def first_seen(self, position: int) -> int:
+        """The first position that the token at a position sees."""
+        return 0 if self.window is None else max(0, position - self.window + 1)
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages of it that hold `tokens` tokens."""
+        return -(-tokens // self.tokens)
+
+    def pages_at(self, tokens: int) -> int:
+        """Pages of it that a sequence of so many tokens keeps for those to come."""
+        return self.pages_for(tokens) - self.first_seen(tokens) // self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class KindRows:
+    """`cache_rows` and `page_tables` of a step for a kind of pages."""
+
+    cache_rows: IntArray
+    page_tables: IntArray
+
+
+@dataclass(frozen=True, slots=True)
 class StepBatch:
     """One step: T tokens in S chunks, R <= S of which draw their next token. All but `draws` is int32.
 
@@ -138,10 +180,11 @@ class StepBatch:
 
     tokens          (T,)    ids, or FROM_SLOT
     positions       (T,)    place of each token in its sequence, from 0
-    cache_rows      (T,)    where its key and value go: page * page_size + offset
+    cache_rows      (T,)    where its key and value go: entry of its table * page_size + offset
     sequence_starts (S + 1,) chunk s has tokens[sequence_starts[s]:sequence_starts[s + 1]]
     context_lengths (S,)    tokens of its sequence up to its last one, all in the cache once this step has run
-    page_tables    (S, B)  its pages in order, padded with -1; what lies past its context is never read
+    page_tables    (S, B)  an entry for each `page_size` of its tokens, in order, padded with -1; what lies
+                            past its context is never read
     slots           (S,)    the slot of its sequence
     draws           (R,)    what is drawn (DRAW), in the order of rows; then what is given. One of a sequence,
                             but for drafts
@@ -149,6 +192,7 @@ class StepBatch:
     admissions      applied before the step
     snapshots       slots whose states are copied after it, each with the number of the snapshot that they
     become
+    further         rows and tables of the other kinds of pages, in order; those above are of the first kind
     pools           (P,)    rows of prompts that are added to embeddings (POOL); only where `Runner.embeds`
     """
 
@@ -164,6 +208,12 @@ class StepBatch:
     admissions: tuple[Admission, ...] = ()
     snapshots: tuple[tuple[int, int], ...] = ()
     pools: PoolArray = field(default_factory=lambda: NO_POOLS)
+    further: tuple[KindRows, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[KindRows, ...]:
+        """Rows and tables of all kinds of pages."""
+        return (KindRows(self.cache_rows, self.page_tables), *self.further)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +265,9 @@ class Runner(Protocol):
     kv_pages: int
     """Pages in the KV cache."""
     page_size: int
-    """Tokens in a page."""
+    """Tokens in an entry of page tables: in a page, where there is one kind of them."""
+    page_kinds: tuple[PageKind, ...]
+    """The kinds of its pages; (): one, whose pages hold `page_size` tokens, and all of which are seen."""
     vocab: int
     """Token ids are below this."""
     slots: int

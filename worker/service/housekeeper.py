@@ -1,4 +1,4 @@
-"""The duties of a worker beside generating: heartbeat, cancellations, saving, rescue, sweep.
+"""The duties of a worker beside generating: heartbeat, cancellations, saving, rescue, sweep, followers.
 
 Every live worker sweeps for all: it takes jobs from silent workers, ends jobs past their deadline, and
 sends messages for queued jobs that have none. Sweeps of several workers do not disturb one another.
@@ -34,6 +34,7 @@ from nightmill.worker.watched import Rounds, end_threads, watched_thread
 log = logging.getLogger(__name__)
 
 CANCEL_POLL_SECONDS = 0.2
+FOLLOWERS_SECONDS = 0.2  # from the end of a job to the message of those that follow it
 REST_SECONDS = 1.0
 TOP_UP_SECONDS = 0.5  # after a claim; a queue holds seconds of work
 REPORT_SECONDS = 10.0
@@ -45,7 +46,7 @@ DEAF_SECONDS = 120.0  # an idle worker that hears nothing for so long, while mes
 
 
 class Housekeeper:
-    """Nine chores, each on a thread of its own, so that a broker that hangs delays no cancellation.
+    """Ten chores, each on a thread of its own, so that a broker that hangs delays no cancellation.
 
     Database and broker failures are logged once and tried again in the next round. `rest` looks whether the
     worker is to sleep (`resting.py`).
@@ -93,6 +94,7 @@ class Housekeeper:
             (beat, probe.refresh),  # apart from the heartbeat, which no driver may hold up
             (beat, self.beat),
             (beat, self.sweep),
+            (FOLLOWERS_SECONDS, self._announce_followers),
             (TOP_UP_SECONDS, self._top_up_after_claims),
             (ACTIVITY_SECONDS, self._activity.look),
             (LOOK_SECONDS, self._look_for_suspects),
@@ -161,6 +163,7 @@ class Housekeeper:
         expired = self._sweep.expire()
         if expired:
             log.info("%d queued jobs passed their deadline", expired)
+        self._sweep.settle_followers()
         if stopped := self._sweep.end_stopped():
             log.info("%d queued jobs ended, as a limit stopped their batch", stopped)
         try:
@@ -205,6 +208,13 @@ class Housekeeper:
             stats.free_pages,
             stats.pages,
         )
+
+    def _announce_followers(self) -> None:
+        """Send messages for the followers of what this worker has finished."""
+        due = self._claims.followers_due
+        if due.is_set():
+            due.clear()
+            self._announce_unsent()
 
     def _announce_unsent(self) -> None:
         """Send what has no message: interactive jobs of all models, others by the shares of their flows."""

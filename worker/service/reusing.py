@@ -30,7 +30,7 @@ class _Leader:
 
     claim: Claim
     requests: list[Request]
-    followers: list[Made] = field(default_factory=list)
+    twins: list[Made] = field(default_factory=list)
     outcome: Outcome | None = None  # once it has ended with an answer
 
     @property
@@ -59,7 +59,7 @@ class Reusing:
         self._put = put
         self._lock = threading.Lock()
         self._leaders: dict[Identity, _Leader] = {}
-        self._identities: dict[JobKey, Identity] = {}  # of leaders and followers
+        self._identities: dict[JobKey, Identity] = {}  # of leaders and twins
 
     def to_compute(self, made: Sequence[Made]) -> list[Request]:
         """Return the requests that are to be computed; the other jobs get the answers of others."""
@@ -79,7 +79,7 @@ class Reusing:
                 elif leader.outcome is not None:
                     ready.append((claim, leader.outcome))
                 else:
-                    leader.followers.append((claim, ours))
+                    leader.twins.append((claim, ours))
                     self._identities[claim.job_id, claim.attempt] = identity
         for claim, outcome in ready:
             self._stands_for(outcome, claim)
@@ -97,12 +97,12 @@ class Reusing:
     def ended(self, outcome: Outcome) -> None:
         """Have the end of a job written, and its answer as that of those that follow it."""
         # Those that follow leave the leader first: the writer may be done with it before this goes on.
-        followers = self._followers_of(outcome)
+        twins = self._twins_of(outcome)
         self._put(outcome)
-        for claim, answer in followers:
+        for claim, answer in twins:
             self._stands_for(answer, claim)
 
-    def _followers_of(self, outcome: Outcome) -> list[tuple[Claim, Outcome]]:
+    def _twins_of(self, outcome: Outcome) -> list[tuple[Claim, Outcome]]:
         """Return the jobs that get this answer, with it; none where it may not stand for theirs."""
         key = outcome.job_id, outcome.attempt
         with self._lock:
@@ -112,11 +112,11 @@ class Reusing:
                 return []
             if outcome.error is not None or outcome.stop_reason not in COMPLETE:
                 return []
-            followers, leader.followers = leader.followers, []
+            twins, leader.twins = leader.twins, []
             if leader.claim.reuse == Reuse.ANY and outcome.seed is None:
                 outcome = replace(outcome, seed=leader.claim.params.seed)
             leader.outcome = outcome
-            return [(claim, outcome) for claim, _ in followers]
+            return [(claim, outcome) for claim, _ in twins]
 
     def written(self, keys: Sequence[JobKey]) -> list[Request]:
         """Forget jobs whose ends are in SQL, where others find their answers.
@@ -133,8 +133,8 @@ class Reusing:
                 if identity is None or leader is None or leader.key != key:
                     continue
                 del self._leaders[identity]
-                if leader.followers:
-                    (claim, ours), *rest = leader.followers
+                if leader.twins:
+                    (claim, ours), *rest = leader.twins
                     self._leaders[identity] = _Leader(claim, ours, rest)
                     requests += ours
         return requests
@@ -146,10 +146,10 @@ class Reusing:
             leader = None if identity is None else self._leaders.get(identity)
             if leader is None:
                 return False
-            left = [one for one in leader.followers if (one[0].job_id, one[0].attempt) != key]
-            if len(left) == len(leader.followers):
+            left = [one for one in leader.twins if (one[0].job_id, one[0].attempt) != key]
+            if len(left) == len(leader.twins):
                 return False
-            leader.followers = left
+            leader.twins = left
         self._drop(key)
         self._put(Outcome(*key, StopReason.CANCELLED, "", 0, 0))
         return True

@@ -187,7 +187,8 @@ def test_results_and_errors_come_back_as_columns(sqlite_client: Client) -> None:
     assert table.schema.names == [
         *("custom_id", "id", "text", "stop_reason"),
         *("prompt_tokens", "completion_tokens", "seed", "answers"),
-        *("content", "reasoning", "tool_calls", "embedding", "gpu_seconds", "energy_joules"),
+        *("content", "reasoning", "tool_calls", "embedding", "cached_tokens", "reasoning_tokens"),
+        *("gpu_seconds", "energy_joules"),
     ]
     assert table.to_pylist() == [
         {
@@ -203,6 +204,8 @@ def test_results_and_errors_come_back_as_columns(sqlite_client: Client) -> None:
             "reasoning": None,
             "tool_calls": None,
             "embedding": None,
+            "cached_tokens": 0,
+            "reasoning_tokens": 0,
             "gpu_seconds": None,
             "energy_joules": None,
         }
@@ -212,7 +215,7 @@ def test_results_and_errors_come_back_as_columns(sqlite_client: Client) -> None:
 
 def test_no_results_are_columns_without_rows(sqlite_client: Client) -> None:
     table = sqlite_client.submit_batch(["one"]).to_arrow()
-    assert (table.num_rows, table.num_columns) == (0, 14)
+    assert (table.num_rows, table.num_columns) == (0, 16)
 
 
 def test_what_is_not_installed_is_named_with_its_extra(

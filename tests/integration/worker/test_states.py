@@ -14,10 +14,20 @@ from tests.support.servers import worker_env
 from tests.tiny import expected, unpacked
 
 PATIENCE = 240.0
+TURN_END, CHANNEL = 5, 6  # control tokens of the tiny Gemma 4
+CHATS = [
+    {"messages": [{"role": "user", "content": content}], "max_tokens": 3, "temperature": 0, **more}
+    for content, more in (
+        ("the quick", {}),
+        ("the <turn|> quick", {}),
+        ("the quick", {"logit_bias": {TURN_END: 100}}),
+        ("the quick", {"logit_bias": {CHANNEL: 100}}),
+    )
+]
 
 
 @on_sqlite
-@pytest.mark.parametrize("name", ["qwen35-q8_0", "lfm2-bf16", "gptoss-q8_0"])
+@pytest.mark.parametrize("name", ["qwen35-q8_0", "lfm2-bf16", "gptoss-q8_0", "gemma4-bf16"])
 def test_rows_of_a_file_become_the_tokens_of_transformers(
     name: str, jobs_client: Client, quick: Settings, tmp_path: Path
 ) -> None:
@@ -25,8 +35,10 @@ def test_rows_of_a_file_become_the_tokens_of_transformers(
     settings = quick.model_copy(update={"reference": True, "model": unpacked(name, tmp_path)})
     prompts = expected(name)["prompts"]
     asked = {"max_tokens": 16, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+    chats = CHATS if name.startswith("gemma4") else []
     source, results = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    source.write_text("".join(json.dumps({"prompt": one["prompt"]} | asked) + "\n" for one in prompts))
+    given = [*({"prompt": one["prompt"]} | asked for one in prompts), *chats]
+    source.write_text("".join(json.dumps(row) + "\n" for row in given))
     done = subprocess.run(
         [sys.executable, "-m", "nightmill", "run", str(source), "-o", str(results)],
         env=worker_env(settings) | {"NIGHTMILL_MAX_SEQUENCES": "3"},
@@ -34,5 +46,12 @@ def test_rows_of_a_file_become_the_tokens_of_transformers(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in results.read_text().splitlines()]
+    rows, answers = rows[: len(prompts)], rows[len(prompts) :]
     drawn = [[token["id"] for token in row["answers"][0]["logprobs"]] for row in rows]
     assert drawn == [one["greedy"] for one in prompts]
+    if answers:
+        plain, quoted, ended, opened = answers
+        # What a user writes is letters, though <turn|> is one token where the template or the model has it.
+        assert quoted["prompt_tokens"] >= plain["prompt_tokens"] + 6
+        assert (ended["stop_reason"], ended["text"], ended["completion_tokens"]) == ("eos", "", 1)
+        assert (opened["text"], opened["completion_tokens"]) == ("<|channel>" * 3, 3)

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,15 @@ def test_a_real_table_is_tried_planned_and_labelled(
         assert "warning: 2 of 2 answers were cut" in shown.output
         assert "the whole file: 1,461 rows that can be run" in shown.output
         assert CliRunner().invoke(main, ["plan", str(WEATHER), "--no-measure", *ASKED]).exit_code == 0
+        theirs = tmp_path / "theirs.db"
+        with sqlite3.connect(theirs) as database:
+            database.execute("CREATE TABLE days (weather)")
+            database.executemany("INSERT INTO days VALUES (?)", [("rain",), ("sun",), ("fog",)])
+        query = ["--query", "SELECT weather FROM days", "--from", f"sqlite:///{theirs}", "--json"]
+        tried_query = CliRunner().invoke(main, ["try", *query, "--rows", "2", *ASKED])
+        assert (json.loads(tried_query.output)["good"], len(json.loads(tried_query.output)["rows"])) == (3, 2)
+        planned = CliRunner().invoke(main, ["plan", *query, "--no-measure", *ASKED])
+        assert json.loads(planned.stdout)["good"] == 3
         out = tmp_path / "out.csv"
         done = CliRunner().invoke(main, ["run", str(WEATHER), "-o", str(out), "--column", "kind", *ASKED])
         assert done.exit_code == 0, done.output

@@ -218,3 +218,44 @@ def test_a_final_row_has_an_end_and_a_running_one_a_worker() -> None:
     assert kinds([*history[:-1], replace(history[-1], finished_at=None)]) == ["illegal"]
     history[1] = replace(history[1], worker=None)
     assert kinds(history) == ["illegal"]
+
+
+def chain(first: list[Change], second: list[Change]) -> list[Change]:
+    """The changes of `p` and of `a`, which follows it, in the order of their times, as `at` has them."""
+    named = [replace(change, id="p") for change in first] + [replace(change, prior="p") for change in second]
+    ordered = sorted(named, key=lambda change: change.at)
+    return [replace(change, n=n) for n, change in enumerate(ordered)]
+
+
+def later(history: list[Change], seconds: float) -> list[Change]:
+    return [
+        replace(one, at=one.at + seconds, finished_at=one.finished_at and one.finished_at + seconds)
+        for one in history
+    ]
+
+
+def test_a_row_that_follows_another_may_run_once_that_has_succeeded() -> None:
+    first = life("queued", "running", "succeeded")
+    assert kinds(chain(first, later(life("queued", "running", "succeeded"), 2.5))) == []
+    assert kinds(chain(first, later(life("queued", "running", "succeeded"), 0.5))) == ["ran-early"]
+    assert kinds(chain(deleted(first), later(life("queued", "running", "succeeded"), 9.0))) == [
+        "deleted"  # of the first one, for which nobody asked
+    ]
+
+
+@pytest.mark.parametrize("state", ["failed", "cancelled"])
+def test_a_row_ends_unrun_only_with_the_one_that_it_follows(state: str) -> None:
+    first = life("queued", "running", state)
+    asked = Intent("cancel", "p", 100.0)
+    assert kinds(chain(first, later(life("queued", state), 1.5)), asked) == []
+    kept = chain(life("queued", "running", "succeeded"), later(life("queued", state), 2.5))
+    assert sorted(kinds(kept)) == sorted(["illegal", *(["innocent-failed"] if state == "failed" else [])])
+
+
+def test_a_retry_of_the_first_row_may_hold_those_behind_it_again() -> None:
+    first = later(life("queued", "running", "cancelled", "queued", "running", "succeeded"), 0.0)
+    second = later(life("queued", "cancelled", "queued", "running", "succeeded"), 1.5)
+    second = [*second[:3], *later(second[3:], 1.0)]
+    asked = (Intent("cancel", "p", 100.0), Intent("retry", "p", 102.5))
+    assert kinds(chain(first, second), *asked) == []
+    assert kinds(chain(first, second), asked[0]) == ["illegal", "illegal"]

@@ -28,6 +28,7 @@ from nightmill.worker.runners.base import (
     UNMASKED,
     Drawn,
     IntArray,
+    PageKind,
     StepBatch,
     SumArray,
     wants_logprobs,
@@ -53,7 +54,8 @@ PIECES = [
     b"!",
 ]
 EOS = len(PIECES) - 1
-LOOPS = 5
+LOOPING = range(0, 100, 5)
+"""Seeds of texts that repeat."""
 VOCAB = len(PIECES)
 ARITHMETIC = Arithmetic(
     runner="scripted", device="none", weights="none", kv="none", kernels="hash", model="none"
@@ -86,10 +88,9 @@ def hashed(key: int, tokens: list[int]) -> int:
 def next_token(seed: int, tokens: list[int], allowed: list[int] | None = None) -> int:
     """A pseudo-random token that depends on every token before it; EOS about one time in twenty.
 
-    allowed: what a mask leaves, one of which it is. With a seed that LOOPS divides it depends on the last two
-    alone, so that texts repeat.
+    allowed: what a mask leaves, one of which it is. With a seed of LOOPING it depends on the last two alone.
     """
-    number = hashed(seed, tokens if seed % LOOPS else tokens[-2:])
+    number = hashed(seed, tokens[-2:] if seed in LOOPING else tokens)
     if allowed is not None:
         return allowed[number % len(allowed)]
     return EOS if number % 20 == 0 else number // 20 % EOS
@@ -161,6 +162,9 @@ class ScriptedRunner:
     poison: a token of which no number can be computed. As with real attention, it spoils every place of the
     chunk that it is in, those before it too, and every later one that reads a spoilt place.
 
+    page_kinds: of its pages, which must have one stride. It reads through the tables of all, of those with a
+    window what is seen; where all have one, the rest is what it was told when the sequence was admitted.
+
     grid: over 1 it has states, too: each slot's is the tokens that went through it, which come in order, each
     once, in pieces that begin at multiples of `grid`. snapshots: how many copies of them can be kept.
     """
@@ -176,6 +180,7 @@ class ScriptedRunner:
         poison: int | None = None,
         grid: int = 1,
         snapshots: int = 0,
+        page_kinds: tuple[PageKind, ...] = (),
     ) -> None:
         self.kv_pages, self.page_size, self.slots, self.depth, self.vocab = (
             kv_pages,
@@ -185,6 +190,8 @@ class ScriptedRunner:
             VOCAB,
         )
         self.max_draws = slots + grid  # so that many prompts are told in pieces
+        self.page_kinds = page_kinds
+        self.texts: list[list[int]] = [[] for _ in range(slots)]
         self.prompt_grid = grid
         self.snapshots = snapshots
         self.embeds = True
@@ -195,9 +202,11 @@ class ScriptedRunner:
         self.arithmetic = ARITHMETIC
         self.script = script  # the tokens of every answer, instead of the hash
         self.poison = poison
-        self.cache = np.full(kv_pages * page_size, -7)
-        self.spoilt = np.zeros(kv_pages * page_size, dtype=np.bool_)
-        self.drawn = np.zeros(kv_pages * page_size, dtype=np.bool_)  # computed as a token that was drawn
+        (stride,) = {kind.stride for kind in page_kinds} or {1}
+        cells = kv_pages * stride * page_size
+        self.cache = np.full(cells, -7)
+        self.spoilt = np.zeros(cells, dtype=np.bool_)
+        self.drawn = np.zeros(cells, dtype=np.bool_)  # computed as a token that was drawn
         self.kinds: dict[tuple[int, bytes], bool] = {}
         self.last = np.zeros(slots, dtype=np.int64)
         self.admitted: list[tuple[int, int] | None] = [None] * slots  # seed, prompt and answer length
@@ -214,7 +223,7 @@ class ScriptedRunner:
         assert len(self.queue) < self.depth
         assert self.undrawn is None, "the masks of the launch before are missing"
         for field in fields(batch):
-            if field.name not in ("admissions", "draws", "drawn", "snapshots", "pools"):
+            if field.name not in ("admissions", "draws", "drawn", "snapshots", "further", "pools"):
                 assert getattr(batch, field.name).dtype == np.int32
         self.batches.append(batch)
         busy = set().union(*(slots for _, slots in self.queue)) if self.queue else set()
@@ -222,6 +231,7 @@ class ScriptedRunner:
             assert admission.slot not in busy, "a slot changed hands while a launch still used it"
             self.admitted[admission.slot] = (admission.seed, len(admission.token_ids))
             self.last[admission.slot] = -99
+            self.texts[admission.slot] = [*admission.token_ids]
             saved = self.saved[admission.snapshot] if admission.snapshot >= 0 else []
             self.states[admission.slot] = [*saved]
         assert len(batch.slots) <= self.slots
@@ -232,11 +242,16 @@ class ScriptedRunner:
         assert starts[0] == 0 and starts[-1] == len(batch.tokens) == len(batch.positions) == len(
             batch.cache_rows
         )
-        assert len(set(batch.cache_rows.tolist())) == len(batch.cache_rows), "two tokens share a cache row"
+        kinds = self.page_kinds or (PageKind(None, self.page_size),)
+        written = [row for given in batch.kinds for row in given.cache_rows.tolist()]
+        assert len(set(written)) == len(written), "two tokens share a cache row"
         drawing: list[tuple[int, int]] = []
         known: list[tuple[int, list[int]] | None] = []
         readers: dict[int, set[int]] = {}
         contexts = []
+        hidden: list[tuple[int, int]] = []  # slots, and cells that their tables still name
+        writers: dict[int, int] = {}
+        texts: list[list[int]] = []
         for s, slot in enumerate(batch.slots):
             part = slice(starts[s], starts[s + 1])
             tokens = batch.tokens[part].astype(np.int64)
@@ -244,38 +259,55 @@ class ScriptedRunner:
             tokens[tokens == FROM_SLOT] = self.last[slot]
             length = batch.context_lengths[s]
             assert batch.positions[part].tolist() == list(range(length - len(tokens), length))
-            table = batch.page_tables[s]
-            places = np.arange(length)
-            rows = table[places // self.page_size] * self.page_size + places % self.page_size
-            assert (rows >= 0).all()
-            for row in rows.tolist():
-                readers.setdefault(row, set()).add(int(slot))
-            assert batch.cache_rows[part].tolist() == rows[length - len(tokens) :].tolist()
-            self.cache[batch.cache_rows[part]] = tokens
-            self.drawn[batch.cache_rows[part]] = s < batch.drawn
-            contexts.append(rows)
+            seen: list[np.ndarray] = []
+            for kind, given in zip(kinds, batch.kinds, strict=True):
+                places = np.arange(kind.first_seen(length - len(tokens)), length)
+                rows = given.page_tables[s][places // self.page_size] * self.page_size
+                rows = rows + places % self.page_size
+                assert (rows >= 0).all()
+                unseen = given.page_tables[s][: kind.first_seen(length - len(tokens)) // self.page_size]
+                assert (unseen >= 0).all(), "what nobody sees has no address"
+                hidden += [(int(slot), int(entry) * self.page_size) for entry in unseen]
+                writers |= dict.fromkeys(given.cache_rows[part].tolist(), int(slot))
+                for row in rows.tolist():
+                    readers.setdefault(row, set()).add(int(slot))
+                assert given.cache_rows[part].tolist() == rows[len(rows) - len(tokens) :].tolist()
+                self.cache[given.cache_rows[part]] = tokens
+                self.drawn[given.cache_rows[part]] = s < batch.drawn
+                seen.append(rows)
+            contexts.append(seen)
+            texts.append(self.texts[slot][: length - len(tokens)])
+            texts[-1] += tokens.tolist()
         chunks = range(len(batch.slots))
         for s in (*chunks[batch.drawn :], *chunks[: batch.drawn]):  # prompts come before what was drawn
-            rows, length = contexts[s], starts[s + 1] - starts[s]
-            own = rows[-length:]
+            length = starts[s + 1] - starts[s]
+            for rows in contexts[s]:
+                read = self.cache[rows].tolist()
+                if len(read) == batch.context_lengths[s]:
+                    texts[s] = read
+                assert read == texts[s][len(texts[s]) - len(read) :], "a page holds other tokens"
             if self.prompt_grid > 1:
-                self.go_on(batch, s, self.cache[rows].tolist(), int(length))
-            self.spoilt[own] = (self.cache[own] == self.poison).any() or self.spoilt[rows[:-length]].any()
+                self.go_on(batch, s, texts[s], int(length))
+            before_it = np.concatenate([rows[:-length] for rows in contexts[s]])
+            own = np.concatenate([rows[-length:] for rows in contexts[s]])
+            self.spoilt[own] = (self.cache[own] == self.poison).any() or self.spoilt[before_it].any()
         for slot, place in batch.snapshots:
             assert slot in batch.slots[batch.drawn :] and slot not in batch.slots[: batch.drawn]
             assert len(self.states[slot]) % self.prompt_grid == 0
             self.saved[place] = [*self.states[slot]]
-        for s, (slot, rows) in enumerate(zip(batch.slots, contexts, strict=True)):
+        for s, (slot, text) in enumerate(zip(batch.slots, texts, strict=True)):
             if starts[s + 1] - 1 in batch.draws["row"][batch.draws["slot"] >= 0]:
                 admitted = self.admitted[slot]
                 assert admitted is not None
-                self.check_kinds(admitted[0], rows)
-                spoilt = self.spoilt[rows[-1]]
-                known.append(None if spoilt else (admitted[0], self.cache[rows].tolist()))
-                drawing.append((slot, len(rows)))
-        assert all(len(readers[row]) == 1 for row in batch.cache_rows.tolist()), (
-            "a page is written that another sequence reads"
-        )
+                for rows in contexts[s]:
+                    self.check_kinds(admitted[0], text, rows)
+                spoilt = self.spoilt[contexts[s][0][-1]]
+                known.append(None if spoilt else (admitted[0], text))
+                drawing.append((slot, len(text)))
+        assert all(len(readers[row]) == 1 for row in written), "a page is written that another sequence reads"
+        for slot, cell in hidden:
+            others = {writers.get(cell + place, slot) for place in range(self.page_size)}
+            assert others == {slot}, "a table names a page that was given back, and that another writes"
         assert len(batch.draws) <= self.max_draws
         drawn, given = np.split(batch.draws, [len(drawing)])
         assert drawing == drawn[["slot", "position"]].tolist()
@@ -284,16 +316,17 @@ class ScriptedRunner:
         for row, place in given[["row", "position"]].tolist():
             s = int(np.searchsorted(starts, row, side="right")) - 1
             assert s >= batch.drawn and place == batch.positions[row] + 1
-            own = contexts[s][:place]
-            before.append(None if self.spoilt[own].any() else self.cache[own].tolist())
+            lacking = len(texts[s]) - place
+            own = np.concatenate([rows[: len(rows) - lacking] for rows in contexts[s]])
+            before.append(None if self.spoilt[own].any() else texts[s][:place])
         masks = batch.draws["mask"][batch.draws["mask"] != UNMASKED].tolist()
         assert masks == list(range(len(masks)))
-        self.pool(batch, contexts)
+        self.pool(batch, contexts, texts)
         self.undrawn = batch, known, before
         if not masks:
             self.draw(np.zeros((0, 1), dtype=np.int32))
 
-    def pool(self, batch: StepBatch, contexts: list[IntArray]) -> None:
+    def pool(self, batch: StepBatch, contexts: list[list[np.ndarray]], texts: list[list[int]]) -> None:
         """Add what `hidden_state` says of the rows of prompts to the sums of their slots."""
         assert len(set(batch.pools["slot"].tolist())) == len(batch.pools)
         assert len(batch.draws) + batch.pools["rows"].sum() <= self.max_draws
@@ -304,8 +337,9 @@ class ScriptedRunner:
             total = np.zeros(3) if begins else self.sums[slot]
             assert total is not None, "a sum goes on that did not begin"
             for place in batch.positions[first : first + rows].tolist():
-                own = contexts[s][: place + 1]
-                total = total + (np.nan if self.spoilt[own].any() else hidden_state(self.cache[own].tolist()))
+                lacking = len(texts[s]) - place - 1
+                own = np.concatenate([rows[: len(rows) - lacking] for rows in contexts[s]])
+                total = total + (np.nan if self.spoilt[own].any() else hidden_state(texts[s][: place + 1]))
             self.sums[slot] = None if ends else total
             if ends:
                 self.ended.append(total)
@@ -336,6 +370,8 @@ class ScriptedRunner:
                 tokens[index] = self.choose(*one, allowed)
                 found[index] = found_for(one[1], int(tokens[index]))
             self.last[slot] = max(tokens[index], 0)
+            if self.page_kinds:
+                self.texts[slot].append(int(self.last[slot]))
         drawing = batch.draws["slot"][: len(known)].tolist()
         for slot in {slot for slot in drawing if drawing.count(slot) > 1}:
             self.last[slot] = -99  # which of several it is the contract does not say
@@ -347,11 +383,11 @@ class ScriptedRunner:
         sums, self.ended = np.array(self.ended) if self.ended else None, []
         self.queue.append((Drawn(tokens, told, sums), set(batch.slots.tolist())))
 
-    def check_kinds(self, seed: int, rows: np.ndarray) -> None:
+    def check_kinds(self, seed: int, text: list[int], rows: np.ndarray) -> None:
         """A position is computed in one way, whenever it is: those of a prompt first, then drawn ones."""
-        kinds, tokens = self.drawn[rows].tolist(), bytes(self.cache[rows].tolist())
+        kinds, tokens = self.drawn[rows].tolist(), bytes(text)
         assert kinds == sorted(kinds), "a drawn token's page serves as a part of a prompt"
-        for place, kind in enumerate(kinds):
+        for place, kind in enumerate(kinds, start=len(text) - len(rows)):
             assert self.kinds.setdefault((seed, tokens[: place + 1]), kind) == kind
 
     def choose(self, seed: int, tokens: list[int], allowed: list[int] | None) -> int:

@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from nightmill.jobs.base.contract import StopReason
+from nightmill.worker.engine.page_tables import PageNeeds
 from nightmill.worker.engine.request import Completion, Request
 from nightmill.worker.model.spec import Pooling
+from nightmill.worker.runners.base import PageKind
 from tests.unit.engine.scripted import (
     EOS,
-    LOOPS,
+    LOOPING,
     VOCAB,
     Clock,
     Rule,
@@ -31,6 +33,11 @@ from tests.unit.engine.scripted import (
 )
 
 CONTEXT = 24
+KINDS: list[tuple[tuple[int | None, int], ...]] = [
+    (), (), ((None, 1), (3, 1)), ((None, 2), (1, 1)), ((None, 3), (5, 1), (9, 1)), ((4, 1),),
+    ((3, 1), (8, 2)),
+]  # fmt: skip
+"""Windows of kinds of pages, and how many parts such a page has; (): one kind, all of which is seen."""
 BEGINNINGS = [(), (1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3, 4), (1, 2, 9, 9, 9, 9)]
 NO_LOGPROBS = -1
 EARLY = {StopReason.CANCELLED, StopReason.DEADLINE}
@@ -62,15 +69,21 @@ class EngineMachine(RuleBasedStateMachine):
         reserved=st.integers(0, 2),
         grid=st.sampled_from([1, 1, 2, 4]),
         snapshots=st.integers(0, 3),
+        kinds=st.sampled_from(KINDS),
         drafts=st.booleans(),
     )
     def build(
         self, depth: int, blocks: int, page_size: int, slots: int, spare: int, sharing: bool,
         poison: int | None, reserved: int, grid: int,
-        snapshots: int, drafts: bool,
+        snapshots: int, kinds: tuple[tuple[int | None, int], ...], drafts: bool,
     ) -> None:  # fmt: skip
         self.clock = Clock()
         self.poison = poison
+        stride = max((parts for _, parts in kinds), default=1)
+        page_kinds = tuple(PageKind(window, parts * page_size, stride) for window, parts in kinds)
+        if kinds:
+            grid, blocks = 1, 2 * blocks
+            drafts = drafts and kinds[0][0] is None  # else the runner cannot read what was guessed
         runner = ScriptedRunner(
             kv_pages=blocks,
             page_size=page_size,
@@ -79,8 +92,10 @@ class EngineMachine(RuleBasedStateMachine):
             poison=poison,
             grid=max(grid, page_size) if grid > 1 else 1,
             snapshots=snapshots,
+            page_kinds=page_kinds,
         )
-        self.context = min(CONTEXT, blocks * page_size)
+        most = PageNeeds(page_kinds).most_tokens(blocks) if kinds else blocks * page_size
+        self.context = min(CONTEXT, most)
         self.engine = make_engine(
             runner,
             self.clock,
@@ -102,7 +117,7 @@ class EngineMachine(RuleBasedStateMachine):
         job=st.integers(0, 9),
         beginning=st.sampled_from(BEGINNINGS),
         rest=st.lists(st.integers(0, VOCAB - 1), max_size=6),
-        seed=st.integers(0, 2**62) | st.sampled_from(range(0, 20 * LOOPS, LOOPS)),
+        seed=st.integers(0, 2**63 - 1) | st.sampled_from(LOOPING),
         max_tokens=st.integers(1, 20),
         stop=st.sampled_from([(), (), ("ab",), ("é", "ST"), ("a ", "ba", "€b")]),
         ignore_eos=st.booleans(),

@@ -10,17 +10,17 @@ def grow(tree: PrefixTree, pool: PagePool, tokens: list[int]) -> list[PrefixNode
     """Enter the pages of a sequence that owns them, two tokens each; those known before are shared."""
     keys = page_keys(tokens, len(tokens) // 2, 2, len(tokens))
     nodes = tree.walk(keys, len(keys))
-    pool.share([node.page for node in nodes])
+    pool.share(pages(nodes))
     for key in keys[len(nodes) :]:
         (page,) = pool.allocate(1)
-        node = tree.add(nodes[-1] if nodes else tree.root, key, page)
+        node = tree.add(nodes[-1] if nodes else tree.root, key, [[page]])
         assert node is not None
         nodes.append(node)
     return nodes
 
 
 def pages(nodes: list[PrefixNode]) -> list[int]:
-    return [node.page for node in nodes]
+    return [page for node in nodes for held in node.pages for page in held]
 
 
 def test_a_page_is_found_only_behind_the_same_pages() -> None:
@@ -47,8 +47,8 @@ def test_a_second_page_with_the_same_tokens_is_not_entered() -> None:
     tree = PrefixTree(pool)
     (node,) = grow(tree, pool, [1, 2])
     (other,) = pool.allocate(1)
-    assert tree.add(tree.root, node.key, other) is None
-    assert pool.kept() == {node.page}
+    assert tree.add(tree.root, node.key, [[other]]) is None
+    assert pool.kept() == set(pages([node]))
     tree.check_integrity()
 
 
@@ -71,15 +71,16 @@ def test_audit_notices_faults() -> None:
     pool = PagePool(4, 2)
     tree = PrefixTree(pool)
     first, second = grow(tree, pool, [1, 2, 3, 4])
-    pool._kept[first.page] = False
+    (page,) = pages([first])
+    pool._kept[page] = False
     with pytest.raises(CacheIntegrityError, match="kept"):
         tree.check_integrity()
-    pool._kept[first.page] = True
+    pool._kept[page] = True
     second.parent = tree.root
     with pytest.raises(CacheIntegrityError, match="wrong place"):
         tree.check_integrity()
     second.parent = first
-    pool.release([first.page])
+    pool.release([page])
     with pytest.raises(CacheIntegrityError, match="would be evicted before"):
         tree.check_integrity()
     with pytest.raises(CacheIntegrityError, match="before the pages that follow it"):

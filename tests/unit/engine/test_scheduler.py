@@ -135,7 +135,7 @@ def test_pages_of_a_sequence_in_flight_are_kept_until_its_launch_is_done() -> No
     plan = made.plan()  # j1 takes the last page, j2 gives way
     assert (plan.preempted, shape(plan)) == ([last], [("j1", 8, 1)])
     carry_out(made, plan)
-    assert last.page_table
+    assert last.held_pages
     assert last.slot is not None
     for _ in range(3):
         assert len(step(made)) == 1

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from nightmill.jobs.errors import BatchFileError
-from nightmill.jobs.formats import FileFormat
+from nightmill.jobs.formats import FileFormat, layout
 from nightmill.jobs.formats.destination import partial_of
+from nightmill.jobs.formats.ours import job_ids
+from nightmill.jobs.formats.results import LATER, RESULT_COLUMNS
 from tests.support.servers import clean_environment
 from tests.unit.formats.destinations import (
     FOREIGN,
@@ -73,6 +75,29 @@ def test_results_with_columns_of_the_users_own_are_the_users(tmp_path: Path) -> 
     table = parquet.read_table(path)
     parquet.write_table(table.append_column("label", arrow.array([1, 2, 3])), path)
     refused(path, FileFormat.PARQUET, "is not of batch 'night'")
+
+
+@pytest.mark.parametrize("format", [FileFormat.JSONL, FileFormat.CSV, FileFormat.PARQUET])
+def test_a_file_of_an_earlier_version_is_known_and_never_mixed_with_other_columns(
+    tmp_path: Path, format: FileFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = named(tmp_path, format)
+    made = [
+        {name: value for name, value in row.items() if name not in LATER} for row in rows(format, range(3))
+    ]
+    with monkeypatch.context() as earlier:
+        former = {name: kind for name, kind in RESULT_COLUMNS.items() if name not in LATER}
+        earlier.setattr(layout, "RESULT_COLUMNS", former)
+        earlier.setattr(layout, "LATER", ())
+        write(path, format, made)
+    with vetted(path, format) as destination:
+        assert list(job_ids(path, format, errors=False)) == [row["id"] for row in made]
+        if format is not FileFormat.PARQUET:
+            with destination.grow() as file:
+                assert len(file.ids()) == 3
+                file.write(rows(format, range(3, 4))[0])
+            assert len(list(job_ids(path, format, errors=False))) == 4
+    replace(path, format)
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -162,7 +162,8 @@ def test_the_page_says_what_each_key_acts_on() -> None:
     rows = re.findall(r"^\| (`[^|]*) \| ([a-z ]+) \|", section("## Plain JSONL"), re.MULTILINE)
     said = {name: scope for cell, scope in rows for name in re.findall(r"`([^`]+)`", cell)}
     assert {said.pop(name) for name in ("prompt", "messages")} == {"prompt"}
-    assert said == {name: FIELDS[name].scope for name in ROW_KEYS - {"prompt", "messages"}}
+    assert said.pop("after") == "job"
+    assert said == {name: FIELDS[name].scope for name in ROW_KEYS - {"prompt", "messages", "after"}}
 
 
 def test_the_page_of_http_says_what_each_parameter_acts_on() -> None:

@@ -42,7 +42,7 @@ def row(**changes: Any) -> Any:
             "completion_tokens", "arithmetic", "markup", "error", "errors", "worker", "idempotency_key",
             "metadata", "owner", "request_id", "cancel_requested_at", "scheduled_at", "deadline_at",
             "started_at", "finished_at", "constrained", "prompt_ids", "rendering", "prompt_digest", "request",
-            "history", "reuse", "reused_from",
+            "history", "reuse", "reused_from", "prior", "held",
             "cached_tokens", "reasoning_tokens", "gpu_seconds", "energy_joules",
         ]
     )  # fmt: skip

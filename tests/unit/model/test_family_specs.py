@@ -45,7 +45,7 @@ def test_keys_and_tensors_are_those_that_the_converter_knows(name: str) -> None:
         for block in blocks
     }
     names = (name for _, weight in spec.all_weights() for name in weight.names)
-    used = {name.removesuffix(".weight").removesuffix(".bias") for name in names}
+    used = {name.removesuffix(".weight").removesuffix(".bias").removesuffix(".scale") for name in names}
     assert used <= tensors
 
 

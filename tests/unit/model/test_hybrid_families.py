@@ -139,7 +139,7 @@ def greedy(
     """The likeliest tokens after a prompt, and the logits of the first."""
     rows: list[np.ndarray] = []
     runner = ReferenceRunner(
-        file, spec, kv_pages=16, slots=1,
+        file, spec, kv_pages=64, slots=1,
         trace=lambda stage, values: rows.append(values.copy()) if stage == "logits" else None,
     )  # fmt: skip
     engine = Engine(

@@ -14,9 +14,11 @@ from nightmill.worker.model.spec import Experts, Role, RouterScores
 from nightmill.worker.runners.reference import ReferenceRunner, Rounding, ops
 from nightmill.worker.runners.reference.experts import choose
 from tests.support.ggufs import write_spec
-from tests.support.specs import MIXTURES
+from tests.support.specs import GEMMAS, MIXTURES
 
 Array = npt.NDArray[Any]
+BESIDE = "keys as values, experts beside"
+SPECS = MIXTURES | {BESIDE: GEMMAS[BESIDE]}
 PLAIN = Experts(count=7, used=3, width=40, normalise=True)
 MANY = 2048
 
@@ -30,17 +32,19 @@ def network(tmp_path: Path) -> Callable[..., Callable[[Array], Array]]:
     """The experts of a spec's last layer as a function of tokens (T, width)."""
 
     def make(name: str, *, fp8: bool = False) -> Callable[[Array], Array]:
-        spec = MIXTURES[name]
+        spec = SPECS[name]
         file = GgufFile.open(write_spec(tmp_path / "model.gguf", spec))
         model = ReferenceRunner(file, spec, kv_pages=1, slots=1, rounding=Rounding(fp8=fp8))._model
         index = len(spec.layers) - 1
-        return lambda x: model._feed_forward(index, spec.layers[index].feed_forward, model._layers[index], x)
+        return lambda x: model._feed_forward(
+            index, spec.layers[index].feed_forward, model._layers[index], x, x
+        )
 
     return make
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", SPECS)
 def test_a_token_alone_has_the_bits_that_it_has_among_many(
     name: str, fp8: bool, network: Callable[..., Callable[[Array], Array]]
 ) -> None:
@@ -55,7 +59,7 @@ def test_a_token_alone_has_the_bits_that_it_has_among_many(
     assert (compute(same) == together[0]).all()
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", SPECS)
 def test_what_is_not_a_number_stays_in_its_row(
     name: str, network: Callable[..., Callable[[Array], Array]]
 ) -> None:
@@ -104,14 +108,14 @@ def test_an_expert_that_nobody_is_sent_to_is_not_computed(tmp_path: Path) -> Non
     file = GgufFile.open(write_spec(tmp_path / "model.gguf", spec))
     model = ReferenceRunner(file, spec, kv_pages=1, slots=1)._model
     weights, experts, x = model._layers[1], spec.layers[1].feed_forward, normal(1, 1, 64)
-    alone = model._feed_forward(1, experts, weights, x)
+    alone = model._feed_forward(1, experts, weights, x, x)
     assert isinstance(experts, Experts)
     chosen, _ = choose(experts, ops.linear(x, weights[Role.ROUTER]))
     others = np.setdiff1d(np.arange(experts.count), chosen)
     weights[Role.EXPERTS_DOWN][others] = np.nan
-    assert (model._feed_forward(1, experts, weights, x) == alone).all()
+    assert (model._feed_forward(1, experts, weights, x, x) == alone).all()
     weights[Role.EXPERTS_DOWN][chosen[0, 0]] = np.nan
-    assert np.isnan(model._feed_forward(1, experts, weights, x)).all()
+    assert np.isnan(model._feed_forward(1, experts, weights, x, x)).all()
 
 
 def test_experts_are_chosen_in_float_where_the_rest_is_fp8(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.base import FROM_SLOT, Admission, IntArray, StepBatch, make_draws, mask_words
+from nightmill.worker.runners.gpu import kv_cache
 from nightmill.worker.runners.gpu.activations import Activations
 from nightmill.worker.runners.gpu.attention.choice import (
     Decode,
@@ -39,13 +40,14 @@ from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.graphs import Graph
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, Buffer, Matrix
 from nightmill.worker.runners.gpu.kv_cache import PAGE
-from nightmill.worker.runners.gpu.layers import LayerKernels
+from nightmill.worker.runners.gpu.layers import Layer, LayerKernels
 from nightmill.worker.runners.gpu.mixers import AttentionMixer
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.products.chooser import Product
 from nightmill.worker.runners.gpu.products.elements.few_rows import MAX_ROWS
 from nightmill.worker.runners.gpu.products.fp8.hopper_fp8 import FP8_TILES
 from nightmill.worker.runners.gpu.shapes import Kind, padded_rows
+from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
 from nightmill.worker.runners.kv_format import KvFormat
 from tests.support.cuda_runners import cuda_runner
 from tests.support.driving import Chunk, Pages
@@ -440,12 +442,55 @@ def test_every_family_is_launched_as_it_was_compiled(
         [Chunk(1, tokens, 9, 1, 1, True), Chunk(0, tokens, 40, 30)],
         [Chunk(1, tokens, 10, 1, 1, True), Chunk(0, tokens, 70, 1, 1, True)],
     ]
-    options = {"slots": 2, "context": CONTEXT, "kv_pages": 16, "max_tokens": 64}
+    options = {"slots": 2, "context": CONTEXT, "kv_pages": 32, "max_tokens": 64}
     with closing(cuda_runner(file, part or read_spec(file), **options)) as runner:  # type: ignore[arg-type]
         for step in steps:
-            runner.launch(pages.batch(step, admit=step is steps[0]))
+            runner.launch(pages.batch(step, admit=step is steps[0], kinds=runner.page_kinds))
             assert runner.collect() is not None
     assert driver.launches.keys() - {"library"} <= driver.checked
+
+
+def test_layers_read_the_tables_of_their_kind_of_pages(
+    driver: RecordedDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 3, six layers with a window and one without: in prompts, in decode steps and in their graphs."""
+    file = file_of(tmp_path, *GPU_FILES["gemma3"])
+    spec, read, mix = read_spec(file), set(), AttentionMixer.mix
+
+    def noting(self: AttentionMixer, layer: Layer, inputs: StepInputs, shape: StepShape) -> None:
+        read.add((layer.cache.kind, inputs.page_tables, inputs.cache_rows))
+        mix(self, layer, inputs, shape)
+
+    monkeypatch.setattr(AttentionMixer, "mix", noting)
+    monkeypatch.setattr(kv_cache, "KINDS", True)
+    tokens, pages = [1] * CONTEXT, Pages(2, CONTEXT // 16)
+    options = {"slots": 2, "context": CONTEXT, "kv_pages": 32, "max_tokens": 64}
+    with closing(cuda_runner(file, spec, **options)) as runner:  # type: ignore[arg-type]
+        assert [(kind.window, kind.tokens) for kind in runner.page_kinds] == [(None, 96), (100, 16)]
+        batch = pages.batch([Chunk(0, tokens, 0, 40)], admit=True, kinds=runner.page_kinds)
+        runner.launch(batch)
+        runner.collect()
+        assert len({kind for kind, _, _ in read}) == len(read) == 2  # each kind has one place, also in graphs
+        assert len({address for _, *both in read for address in both}) == 4
+        caches = [layer.cache for layer in runner._model.layers]
+        assert [cache.kind for cache in caches] == [1, 1, 1, 1, 1, 0, 1]
+        page, part = runner.memory.cache // (runner.kv_pages + 2), 16 * spec.layers[0].attention.keys * 2
+        page -= 4 * 16 * runner.page_kinds[0].stride  # the tokens
+        for kind in (0, 1):
+            own = [one.keys.address for one in caches if one.kind == kind]
+            own += [one.values.address for one in caches if one.kind == kind]
+            each = runner.page_kinds[kind].tokens // 16 * part
+            assert sorted(own) == [min(own) + place * each for place in range(len(own))]
+            assert len(own) * each <= page == runner.page_kinds[kind].stride * part
+        for cache in caches:
+            last = cache.keys.address + cache.keys.shape[0] * part
+            assert driver.holds(cache.keys.address, last - cache.keys.address)
+            assert cache.keys.shape[0] > (runner.kv_pages + 1) * runner.page_kinds[cache.kind].stride
+        (buffers,) = runner._steps._further
+        turn = (runner._turn - 1) % runner.depth
+        (given,) = batch.further
+        assert (buffers._host_rows[turn][:40] == given.cache_rows).all()
+        assert (buffers._host_tables[turn][0, :3] == given.page_tables[0]).all()
 
 
 REFUSED = {
@@ -492,7 +537,8 @@ def test_layers_may_differ_in_what_a_spec_says_but_for_their_heads(
         one, other = (layer.kernels for layer in runner._model.layers)
         assert not {*_attention(one)} & {*_attention(other)}
         launched = hopper.launches["hopper_attention"]
-        runner.launch(Pages(4, CONTEXT // 16).batch([Chunk(0, [1] * CONTEXT, 0, 70)], admit=True))
+        pages, prompt = Pages(4, CONTEXT // 16), [Chunk(0, [1] * CONTEXT, 0, 70)]
+        runner.launch(pages.batch(prompt, admit=True, kinds=runner.page_kinds))
         assert runner.collect() is not None
         assert hopper.launches["hopper_attention"] == launched + 2
     with pytest.raises(RunnerError, match="layers with different heads"):

@@ -1,12 +1,14 @@
-"""What an FP8 cache leaves of keys and values, and what it takes."""
+"""What an FP8 cache leaves of keys and values, and what caches take."""
 
 import numpy as np
+import pytest
 
-from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
+from nightmill.worker.runners.gpu import kv_cache
+from nightmill.worker.runners.gpu.kv_cache import PAGE, kinds_layout, page_bytes, pool_page_bytes
 from nightmill.worker.runners.kv_format import KvFormat
 from nightmill.worker.runners.reference.fp8 import POWERS_OF_HALF, as_kept, exponents_of, round_e4m3
 from tests.support.fp8_pages import VALUES
-from tests.support.specs import dense_spec
+from tests.support.specs import GEMMAS, MIXTURES, PLAIN, VARIANTS, dense_spec
 
 LARGEST = 448.0
 
@@ -56,3 +58,31 @@ def test_the_same_memory_holds_nearly_twice_the_tokens() -> None:
         plain, fp8 = (page_bytes(spec, kv) for kv in KvFormat)
         assert fp8 == len(spec.layers) * 2 * 2 * PAGE * (head_dim + 1) + 4 * PAGE
         assert times < (plain - 4 * PAGE) / (fp8 - 4 * PAGE) < 2
+
+
+def test_layers_that_read_others_keys_take_no_pages_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "KINDS", True)
+    spec = GEMMAS["layers that read others' keys"]
+    whole, window = (
+        2 * 24 * 1,
+        2 * 16 * 2,
+    )  # keys and values of a token, of the two layers that have their own
+    assert page_bytes(spec) == PAGE * (whole + window) * 2 + 4 * PAGE
+    layout = kinds_layout(spec)
+    assert layout is not None and layout.layers[2:] == (None, None)
+    assert pool_page_bytes(spec) == 2 * layout.numbers + 4 * PAGE * layout.kinds[0].stride
+
+
+def test_one_kind_stays_where_prompts_pages_become_elements_and_where_all_have_windows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    both = VARIANTS["window, then all"]
+    assert kinds_layout(both) is None
+    monkeypatch.setattr(kv_cache, "KINDS", True)
+    assert kinds_layout(both) is not None
+    for spec, kv in (
+        (both, KvFormat.FP8), (VARIANTS["window"], KvFormat.ELEMENT), (PLAIN, KvFormat.ELEMENT),
+        (MIXTURES["fused experts, latent attention"], KvFormat.ELEMENT),
+    ):  # fmt: skip
+        assert kinds_layout(spec, kv) is None
+        assert pool_page_bytes(spec, kv) == page_bytes(spec, kv)

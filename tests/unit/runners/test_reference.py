@@ -30,7 +30,7 @@ from tests.support.engines import NoText, complete
 from tests.support.float64_oracle import straightforward_logits
 from tests.support.ggufs import byte_vocabulary, write_model, write_spec
 from tests.support.one_by_one import OneByOne
-from tests.support.specs import HYBRIDS, MIXTURES, PLAIN, VARIANTS
+from tests.support.specs import GEMMAS, HYBRIDS, MIXTURES, PLAIN, VARIANTS
 
 Array = npt.NDArray[np.float32]
 VOCAB = len(byte_vocabulary().tokens)
@@ -98,7 +98,7 @@ MakeBench = Callable[..., Bench]
 def make_bench(tmp_path: Path) -> MakeBench:
     def make(name: str = "qwen2", **options: Any) -> Bench:
         path = tmp_path / f"{name}-{len(list(tmp_path.iterdir()))}.gguf"
-        if (spec := (VARIANTS | HYBRIDS | MIXTURES).get(name)) is not None:
+        if (spec := (VARIANTS | HYBRIDS | MIXTURES | GEMMAS).get(name)) is not None:
             return Bench(GgufFile.open(write_spec(path, spec)), spec)
         file = GgufFile.open(write_model(path, **(MODELS[name] | options)))
         return Bench(file, read_spec(file))
@@ -124,7 +124,7 @@ def mixed_requests(count: int, **more: Any) -> list[Request]:
     return [request(f"j{n}", random_prompt(n, 1 + n * 37 % 90), seed=n, **params[n]) for n in range(count)]
 
 
-@pytest.mark.parametrize("name", [*MODELS, *VARIANTS, *HYBRIDS, *MIXTURES])
+@pytest.mark.parametrize("name", [*MODELS, *VARIANTS, *HYBRIDS, *MIXTURES, *GEMMAS])
 def test_logits_agree_with_a_straightforward_model_in_float64(name: str, make_bench: MakeBench) -> None:
     bench = make_bench(name)
     prompt = random_prompt(1, 150)
@@ -145,7 +145,7 @@ def test_what_a_spec_says_beyond_its_weights_counts(name: str, make_bench: MakeB
     assert np.linalg.norm(ours[40:] - plain[40:]) > 0.02 * np.linalg.norm(plain[40:])
 
 
-@pytest.mark.parametrize("name", [*MODELS, *VARIANTS, *HYBRIDS, *MIXTURES])
+@pytest.mark.parametrize("name", [*MODELS, *VARIANTS, *HYBRIDS, *MIXTURES, *GEMMAS])
 def test_chunks_of_any_size_give_the_same_bits(name: str, make_bench: MakeBench) -> None:
     bench = make_bench(name)
     prompt = random_prompt(2, 135)
@@ -157,7 +157,9 @@ def test_chunks_of_any_size_give_the_same_bits(name: str, make_bench: MakeBench)
         assert (chunked == whole).all()
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen2-seven-to-one", "llama", "qwen3", *HYBRIDS, *MIXTURES])
+@pytest.mark.parametrize(
+    "name", ["qwen2", "qwen2-seven-to-one", "llama", "qwen3", *HYBRIDS, *MIXTURES, *GEMMAS]
+)
 def test_a_job_gets_the_same_tokens_alone_and_in_a_crowd(name: str, make_bench: MakeBench) -> None:
     bench = make_bench(name)
     requests = mixed_requests(32)
@@ -171,7 +173,7 @@ def test_a_job_gets_the_same_tokens_alone_and_in_a_crowd(name: str, make_bench: 
     assert len({completion.token_ids for completion in crowd.values()}) == 32
 
 
-@pytest.mark.parametrize("name", ["qwen2-fourteen-to-two", *HYBRIDS, *MIXTURES])
+@pytest.mark.parametrize("name", ["qwen2-fourteen-to-two", *HYBRIDS, *MIXTURES, *GEMMAS])
 def test_logits_have_the_same_bits_alone_and_in_a_crowd(name: str, make_bench: MakeBench) -> None:
     bench = make_bench(name)
     alone = bench.logits(random_prompt(3, 60), answer=4)[1]
@@ -253,7 +255,7 @@ def test_masks_come_between_launch_and_collect(make_bench: MakeBench) -> None:
     assert everything.tokens.tolist() == free.tokens.tolist()
 
 
-@pytest.mark.parametrize("name", ["qwen2", *HYBRIDS, *MIXTURES])
+@pytest.mark.parametrize("name", ["qwen2", *HYBRIDS, *MIXTURES, *GEMMAS])
 def test_what_must_not_be_read_is_not_read(name: str, make_bench: MakeBench) -> None:
     bench = make_bench(name)
     requests = mixed_requests(6)
@@ -261,13 +263,11 @@ def test_what_must_not_be_read_is_not_read(name: str, make_bench: MakeBench) -> 
     runner = bench.runner(slots=6)
     for slot in range(6):
         runner.states.fill(slot, np.nan)
-    caches = [*runner._cache.keys, *runner._cache.values]
-    for cache in caches:
-        cache[:-1] = np.nan  # every page; the row of zeros behind them is no page
+    runner._cache.fill(np.nan)  # every page; that of zeros behind them is none
     bench.runner = lambda **_: runner  # type: ignore[method-assign, misc, assignment]
     poisoned = bench.generate(requests)
     assert {job: c.token_ids for job, c in poisoned.items()} == {job: c.token_ids for job, c in clean.items()}
-    assert all((cache[-1] == 0).all() for cache in caches)
+    assert all((zeros == 0).all() for zeros in runner._cache.zeros)
 
 
 @pytest.mark.parametrize("part", ["k", "v"])

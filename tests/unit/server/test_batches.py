@@ -12,6 +12,7 @@ from sqlalchemy import update
 from nightmill.jobs.base.contract import JobState
 from nightmill.jobs.server import batch_processor
 from nightmill.jobs.server.job_service import ServerLimits
+from nightmill.jobs.server.native import job_object
 from nightmill.jobs.sql.sweep import Sweep
 from nightmill.jobs.sql.tables import JobRow
 from nightmill.worker.service import answering
@@ -235,11 +236,47 @@ def test_a_cancelled_batch_keeps_what_was_done(server: Server) -> None:
             f"r{seed}" for seed in range(40)
         ]
         assert http.post(url).json()["output_file"] == batch.output_file_id  # there was nothing to retry
+        # Answers that are extended are written into new files, too.
+        short = lines(client, batch.output_file_id)[37]["response"]["body"]["choices"][0]
+        assert server.client.get_batch(batch.id).extend(20).rows == 3
+        assert client.batches.retrieve(batch.id).status == "in_progress"
+        server.bench.run([job.id for job in server.client.list_jobs(state="queued")])
+        extended = ended(client, batch)
+        assert (extended.status, extended.request_counts.completed) == ("completed", 40)
+        longer = lines(client, extended.output_file_id)[37]["response"]["body"]["choices"][0]
+        assert longer["text"].startswith(short["text"]) and len(longer["text"]) > len(short["text"])
+        assert len(lines(client, batch.output_file_id)) == 40  # the former file stays
         failed = ended(client, submit(client, {"custom_id": "bad"}))
         assert http.post(f"/v1/night/{failed.id}/retry").status_code == 409
         server.client.get_batch(batch.id).delete()
         answer = http.post(url)
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "batch_not_found")
+
+
+def test_rows_of_a_file_may_follow_others_of_it(server: Server) -> None:
+    client = server.openai()
+    plain = (
+        b'{"custom_id": "a", "prompt": "Once", "seed": 1}\n'
+        b'{"custom_id": "b", "after": "a", "prompt": "Rate: {{ prior.text }}", "seed": 2}\n'
+        b'{"custom_id": "c", "after": "nobody", "prompt": "{{ prior.text }}"}\n'
+    )
+    file = client.files.create(file=("plain.jsonl", plain), purpose="batch")
+    with server.http() as http:
+        answer = http.post("/v1/night", json={"file": file.id, "max_tokens": 9})
+        assert answer.status_code == 202
+        url = f"/v1/night/{answer.json()['id']}"
+        queued = lambda: server.client.list_jobs(state="queued")  # noqa: E731
+        (waiting,) = wait_until(lambda: (jobs := queued()) and not jobs[0].held and jobs)
+        assert waiting.prompt == f"Rate: {text_of(1, max_tokens=9)}"
+        shown = job_object(waiting)
+        assert (shown["prior"], shown["held"]) == (waiting.prior, False)
+        server.bench.run([waiting.id])
+        night = wait_until(lambda: (now := http.get(url).json())["ended_at"] and now)
+        assert [bad["line"] for bad in night["bad_rows"]] == [3]
+        assert [done["custom_id"] for done in lines(client, night["output_file"])] == ["a", "b"]
+        # OpenAI's rows follow nothing.
+        batch = ended(client, submit(client, row("x") | {"after": "y"}))
+        assert batch.errors.data[0].param == "after"
 
 
 def ended_at_last(client: Any, batch: Any) -> bool:

@@ -294,6 +294,17 @@ def test_a_batch_is_cancelled_and_what_has_no_result_is_retried(alone: Server) -
     assert batch.status().states[JobState.QUEUED] == 3
 
 
+def test_rows_that_wait_for_others_are_shown_as_such(alone: Server) -> None:
+    alone.client.submit_batch([{"prompt": "x"}], name="first")
+    second = alone.client.submit_batch(after="first", template="{{ prior.text }}", name="second")
+    (job,) = alone.client.list_jobs(batch=second.name)
+    browser = Browser(alone)
+    assert "of these wait for others" in browser.get("/batch", name="second").text
+    assert "of these wait for others" not in browser.get("/batch", name="first").text
+    page = browser.get("/job", id=job.id).text
+    assert f'href="/job?id={job.prior}"' in page and "waits for it" in page
+
+
 def test_what_runs_is_listed_before_what_waits_and_what_has_ended(
     alone: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from nightmill.jobs.errors import InvalidParameterError, InvalidRequestError
-from nightmill.jobs.tables.template import Empty, EmptyColumnError, Filter, Slot, Template
+from nightmill.jobs.request.template import Empty, EmptyColumnError, Filter, Slot, Template
 
 names = st.text(st.characters(codec="utf-8", exclude_characters="`\n\0"), min_size=1, max_size=12)
 plain = st.text(st.characters(codec="utf-8", exclude_characters="{}\0"), max_size=20)

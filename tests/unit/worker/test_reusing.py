@@ -165,10 +165,10 @@ def test_where_the_first_ends_without_an_answer_the_next_is_computed(build: Call
     thread = bench.run(ids)
     wait_until(lambda: bench.service._reusing._identities)
     leader = next(iter(bench.service._reusing._leaders.values()))
-    wait_until(lambda: len(leader.followers) == 3)
+    wait_until(lambda: len(leader.twins) == 3)
     bench.client.cancel(leader.claim.job_id)
-    bench.client.cancel(leader.followers[-1][0].job_id)
-    cancelled = {leader.claim.job_id, leader.followers[-1][0].job_id}
+    bench.client.cancel(leader.twins[-1][0].job_id)
+    cancelled = {leader.claim.job_id, leader.twins[-1][0].job_id}
     wait_until(lambda: bench.engine.has_work)  # before that it knows of no job to cancel
     bench.service.poll_cancellations()
     gate.gate.set()
@@ -192,7 +192,7 @@ def test_a_job_does_not_wait_for_a_less_urgent_one_or_one_with_another_deadline(
     due = bench.client.enqueue("prompt", deadline=timedelta(hours=1), **EXACT)
     thread = bench.run([first, urgent, due])
     wait_until(lambda: bench.service._reusing._identities)
-    assert not any(leader.followers for leader in bench.service._reusing._leaders.values())
+    assert not any(leader.twins for leader in bench.service._reusing._leaders.values())
     gate.gate.set()
     thread.join(30)
     assert drawn(bench) == 90

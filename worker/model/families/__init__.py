@@ -10,6 +10,7 @@ from nightmill.worker.model.families.deepseek2 import deepseek2
 from nightmill.worker.model.families.ernie4_5 import ernie4_5, ernie4_5_moe
 from nightmill.worker.model.families.exaone4 import exaone4
 from nightmill.worker.model.families.gemma import gemma2, gemma3
+from nightmill.worker.model.families.gemma4 import gemma4
 from nightmill.worker.model.families.glm4 import glm4, glm4moe
 from nightmill.worker.model.families.gpt_oss import gpt_oss
 from nightmill.worker.model.families.granite import granite, granitehybrid, granitemoe
@@ -41,6 +42,7 @@ FAMILIES: Final[dict[str, Callable[[Keys], ModelSpec]]] = {
     "qwen3": qwen3,
     "gemma2": gemma2,
     "gemma3": gemma3,
+    "gemma4": gemma4,
     "phi3": phi3,
     "smollm3": smollm3,
     "granite": granite,

@@ -45,6 +45,7 @@ class Keys:
         self.family = family
         self.skipped_blocks = 0  # at the end: no layers
         self._read: set[str] = set()
+        self._left_out: list[str] = []
 
     def name(self, key: str) -> str:
         """The whole key, as messages show it."""
@@ -107,11 +108,16 @@ class Keys:
         name, blocks = self.name("nextn_predict_layers"), self._blocks()
         self.skipped_blocks = self.file.integer(name, minimum=0, maximum=blocks - 1, default=0)
 
+    def leave_out(self, *prefixes: str) -> None:
+        """Say that tensors whose names begin so are not used, if the file holds such."""
+        self._left_out += prefixes
+
     @property
     def skipped(self) -> tuple[str, ...]:
         """Prefixes of the names of tensors that are not part of the model's layers."""
         first = self.block_count()
-        return tuple(f"blk.{index}." for index in range(first, first + self.skipped_blocks))
+        blocks = (f"blk.{index}." for index in range(first, first + self.skipped_blocks))
+        return (*blocks, *self._left_out)
 
     def by_layer(self, key: str) -> list[int]:
         """A size of each layer, 0 where it has none; the file gives one for all, or each."""
@@ -153,6 +159,16 @@ class Keys:
             )
         return rows
 
+    def suppressed(self, vocab: int) -> tuple[int, ...]:
+        """Tokens that are never drawn, of a vocabulary of so many."""
+        file, name = self.file, "tokenizer.ggml.suppress_tokens"
+        given = file.integers(name, default=[])
+        if (wrong := next((token for token in given if not 0 <= token < vocab), None)) is not None:
+            file.fail(f"{name}: token {wrong} is not one of the vocabulary's {vocab}")
+        if len(set(given)) == vocab:
+            file.fail(f"{name}: names all tokens, so that none can be drawn")
+        return tuple(sorted(set(given)))
+
     def norm(self) -> Norm:
         """The RMS norm that all places of most families have."""
         return Norm(self.positive("attention.layer_norm_rms_epsilon"))
@@ -190,12 +206,13 @@ class Keys:
 
     def attention(
         self, style: RopeStyle, *, bias: bool | None = None, qk_norm: Norm | None = None,
-        layers: Sequence[int] | None = None, rope: Rope | None = None,
+        layers: Sequence[int] | None = None, rope: Rope | None = None, local: bool = False,
     ) -> Attention:  # fmt: skip
         """Attention that is the same in `layers`, in all by default.
 
-        bias  of queries, keys and values; None: as the file
-        rope  None: as the keys say
+        bias   of queries, keys and values; None: as the file
+        rope   None: as the keys say
+        local  its heads are of the size that layers with a window have, and its rotation is theirs
         """
         width, block = self.size("embedding_length"), f"blk.{layers[0] if layers else 0}."
         heads = self._same("attention.head_count", layers)
@@ -208,7 +225,7 @@ class Keys:
             self.file.fail(
                 f"{self.name('attention.head_count_kv')}: {kv_heads} does not divide {heads} heads"
             )
-        head_dim = self._head_dim(width, heads)
+        head_dim = self._head_dim(width, heads, "_swa" if local else "")
         fused = self.has_tensor(f"{block}attn_qkv.weight")
         if bias is None:
             bias = self.has_tensor(f"{block}attn_qkv.bias" if fused else f"{block}attn_q.bias")
@@ -216,7 +233,7 @@ class Keys:
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            rope=rope or self.rope(style, head_dim),
+            rope=rope or (self._rope_of_window if local else self.rope)(style, head_dim),
             bias=bias,
             output_bias=self.has_tensor(f"{block}attn_output.bias"),
             fused=fused,
@@ -256,6 +273,11 @@ class Keys:
         """The rotation of layers in which positions do not count."""
         return Rope(style=style, dim=0, base=self.positive("rope.freq_base", 10_000.0))
 
+    def _rope_of_window(self, style: RopeStyle, head_dim: int) -> Rope:
+        """The rotation in layers with a window whose heads have a size of their own."""
+        dim = self._rope_dim(head_dim, "_swa")
+        return Rope(style=style, dim=dim, base=self.positive("rope.freq_base_swa", 10_000.0))
+
     def local_rope(self, rope: Rope, base: float) -> Rope:
         """The rotation in layers with a sliding window, where positions are not stretched."""
         base = self.positive("rope.freq_base_swa", base)
@@ -277,19 +299,19 @@ class Keys:
             file.fail(f"{name}: is {value}, expected 1 to {_MAX_SIZE}")
         return value
 
-    def _head_dim(self, width: int, heads: int) -> int:
-        file, name = self.file, self.name("attention.key_length")
+    def _head_dim(self, width: int, heads: int, suffix: str) -> int:
+        file, name = self.file, self.name(f"attention.key_length{suffix}")
         head_dim = file.integer(name, minimum=1, maximum=_MAX_SIZE, default=None)
         if head_dim is None:
+            if suffix:
+                file.fail(f"{name}: the key is missing: layers with a window have heads of their own size")
             if width % heads:
                 file.fail(f"{name}: is missing, and a width of {width} is not a multiple of {heads} heads")
             head_dim = width // heads
-        value_length = file.integer(self.name("attention.value_length"), default=head_dim)
+        values = self.name(f"attention.value_length{suffix}")
+        value_length = file.integer(values, default=head_dim)
         if value_length != head_dim:
-            file.fail(
-                f"{self.name('attention.value_length')}: {value_length} differs from the keys' {head_dim}, "
-                "which is not supported"
-            )
+            file.fail(f"{values}: {value_length} differs from the keys' {head_dim}, which is not supported")
         return head_dim
 
     def _rows(self, tensor: str) -> int:
@@ -300,8 +322,8 @@ class Keys:
             self.file.fail(f"tensor {tensor}: has shape {info.shape}, expected two dimensions")
         return info.shape[0]
 
-    def _rope_dim(self, head_dim: int) -> int:
-        name = self.name("rope.dimension_count")
+    def _rope_dim(self, head_dim: int, suffix: str = "") -> int:
+        name = self.name(f"rope.dimension_count{suffix}")
         dim = self.file.integer(name, minimum=1, maximum=head_dim, default=head_dim)
         if dim % 2:
             self.file.fail(f"{name}: {dim} elements are not pairs to rotate")

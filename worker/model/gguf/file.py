@@ -241,6 +241,21 @@ class GgufFile:
             values = dequantize(rows, info.kind)
         return np.asarray(values, dtype=np.float32).reshape(info.shape)
 
+    def rows(self, name: str, wanted: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.float32]:
+        """Rows of a matrix in float32, (len(wanted), columns), without reading the others.
+
+        Raises as `array` does.
+        """
+        raw = self.raw(name)
+        info = self.tensors[name]
+        self.require_readable(name)
+        packed = raw.reshape(info.shape[0], -1)[wanted]
+        if info.kind is GGMLQuantizationType.F32:
+            return np.asarray(packed.view("<f4"))
+        with np.errstate(all="ignore"):
+            values = dequantize(packed, info.kind)
+        return np.asarray(values, dtype=np.float32).reshape(len(wanted), -1)
+
     def require_readable(self, name: str) -> None:
         """Raise ModelFileError where the tensor's type cannot be dequantised, without reading the tensor."""
         kind = self.tensors[name].kind

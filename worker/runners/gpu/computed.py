@@ -8,6 +8,8 @@ from nightmill.worker.model.spec import Attention, Experts, FeedForward, GatedDe
 
 __all__ = ["refusal"]
 
+_OF_ATTENTION = {"keys_of": "layers that read the keys of others", "value_norm": "norms of values"}
+
 
 def refusal(spec: ModelSpec) -> str | None:
     """Name the parts or the fields of a spec that no kernel computes, or return None."""
@@ -22,6 +24,19 @@ def refusal(spec: ModelSpec) -> str | None:
 def _lacking(spec: ModelSpec) -> Iterator[str]:
     """What whole layers have that no kernel computes."""
     mixers = [layer.mixer for layer in spec.layers]
+    for field, title in _OF_ATTENTION.items():
+        if any(getattr(attention, field) is not None for attention in spec.attentions):
+            yield title
+    if any(attention.values_are_keys for attention in spec.attentions):
+        yield "values made of keys"
+    if any(experts.beside is not None for experts in spec.experts):
+        yield "experts beside a dense network"
+    if spec.layer_inputs is not None:
+        yield "layers with inputs of their own"
+    if any(layer.output_scale for layer in spec.layers):
+        yield "layers with scaled outputs"
+    if spec.suppressed:
+        yield "suppressed tokens"
     if any(isinstance(mixer, GatedDeltaNet) and mixer.by_key_head for mixer in mixers):
         yield "delta nets in the order of key heads"
 

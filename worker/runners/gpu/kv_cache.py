@@ -6,7 +6,7 @@ It knows of which tokens its keys and values are, since they are kept beside the
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -14,11 +14,19 @@ from nightmill.worker.model.spec import Attention, LatentAttention, Mixer, Model
 from nightmill.worker.runners.gpu.device.device import Arena, Device, aligned
 from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, Buffer
 from nightmill.worker.runners.kv_format import KvFormat
+from nightmill.worker.runners.page_layout import LayerPart, PageLayout, page_layout
 
-__all__ = ["PAGE", "KvCache", "LayerCache", "page_bytes", "part_numbers"]
+__all__ = ["PAGE", "KvCache", "LayerCache", "kinds_layout", "page_bytes", "part_numbers", "pool_page_bytes"]
 
 PAGE = 16
 """Tokens in a page, as in `kv_cache.cuh`."""
+
+KINDS = False
+"""Whether layers with a window have pages of a kind of their own.
+
+Off until `tests/gpu/test_page_kinds.py`, which turns it on, has passed on a GPU: so far tables, addresses and
+launches are held to recorded ones alone.
+"""
 
 _NUMBERS = {KvFormat.ELEMENT: ELEMENT, KvFormat.FP8: np.dtype(np.uint8)}
 
@@ -32,6 +40,8 @@ class LayerCache:
 
     keys: Buffer
     values: Buffer
+    kind: int = field(default=0, kw_only=True)
+    """Of its pages, and so of the tables that name them."""
 
     @property
     def pages(self) -> int:
@@ -52,10 +62,12 @@ class KvCache:
     @classmethod
     def allocate(cls, device: Device, spec: ModelSpec, pages: int) -> "KvCache":
         """Take the memory, zeroed: what is behind a context must be finite. Raises DeviceMemoryError."""
+        if (layout := kinds_layout(spec, device.kv)) is not None:
+            return cls._of_kinds(device, spec, layout, pages)
         kind = _NUMBERS[device.kv]
         shapes = [
-            [(pages, heads, part_numbers(size, device.kv)) for heads, size in _parts(layer.mixer)]
-            for layer in spec.layers
+            [(pages, heads, part_numbers(size, device.kv)) for heads, size in _parts(mixer)]
+            for mixer in spec.caches
         ]
         sizes = (math.prod(shape) * kind.itemsize for parts in shapes for shape in parts)
         arena = Arena(device, sum(map(aligned, sizes)), "the KV cache")
@@ -68,10 +80,59 @@ class KvCache:
         address = device.allocate(pages * PAGE * tokens.itemsize, "the tokens of the KV cache")
         return cls(tuple(layers), Buffer(address, (pages, PAGE), tokens))
 
+    @classmethod
+    def _of_kinds(cls, device: Device, spec: ModelSpec, layout: PageLayout, pages: int) -> "KvCache":
+        """Pages that any kind of layers may have: each is as long as a whole number of any layer's parts."""
+        kind, size = _NUMBERS[device.kv], pages * layout.numbers
+        base = device.allocate(size * _NUMBERS[device.kv].itemsize, "the KV cache")
+        device.fill(base, 0, size * kind.itemsize)
+
+        def held(mixer: Attention, part: LayerPart) -> LayerCache:
+            """Keys and values from where they begin on, as far as both reach: all parts that tables name."""
+            shape = (mixer.kv_heads, part_numbers(mixer.head_dim, device.kv))
+            count = (size - max(part.keys, part.values)) // math.prod(shape)
+            keys, values = (
+                Buffer(base + first * kind.itemsize, (count, *shape), kind)
+                for first in (part.keys, part.values)
+            )
+            return LayerCache(keys, values, kind=part.kind)
+
+        layers = tuple(
+            held(mixer, part) if isinstance(mixer, Attention) and part is not None else NO_PAGES
+            for mixer, part in zip(spec.caches, layout.layers, strict=True)
+        )
+        parts, tokens = pages * layout.kinds[0].stride, np.dtype(np.int32)
+        address = device.allocate(parts * PAGE * tokens.itemsize, "the tokens of the KV cache")
+        return cls(layers, Buffer(address, (parts, PAGE), tokens))
+
+
+def kinds_layout(spec: ModelSpec, kv: KvFormat = KvFormat.ELEMENT) -> PageLayout | None:
+    """How pages of several kinds lie; None: there is one kind, and each layer has its pages apart.
+
+    So it is, too, in FP8, whose pages become elements by one table, and where all layers have windows: what
+    is behind these may be asked about.
+    """
+    if (
+        not KINDS
+        or kv is not KvFormat.ELEMENT
+        or not all(isinstance(one, Attention | None) for one in spec.caches)
+    ):
+        return None
+    layout = page_layout(spec, PAGE, lambda mixer: PAGE * mixer.kv_heads * mixer.head_dim)
+    return None if layout.apart or layout.kinds[0].window is not None else layout
+
+
+def pool_page_bytes(spec: ModelSpec, kv: KvFormat = KvFormat.ELEMENT) -> int:
+    """Bytes of a page of the pool: of any kind, with the tokens; of one kind as `page_bytes`."""
+    layout = kinds_layout(spec, kv)
+    if layout is None:
+        return page_bytes(spec, kv)
+    return layout.numbers * _NUMBERS[kv].itemsize + 4 * PAGE * layout.kinds[0].stride
+
 
 def page_bytes(spec: ModelSpec, kv: KvFormat = KvFormat.ELEMENT) -> int:
-    """Bytes of a page: keys and values of all layers, and the tokens."""
-    parts = (part for layer in spec.layers for part in _parts(layer.mixer))
+    """Bytes of `PAGE` tokens: keys and values of all layers, and the tokens."""
+    parts = (part for mixer in spec.caches for part in _parts(mixer))
     return sum(heads * part_numbers(size, kv) for heads, size in parts) * _NUMBERS[kv].itemsize + 4 * PAGE
 
 

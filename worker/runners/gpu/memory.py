@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 from nightmill.worker.runners.gpu.device.device import DeviceMemoryError
 from nightmill.worker.runners.gpu.kv_cache import PAGE
+from nightmill.worker.runners.page_layout import PageLayout
 
 __all__ = [
     "LEAST_TOKENS", "MemoryPlan", "RunnerSizes", "StatePlan", "allowed", "plan_memory", "plan_states",
+    "spare_pages",
     "tokens_of_a_step",
 ]  # fmt: skip
 
@@ -140,23 +142,27 @@ def _snapshots(slots: int) -> int:
 
 
 def plan_memory(
-    sizes: RunnerSizes, *, weights: int, page: int, free: int, workspace: int, states: StatePlan | None = None
-) -> MemoryPlan:
+    sizes: RunnerSizes, *, weights: int, page: int, free: int, workspace: int,
+    states: StatePlan | None = None, layout: PageLayout | None = None,
+) -> MemoryPlan:  # fmt: skip
     """Plan for what `sizes.gpu_memory` allows of `free` bytes.
 
     sizes      more pages than all slots can fill are not taken
     weights    bytes that they take (`weight_bytes`)
-    page       bytes of a page of the KV cache (`page_bytes`)
+    page       bytes of a page of the KV cache (`pool_page_bytes`)
     workspace  bytes of activations, of what kernels ask for, and of what sampling keeps of slots
     states     of layers that have such, as `plan_states` planned them
+    layout     of pages of several kinds; None: there is one kind
 
     Raises DeviceMemoryError, with the numbers and the settings to change, where that cannot fit.
     """
     gpu_memory, kv_pages = sizes.gpu_memory, sizes.kv_pages
     budget = allowed(free, gpu_memory)
     states = StatePlan(sizes.slots) if states is None else states
-    room = (budget - weights - workspace - states.bytes) // page - 1  # one page more is kept for padding
-    wanted = sizes.slots * -(-sizes.context // PAGE) if kv_pages is None else kv_pages
+    spare = spare_pages(layout)
+    room = (budget - weights - workspace - states.bytes) // page - spare
+    each = -(-sizes.context // PAGE) if layout is None else layout.pages_for(sizes.context)
+    wanted = sizes.slots * each if kv_pages is None else kv_pages
     least = min(wanted, _LEAST_PAGES) if kv_pages is None else kv_pages
     if room < least:
         raise DeviceMemoryError(
@@ -167,4 +173,9 @@ def plan_memory(
             "raise --gpu-memory, or end what else runs on this GPU"
         )
     pages = min(wanted, room)
-    return MemoryPlan(weights, workspace, (pages + 1) * page, pages, budget, free, states)
+    return MemoryPlan(weights, workspace, (pages + spare) * page, pages, budget, free, states)
+
+
+def spare_pages(layout: PageLayout | None) -> int:
+    """Pages behind the last: one that padding is written to, before it one of zeros if there are kinds."""
+    return 1 if layout is None else 2

@@ -193,10 +193,11 @@ class Model:
             kernels, weights, own = layer.kernels, layer.weights, layer.at
             if kernels.mixer is not None and layer.attended is not None:
                 mixed, ends = own.mixed, index == self._last_mixing
-                kernels.mixer.enter(entering, layer, inputs, rows)
+                pages = inputs.of(layer.cache.kind)
+                kernels.mixer.enter(entering, layer, pages, rows)
                 if ends and not shape.draws and kernels.mixer.entering_is_enough:
                     return
-                kernels.mixer.mix(layer, inputs, shape)
+                kernels.mixer.mix(layer, pages, shape)
                 if ends and not shape.draws:
                     return
                 if ends and shape.gathers:
@@ -221,8 +222,9 @@ class Model:
             kernels, weights, own = layer.kernels, layer.weights, layer.at
             few, mixer, down = kernels.few, kernels.mixer, kernels.down
             assert few is not None and mixer is not None and down is not None
-            mixer.enter_few(few, x, layer, inputs, rows)
-            mixer.mix(layer, inputs, shape)
+            pages = inputs.of(layer.cache.kind)
+            mixer.enter_few(few, x, layer, pages, rows)
+            mixer.mix(layer, pages, shape)
             few.residual(own.mixed, weights.attn_output, x, rows)
             few.swiglu(x, weights, own.activated, rows)
             (few.residual if rows <= _FEWEST_ROWS else down)(own.activated, weights.ffn_down, x, rows)

@@ -11,7 +11,7 @@ from nightmill.worker.model.spec import ModelSpec, Pooling
 from nightmill.worker.runners.base import STATE_CHUNK
 from nightmill.worker.runners.gpu.activations import LOGIT_ROWS, most_draws
 from nightmill.worker.runners.gpu.catalogue import workspace_bytes
-from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
+from nightmill.worker.runners.gpu.kv_cache import PAGE, kinds_layout, pool_page_bytes
 from nightmill.worker.runners.gpu.memory import (
     LEAST_TOKENS,
     MemoryPlan,
@@ -65,7 +65,7 @@ class RunnerPlanner:
         Raises DeviceMemoryError where the model does not fit.
         """
         spec, precision, slots = self.spec, self.precision, sizes.slots
-        weights, page = weight_bytes(spec, precision), page_bytes(spec, precision.kv)
+        weights, page = weight_bytes(spec, precision), pool_page_bytes(spec, precision.kv)
         room = allowed(free, sizes.gpu_memory) - weights
         tokens = sizes.max_tokens
         if sizes.kv_pages is None:
@@ -77,7 +77,7 @@ class RunnerPlanner:
         sizes = replace(sizes, slots=states.slots)
         memory = plan_memory(
             sizes, weights=weights, page=page, free=free, workspace=self._workspace(sizes, tokens),
-            states=states,
+            states=states, layout=kinds_layout(spec, precision.kv),
         )  # fmt: skip
         return RunnerPlan(memory, self.bounds(sizes))
 
@@ -86,6 +86,7 @@ class RunnerPlanner:
         slots, grid = sizes.slots, prompt_grid(self.spec)
         pools = self.spec.pooling is Pooling.MEAN
         draws = most_draws(slots, grid, pools=pools) if sizes.max_draws is None else sizes.max_draws
+        layout = kinds_layout(self.spec, self.precision.kv)
         return StepBounds(
             max_tokens=sizes.max_tokens,
             max_draws=max(draws, slots),
@@ -93,6 +94,7 @@ class RunnerPlanner:
             table_width=-(-sizes.context // PAGE),
             max_pieces=self.most_pieces(slots),
             states=grid > 1,
+            strides=(1,) if layout is None else tuple(kind.stride for kind in layout.kinds),
         )
 
     def _workspace(self, sizes: RunnerSizes, max_tokens: int) -> int:

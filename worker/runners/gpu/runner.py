@@ -23,6 +23,7 @@ from nightmill.worker.runners.base import (
     DrawArray,
     Drawn,
     IntArray,
+    PageKind,
     StepBatch,
     masked_draws,
     wants_logprobs,
@@ -37,10 +38,10 @@ from nightmill.worker.runners.gpu.device.compiler import compile_all
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.graphs import Graph, bucket_of, buckets
 from nightmill.worker.runners.gpu.feed_forward import ExpertLaunchers
-from nightmill.worker.runners.gpu.kv_cache import PAGE, KvCache
+from nightmill.worker.runners.gpu.kv_cache import PAGE, KvCache, kinds_layout
 from nightmill.worker.runners.gpu.layers import Launchers, bind_layers
 from nightmill.worker.runners.gpu.loading import load_weights
-from nightmill.worker.runners.gpu.memory import RunnerSizes, allowed
+from nightmill.worker.runners.gpu.memory import RunnerSizes, allowed, spare_pages
 from nightmill.worker.runners.gpu.mixers import Mixers
 from nightmill.worker.runners.gpu.model import Model, Shared
 from nightmill.worker.runners.gpu.planning import RunnerPlanner, prompt_grid
@@ -119,6 +120,7 @@ class CudaRunner:
             raise ValueError(f"a step of {max_tokens} tokens cannot hold one token of each of {slots} slots")
         began = time.monotonic()
         self.page_size = PAGE
+        self.page_kinds: tuple[PageKind, ...] = ()
         self.slots = slots
         self.depth = sizes.depth
         self.embeds = True
@@ -194,7 +196,10 @@ class CudaRunner:
         self._progress(StartStep.LOADING, "")
         weights = load_weights(device, file, spec, precision, report=self._report)
         self._progress(StartStep.STARTING, "binding the layers")
-        cache = KvCache.allocate(device, spec, self.kv_pages + 1)  # one more for rows of padding
+        layout = kinds_layout(spec, device.kv)
+        self.page_kinds = () if layout is None else layout.kinds
+        pages = self.kv_pages + spare_pages(layout)
+        cache = KvCache.allocate(device, spec, pages)
         self._states = States(device, spec, slots=slots, snapshots=self.snapshots, depth=self.depth)
         mixers = Mixers(device, spec, products, activate, attentions, at, max_context=context)
         experts = ExpertLaunchers.of(device, spec, precision, padding=slots)
@@ -203,7 +208,7 @@ class CudaRunner:
         sampler = Sampler(device, spec.vocab, max_rows=LOGIT_ROWS)
         self._slots = SlotTable(device, sampler, slots=slots, vocab=spec.vocab, depth=self.depth)
         self._masks = MaskBuffers(device, vocab=spec.vocab, rows=LOGIT_ROWS, depth=self.depth)
-        self._steps = StepBuffers(device, bounds, padding_page=self.kv_pages, depth=self.depth)
+        self._steps = StepBuffers(device, bounds, padding_page=pages - 1, depth=self.depth)
         embedding = Embedding(device, spec.vocab, spec.embedding_scale)
         shared = Shared(embedding, norms, LogitScale(device, spec), sampler)
         self._pooled = PooledSums(device, spec, slots=slots, depth=self.depth)

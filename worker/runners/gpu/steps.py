@@ -16,6 +16,7 @@ from nightmill.worker.runners.base import (
     NOT_GIVEN,
     UNMASKED,
     IntArray,
+    KindRows,
     StepBatch,
     pooled_rows,
 )
@@ -102,6 +103,11 @@ class StepInputs:
     tiles: int  # (tiles, 2) the pieces of prompts that prefill attention computes
     pieces: int  # (pieces, 4) the pieces of contexts that decode attention computes
     pieces_of_states: StepPieces = NO_STEP_PIECES
+    further: tuple["StepInputs", ...] = ()  # the same with rows and tables of the other kinds of pages
+
+    def of(self, kind: int) -> "StepInputs":
+        """Those for layers whose pages are of a kind."""
+        return self.further[kind - 1] if kind else self
 
 
 NO_INPUTS = StepInputs(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
@@ -115,6 +121,7 @@ class StepBounds:
     table_width  pages of a sequence
     max_pieces   room for `StepInputs.pieces`
     states       layers have states, for which a step is divided into pieces
+    strides      of the kinds of pages (`PageKind`)
     """
 
     max_tokens: int
@@ -123,6 +130,7 @@ class StepBounds:
     table_width: int
     max_pieces: int
     states: bool = False
+    strides: tuple[int, ...] = (1,)
 
     @property
     def words(self) -> int:
@@ -140,7 +148,8 @@ class StepBuffers:
         self._slots = bounds.slots
         self._states = bounds.states
         self._padding_page = padding_page
-        self._padding_row = padding_page * PAGE
+        self._strides = bounds.strides
+        self._padding_row = padding_page * bounds.strides[0] * PAGE
         self.table_width = table_width = bounds.table_width
         rows, words = max(bounds.slots, 1), bounds.words
         self._packed = device.allocate(4 * words, "a step's arrays")
@@ -148,11 +157,17 @@ class StepBuffers:
         self._numbers = np.arange(rows + 1, dtype=np.int32)
         self._host = [device.pinned(words, np.int32) for _ in range(depth)]
         self._host_tables = [device.pinned((rows, table_width), np.int32) for _ in range(depth)]
+        self._further = [
+            _KindBuffers(device, bounds, rows=rows, padding_page=padding_page * stride, depth=depth)
+            for stride in bounds.strides[1:]
+        ]
 
     @staticmethod
     def bytes(bounds: StepBounds) -> int:
         """Device memory that the buffers take."""
-        return 4 * (bounds.words + max(bounds.slots, 1) * bounds.table_width) + 1024
+        tables = max(bounds.slots, 1) * bounds.table_width
+        further = (bounds.max_tokens + tables) * (len(bounds.strides) - 1)
+        return 4 * (bounds.words + tables + further) + 1024 * len(bounds.strides)
 
     def write(
         self, turn: int, batch: StepBatch, shape: StepShape, tiles: IntArray, pieces: IntArray
@@ -187,7 +202,7 @@ class StepBuffers:
         tables[:count, :width] = batch.page_tables
         inputs, at = self._send(turn, offsets, words, count, width), self._packed + 4 * offsets[-1]
         through = pieces_on_device(at, states.pieces, states.drawn, states.prompt_rows)
-        return replace(inputs, pieces_of_states=through)
+        return self._with_kinds(turn, replace(inputs, pieces_of_states=through), batch, 0)
 
     def write_padded(self, turn: int, batch: StepBatch, size: int, pieces: IntArray, room: int) -> StepInputs:
         """Queue a batch in which every sequence decodes one token and draws the next, padded to `size`.
@@ -222,11 +237,22 @@ class StepBuffers:
         tables = self._host_tables[turn]
         width = batch.page_tables.shape[1]
         tables[:count, :width] = batch.page_tables
-        tables[count:size, 0] = self._padding_page
+        tables[count:size, 0] = self._padding_page * self._strides[0]
         inputs, at = self._send(turn, offsets, words, size, width), self._packed + 4 * offsets[-1]
-        if not self._states:
-            return inputs
-        return replace(inputs, pieces_of_states=pieces_on_device(at, size, size, 0))
+        if self._states:
+            inputs = replace(inputs, pieces_of_states=pieces_on_device(at, size, size, 0))
+        return self._with_kinds(turn, inputs, batch, size)
+
+    def _with_kinds(self, turn: int, inputs: StepInputs, batch: StepBatch, size: int) -> StepInputs:
+        """Queue the copies of rows and tables of the other kinds, padded to `size` rows."""
+        given = batch.further
+        if not len(batch.slots):  # PADDING, whose tables are those of any kind
+            given = (KindRows(batch.cache_rows, batch.page_tables),) * len(self._further)
+        written = (
+            buffers.write(turn, rows, size) for buffers, rows in zip(self._further, given, strict=True)
+        )
+        further = tuple(replace(inputs, cache_rows=rows, page_tables=tables) for rows, tables in written)
+        return replace(inputs, further=further) if further else inputs
 
     def _send(self, turn: int, offsets: list[int], words: int, rows: int, width: int) -> StepInputs:
         self._device.copy_in(self._packed, self._host[turn][:words])
@@ -249,6 +275,32 @@ class StepBuffers:
             tiles,
             pieces,
         )
+
+
+class _KindBuffers:
+    """Rows and tables of a further kind of pages; `padding_page`: the entry that padding is written to."""
+
+    def __init__(
+        self, device: Device, bounds: StepBounds, *, rows: int, padding_page: int, depth: int
+    ) -> None:
+        self._device, self._padding, width = device, padding_page, bounds.table_width
+        self._rows = device.allocate(4 * bounds.max_tokens, "a step's rows of pages")
+        self._tables = device.allocate(4 * rows * width, "page tables")
+        self._host_rows = [device.pinned(bounds.max_tokens, np.int32) for _ in range(depth)]
+        self._host_tables = [device.pinned((rows, width), np.int32) for _ in range(depth)]
+
+    def write(self, turn: int, given: KindRows, size: int) -> tuple[int, int]:
+        """Queue the copies, padded to `size` rows; returns the addresses of rows and of tables."""
+        rows, tables = self._host_rows[turn], self._host_tables[turn]
+        count, width = given.page_tables.shape
+        used = len(given.cache_rows)
+        rows[:used], tables[:count, :width] = given.cache_rows, given.page_tables
+        rows[used:size] = self._padding * PAGE
+        tables[count:size, 0] = self._padding
+        self._device.copy_in(self._rows, rows[: max(used, size, 1)])
+        pitch = 4 * tables.shape[1]
+        self._device.copy_rows_in(self._tables, pitch, tables[: max(count, size)], 4 * width)
+        return self._rows, self._tables
 
 
 def padded_lengths(batch: StepBatch, size: int) -> IntArray:

@@ -5,6 +5,7 @@ were drawn in one piece and every longer chunk by itself, and so do layers with 
 the rows that draw. A job's tokens do not depend on what else is in the batch (see `ops`).
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from nightmill.worker.model.spec import (
     Experts,
     FeedForward,
     LatentAttention,
+    LayerInputs,
     Mixer,
     ModelSpec,
     Norm,
@@ -70,8 +72,10 @@ class ReferenceModel:
             load_layer(file, spec.layers[index], spec.layer_weights(index), fp8=fp8)
             for index in range(len(spec.layers))
         ]
-        norm = spec.output_norm.weights(Role.OUTPUT_NORM, spec.output_norm_name, spec.width)
-        self._output_norm = load(file, norm)
+        large = (Role.EMBEDDING, Role.HEAD, Role.LAYER_EMBEDDING)
+        outside = {role: weight for role, weight in spec.weights().items() if role not in large}
+        self._outside = load(file, outside)
+        self._file = file
         self._embedding = file.array("token_embd.weight")
         self._head = (self._embedding if spec.tied_head else file.array("output.weight")).T
         self._tiled: dict[tuple[tuple[int, ...], bool], bool] = {}
@@ -84,8 +88,9 @@ class ReferenceModel:
             rope: ops.rope_table(places.positions, frequencies, rope.magnitude, np.float32)
             for rope, frequencies in self._frequencies.items()
         }
-        x = _scaled(ops.embedding(self._embedding, tokens), self._spec.embedding_scale)
+        x: ops.FloatArray = _scaled(ops.embedding(self._embedding, tokens), self._spec.embedding_scale)
         self._report("embedding", x)
+        inputs = self._inputs_of_layers(tokens, x)
         for index, layer in enumerate(self._spec.layers):
             weights = self._layers[index]
             if layer.mixer is not None:
@@ -96,11 +101,15 @@ class ReferenceModel:
             if layer.feed_forward.width:
                 if not layer.parallel:
                     normed = _norm(layer.feed_forward_norm, x, weights, Role.FFN_NORM)
-                added = self._feed_forward(index, layer.feed_forward, weights, normed)
+                added = self._feed_forward(index, layer.feed_forward, weights, normed, x)
                 added = _norm(layer.feed_forward_post_norm, added, weights, Role.FFN_POST_NORM)
                 x = x + _scaled(added, layer.residual_scale)
+            if layer.inputs is not None:
+                x = x + self._own_input(layer.inputs, weights, x, inputs[:, index])
+            if layer.output_scale:
+                x = x * weights[Role.LAYER_SCALE]
             self._report(f"layer.{index}", x)
-        x = _norm(self._spec.output_norm, x, self._output_norm, Role.OUTPUT_NORM)
+        x = _norm(self._spec.output_norm, x, self._outside, Role.OUTPUT_NORM)
         self._report("norm", x)
         return x
 
@@ -108,8 +117,35 @@ class ReferenceModel:
         """Logits (R, vocab) of normed hidden states (R, width)."""
         logits = _scaled(self._product(hidden, self._head), self._spec.logit_scale)
         logits = ops.softcap(logits, self._spec.logit_softcap).astype(np.float32, copy=False)
+        if self._spec.suppressed:
+            logits[:, list(self._spec.suppressed)] = -np.inf
         self._report("logits", logits)
         return logits
+
+    def _inputs_of_layers(self, tokens: npt.NDArray[np.int32], x: ops.FloatArray) -> ops.FloatArray:
+        """The rows (T, layers, columns) that layers have as inputs of their own; none: no columns.
+
+        Of the table only the tokens' rows are read.
+        """
+        inputs, layers = self._spec.layer_inputs, len(self._spec.layers)
+        if inputs is None:
+            return np.zeros((len(x), layers, 0), dtype=x.dtype)
+        (table,) = self._spec.weights()[Role.LAYER_EMBEDDING].names
+        looked_up = self._file.rows(table, tokens) * x.dtype.type(math.sqrt(inputs.width))
+        made: ops.FloatArray = self._product(x, self._outside[Role.LAYER_PROJECTION])
+        made = made * x.dtype.type(x.shape[1] ** -0.5)
+        made = _norm(inputs.norm, made.reshape(len(x), layers, -1), self._outside, Role.LAYER_PROJECTION_NORM)
+        added: ops.FloatArray = made + looked_up.reshape(made.shape)
+        return added * x.dtype.type(2**-0.5)
+
+    def _own_input(
+        self, inputs: LayerInputs, weights: Weights, x: ops.FloatArray, row: ops.FloatArray
+    ) -> ops.FloatArray:
+        """What a layer adds for its input (T, columns)."""
+        activate = _ACTIVATIONS[inputs.activation, False]
+        gated = activate(self._linear(x, weights[Role.INPUT_GATE])) * row
+        added = self._linear(gated, weights[Role.INPUT_UP])
+        return _norm(inputs.norm, added, weights, Role.INPUT_POST_NORM)
 
     def close(self) -> None:
         """Drop the layers' weights."""
@@ -134,30 +170,38 @@ class ReferenceModel:
         self, index: int, attention: Attention, weights: Weights, x: ops.FloatArray, places: Places,
         rotations: Rotations,
     ) -> ops.FloatArray:  # fmt: skip
-        heads, kv_heads = attention.heads, attention.kv_heads
+        rows, heads, kv_heads = len(x), attention.heads, attention.kv_heads
         qkv = self._linear(x, weights[Role.QKV], weights.get(Role.QKV_BIAS))
         q, k, v = np.split(qkv, np.cumsum([attention.gated_queries, attention.keys]), axis=1)
-        q, *gate = np.split(q.reshape(len(x), heads, -1), 1 + attention.gated, axis=2)
-        k, v = (part.reshape(len(x), kv_heads, -1) for part in (k, v))
-        if attention.qk_norm_whole:
-            q, k = (part.reshape(len(x), 1, -1) for part in (q, k))
-        norm = attention.qk_norm
-        if not attention.qk_norm_rotated:
-            q, k = _norm(norm, q, weights, Role.Q_NORM), _norm(norm, k, weights, Role.K_NORM)
-        q, k = q.reshape(len(x), heads, -1), k.reshape(len(x), kv_heads, -1)
+        q, *gate = np.split(q.reshape(rows, heads, -1), 1 + attention.gated, axis=2)
         cosine, sine = rotations[attention.rope]
         interleaved = attention.rope.style is RopeStyle.PAIRS
-        q, k = (ops.rope(part, cosine, sine, interleaved=interleaved) for part in (q, k))
-        if attention.qk_norm_rotated:
-            q, k = _norm(norm, q, weights, Role.Q_NORM), _norm(norm, k, weights, Role.K_NORM)
+
+        def turned(part: ops.FloatArray, heads: int, role: Role) -> ops.FloatArray:
+            """Norm and rotate the queries or the keys of all heads."""
+            norm = attention.qk_norm
+            if not attention.qk_norm_rotated:
+                part = _norm(
+                    norm, part.reshape(rows, 1 if attention.qk_norm_whole else heads, -1), weights, role
+                )
+            part = ops.rope(part.reshape(rows, heads, -1), cosine, sine, interleaved=interleaved)
+            return _norm(norm, part, weights, role) if attention.qk_norm_rotated else part
+
+        if attention.keys_of is None:
+            v = (k if attention.values_are_keys else v).reshape(rows, kv_heads, -1)
+            if attention.value_norm is not None:
+                v = ops.unit_rms(v, attention.value_norm.eps)
+            self._cache.write(index, turned(k, kv_heads, Role.K_NORM), v, places)
+        q = turned(q, heads, Role.Q_NORM)
         if attention.temperature is not None:
             q = q * attention.temperature.factors(places.positions)[:, None, None].astype(q.dtype)
         how = ops.Scores(attention.scale, attention.softcap, attention.window, weights.get(Role.SINKS))
-        mixed = self._cache.attend(index, q, k, v, places, how)
+        read = index if attention.keys_of is None else attention.keys_of
+        mixed = self._cache.attend(read, q, places, how)
         if attention.gated:
             mixed = mixed * ops.sigmoid(gate[0])
         return self._linear(
-            mixed.reshape(len(x), -1), weights[Role.ATTN_OUTPUT], weights.get(Role.ATTN_OUTPUT_BIAS)
+            mixed.reshape(rows, -1), weights[Role.ATTN_OUTPUT], weights.get(Role.ATTN_OUTPUT_BIAS)
         )
 
     def _attend_latent(
@@ -180,34 +224,37 @@ class ReferenceModel:
         )
         absorbed = np.stack([self._linear(q[:, head], weights[Role.K_UP][head]) for head in range(heads)], 1)
         keys = np.concatenate([kept, k_rotated], axis=2)
-        mixed = self._cache.attend(
-            index,
-            np.concatenate([absorbed, q_rotated], axis=2),
-            keys,
-            keys,
-            places,
-            ops.Scores(attention.scale),
-        )
+        self._cache.write(index, keys, keys, places)
+        q = np.concatenate([absorbed, q_rotated], axis=2)
+        mixed = self._cache.attend(index, q, places, ops.Scores(attention.scale))
         values = [self._linear(mixed[:, head, :latent], weights[Role.V_UP][head]) for head in range(heads)]
         return self._linear(np.concatenate(values, axis=1), weights[Role.ATTN_OUTPUT])
 
     def _feed_forward(
-        self, index: int, network: FeedForward | Experts, weights: Weights, x: ops.FloatArray
-    ) -> ops.FloatArray:
+        self, index: int, network: FeedForward | Experts, weights: Weights, x: ops.FloatArray,
+        stream: ops.FloatArray,
+    ) -> ops.FloatArray:  # fmt: skip
+        """What a network adds for x, which the layer's norm made of the residual stream."""
         activate = _ACTIVATIONS[network.activation, network.gated]
         if isinstance(network, Experts):
-            return self._experts(index, network, weights, x, activate)
+            return self._experts(index, network, weights, x, stream)
         inner = self._linear(x, weights[Role.GATE_UP], weights.get(Role.GATE_UP_BIAS))
         return self._linear(activate(inner), weights[Role.FFN_DOWN], weights.get(Role.FFN_DOWN_BIAS))
 
     def _experts(
-        self, index: int, experts: Experts, weights: Weights, x: ops.FloatArray,
-        activate: Callable[[ops.FloatArray], ops.FloatArray],
-    ) -> ops.FloatArray:  # fmt: skip
-        logits = self._product(x, weights[Role.ROUTER], weights.get(Role.ROUTER_BIAS))
+        self, index: int, experts: Experts, weights: Weights, x: ops.FloatArray, stream: ops.FloatArray
+    ) -> ops.FloatArray:
+        routing = read = x
+        if experts.beside is not None:
+            scale = x.dtype.type(x.shape[1] ** -0.5)
+            routing = ops.rms_norm(stream, weights[Role.ROUTER_NORM], experts.beside.eps) * scale
+            read = _norm(experts.beside, stream, weights, Role.ROUTED_NORM)
+        logits = self._product(routing, weights[Role.ROUTER], weights.get(Role.ROUTER_BIAS))
         routed = choose(experts, logits, weights.get(Role.SELECTION_BIAS))
         self._report(f"experts.{index}", routed[0])
-        read = x if experts.latent is None else self._linear(x, weights[Role.LATENT_DOWN])
+        if experts.latent is not None:
+            read = self._linear(read, weights[Role.LATENT_DOWN])
+        activate = _ACTIVATIONS[experts.activation, experts.gated]
         mixed = mix_experts(experts, weights, read, self._linear, activate, routed)
         if experts.latent is not None:
             mixed = self._linear(mixed, weights[Role.LATENT_UP])
@@ -218,6 +265,9 @@ class ReferenceModel:
         shared = self._linear(inner, weights[Role.SHARED_DOWN], weights.get(Role.SHARED_DOWN_BIAS))
         if experts.shared_gated:
             shared = shared * ops.sigmoid((x * weights[Role.SHARED_GATE]).sum(axis=1, keepdims=True))
+        if experts.beside is not None:
+            shared = _norm(experts.beside, shared, weights, Role.SHARED_POST_NORM)
+            mixed = _norm(experts.beside, mixed, weights, Role.ROUTED_POST_NORM)
         return mixed + shared
 
     def _linear(

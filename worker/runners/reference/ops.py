@@ -35,9 +35,14 @@ def embedding(table: FloatArray, tokens: IndexArray) -> FloatArray:
 
 def rms_norm(x: FloatArray, weight: FloatArray, eps: float) -> FloatArray:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich 2019)."""
+    return unit_rms(x, eps) * weight
+
+
+def unit_rms(x: FloatArray, eps: float) -> FloatArray:
+    """`rms_norm` without weights."""
     mean_square = np.mean(np.square(x), axis=-1, keepdims=True)
     normed: FloatArray = x / np.sqrt(mean_square + x.dtype.type(eps))
-    return normed * weight
+    return normed
 
 
 def layer_norm(x: FloatArray, weight: FloatArray, eps: float) -> FloatArray:

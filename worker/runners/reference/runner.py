@@ -66,7 +66,8 @@ class ReferenceRunner:
     """Runs steps on the CPU; `launch` or `draw` computes, `collect` hands out the result.
 
     file, spec       the model; weights are kept as float32
-    kv_pages        pages of `page_size` tokens; the memory is only touched as pages are used
+    kv_pages         pages, of `page_size` tokens, or more of a kind that keeps less of each; the memory is
+                     only touched as they are used
     slots            sequences at once
     depth            launches that may be queued before one is collected
     rounding         the precision of keys, values and weights
@@ -86,6 +87,7 @@ class ReferenceRunner:
         self.vocab = spec.vocab
         self.arithmetic = _arithmetic(file, "fp8 in f32" if fp8 else "f32", kv)
         self._cache = ReferenceKvCache(spec, pages=kv_pages, page_size=page_size, kv=kv)
+        self.page_kinds = self._cache.layout.kinds
         self.embeds = True
         self.prompt_grid = STATE_CHUNK if spec.state_bytes else 1
         self.snapshots = slots if spec.state_bytes else 0

@@ -42,7 +42,7 @@ class HopperWide:
     def suits(attention: Attention, value_dim: int | None = None, *, hopper: bool) -> bool:
         """Return whether the kernel takes a layer's attention."""
         sizes = VALUES if value_dim is None else _KEPT, VALUES
-        fits = (attention.head_dim, value_dim or attention.head_dim) == sizes
+        fits = (attention.head_dim, attention.head_dim if value_dim is None else value_dim) == sizes
         return hopper and fits and (value_dim is not None or WideDecode.suits(attention))
 
     @staticmethod

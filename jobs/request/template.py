@@ -24,6 +24,8 @@ from nightmill.jobs.request.prompts import json_type
 
 MAX_CHARACTERS = 1 << 18
 """The most characters of a template."""
+PRIOR = "prior."
+"""The prefix of what a template takes from the row before it, if it follows one."""
 _OPEN, _CLOSE = "{{", "}}"
 _STATEMENT = re.compile(
     r"\{%[-+]?\s*(?:if|elif|else|endif|for|endfor|set|macro|endmacro|block|include|import|from|extends|call"
@@ -100,34 +102,43 @@ class Template:
         """The column with a chat that is all of the template; None of a template for text."""
         return next((slot for slot in self.slots if slot.filter is Filter.MESSAGES), None)
 
-    def check(self, columns: Collection[str]) -> None:
-        """Raises InvalidParameterError for a column that is not one of these."""
+    def check(self, columns: Collection[str], *, follows: bool = False) -> None:
+        """Raises InvalidParameterError for a column that is not one of these.
+
+        follows  each row follows another, of which `prior.NAME` tells
+        """
         for slot in self.slots:
+            if follows and slot.column.startswith(PRIOR):
+                continue
             if slot.column not in columns:
                 where = f"line {slot.line}, column {slot.place}"
+                hint = "; rows that follow others are submitted with after" if PRIOR in slot.column else ""
                 raise InvalidParameterError(
-                    f"{self.label}: {where}: there is no column {_shown(slot.column)}; {listed(columns)}",
+                    f"{self.label}: {where}: there is no column {_shown(slot.column)}; "
+                    f"{listed(columns)}{hint}",
                     field=self.label,
                 )
 
     def fill(self, row: Mapping[str, Any], empty: Empty = Empty.ERROR) -> str:
         """The text for a row. Raises EmptyColumnError for no value, InvalidRequestError for one of no use."""
         return "".join(
-            part if isinstance(part, str) else self._written(part, row.get(part.column), empty)
+            part if isinstance(part, str) else write_value(part, row.get(part.column), empty)
             for part in self.parts
         )
 
-    def _written(self, slot: Slot, value: Any, empty: Empty) -> str:
-        if value is None:
-            if empty is not Empty.KEEP:
-                raise no_value(slot.column)
-            return "null" if slot.filter is Filter.JSON else ""
-        if isinstance(value, str) and slot.filter is Filter.TEXT:
-            return value
-        if slot.filter is Filter.TEXT and isinstance(value, list | Mapping):
-            said = f"{_shown(slot.column)}: is {json_type(value)}; write {{{{ {slot.column} | json }}}}"
-            raise InvalidRequestError(said, field=slot.column)
-        return json.dumps(value, ensure_ascii=False)
+
+def write_value(slot: Slot, value: Any, empty: Empty) -> str:
+    """The text for a value. Raises EmptyColumnError for none, InvalidRequestError for one of no use."""
+    if value is None:
+        if empty is not Empty.KEEP:
+            raise no_value(slot.column)
+        return "null" if slot.filter is Filter.JSON else ""
+    if isinstance(value, str) and slot.filter is Filter.TEXT:
+        return value
+    if slot.filter is Filter.TEXT and isinstance(value, list | Mapping):
+        said = f"{_shown(slot.column)}: is {json_type(value)}; write {{{{ {slot.column} | json }}}}"
+        raise InvalidRequestError(said, field=slot.column)
+    return json.dumps(value, ensure_ascii=False)
 
 
 def no_value(column: str) -> EmptyColumnError:

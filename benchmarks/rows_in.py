@@ -1,0 +1,147 @@
+"""What a table of 1,000,000 rows or more costs the client: entered, followed, and written out again.
+
+    python -m benchmarks.rows_in [--rows 1000000] [--worked 20000] [--postgresql] [--after]
+
+Writes a CSV of reviews, and measures each command as a process of its own: its seconds, and the most memory
+that it had resident. `batch submit` enters the table by a template; with --after a second batch follows each
+of its rows. A worker with the instant engine computes --worked rows, which says how long all would take; the
+others are ended in SQL, so that `batch results` has all of them to write. Prints a JSON line for each.
+"""
+
+import argparse
+import csv
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from sqlalchemy import update
+
+from nightmill.jobs.base.contract import JobState, StopReason
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.client.client import Client
+from nightmill.jobs.sql.tables import JobRow
+from nightmill.worker.assembly.model import demo_model
+from nightmill.worker.commands.process import running_worker
+from tests.support import instant_worker
+from tests.support.servers import start_postgres, start_redis, worker_env
+
+_NIGHTMILL = (sys.executable, "-c", "from nightmill.jobs.commands.main import main; main()")
+_WORDS = ("the", "room", "was", "small", "but", "the", "bed", "was", "good", "and", "nobody", "answered")
+
+
+def main() -> None:
+    """Write, submit, work, read."""
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    arguments.add_argument("--rows", type=int, default=1_000_000)
+    arguments.add_argument("--worked", type=int, default=20_000, help="rows that the instant engine computes")
+    arguments.add_argument("--postgresql", action="store_true", help="PostgreSQL in place of SQLite")
+    arguments.add_argument("--after", action="store_true", help="also a batch that follows this one")
+    options = arguments.parse_args()
+    with ExitStack() as stack:
+        home = Path(stack.enter_context(TemporaryDirectory(prefix="nightmill-bench-")))
+        redis = stack.enter_context(start_redis(home))
+        url = None
+        if options.postgresql:
+            url = stack.enter_context(start_postgres(durable=True)).create_database()
+        settings = Settings(data_dir=home, database_url=url, broker_url=redis.url, model=demo_model())
+        client = stack.enter_context(Client(settings))
+        client.database.migrate()
+        table = home / "reviews.csv"
+        size = write_table(table, options.rows)
+        say("table", rows=options.rows, mebibytes=size >> 20)
+        submit = [str(table), "--template", "Good or bad? {{ review }}", "--column", "label"]
+        measured(
+            "batch submit", settings, ["submit", "--name", "reviews", *submit, "--max-tokens", "8"], options
+        )
+        if options.after:
+            follow = ["--after", "reviews", "--template", "Why? {{ prior.content }}", "--max-tokens", "8"]
+            measured("batch submit --after", settings, ["submit", "--name", "reasons", *follow], options)
+        work(client, home, options.worked, options.rows)
+        end_the_rest(client)
+        out = home / "out.csv"
+        measured("batch results", settings, ["results", "reviews", "-o", str(out)], options)
+        with out.open(newline="") as file:
+            assert sum(1 for _ in csv.reader(file)) == options.rows + 1
+
+
+def write_table(path: Path, rows: int) -> int:
+    """Write a table of reviews; returns its size in bytes."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(("id", "review", "rating"))
+        for number in range(rows):
+            words = " ".join(_WORDS[(number + place) % len(_WORDS)] for place in range(8 + number % 24))
+            writer.writerow((number, words, number % 5))
+    return path.stat().st_size
+
+
+def measured(what: str, settings: Settings, arguments: Sequence[str], options: Any) -> None:
+    """Run a command of `nightmill batch`, and print its time and memory."""
+    command = [*_NIGHTMILL, "batch", *arguments]
+    began = time.perf_counter()
+    process = subprocess.Popen(
+        command, env=worker_env(settings), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    seconds = time.perf_counter() - began
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
+    rate = round(options.rows / seconds)
+    say(what, seconds=round(seconds, 1), rows_per_second=rate, mebibytes=usage.ru_maxrss >> 10)
+
+
+def work(client: Client, home: Path, rows: int, most: int) -> None:
+    """Let the instant engine compute so many rows, and print its pace."""
+    if not rows:
+        return
+    with running_worker(client, home / "instant.log", command=instant_worker.COMMAND):
+        began, before = time.perf_counter(), ended(client)
+        while (done := ended(client)) < min(before + rows, most):
+            time.sleep(0.5)
+        seconds = time.perf_counter() - began
+    say(
+        "instant engine",
+        rows=done - before,
+        seconds=round(seconds, 1),
+        rows_per_second=round((done - before) / seconds),
+    )
+
+
+def ended(client: Client) -> int:
+    """The number of rows that have succeeded."""
+    return client.stats("reviews")["state"].get("succeeded", 0)
+
+
+def end_the_rest(client: Client) -> None:
+    """End what is left in SQL, as if it had been computed."""
+    now = client.database.now()
+    ends = {
+        "state": JobState.SUCCEEDED,
+        "stop_reason": StopReason.EOS,
+        "text": "AAAAAAAA",
+        "finished_at": now,
+    }
+    ends |= {"prompt_tokens": 30, "completion_tokens": 8, "cached_tokens": 0, "reasoning_tokens": 0}
+    with client.database.write() as connection:
+        connection.execute(
+            update(JobRow).where(JobRow.batch == "reviews", JobRow.state != JobState.SUCCEEDED).values(ends)
+        )
+
+
+def say(what: str, **values: Any) -> None:
+    """Print a line."""
+    print(json.dumps({"what": what, **values}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
