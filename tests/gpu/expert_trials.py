@@ -9,11 +9,11 @@ import numpy.typing as npt
 from nightmill.worker.model.spec import Activation, Experts, FeedForward, Norm, RouterScores
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ABSENT, FP8, INT, Buffer, Format, Matrix
-from nightmill.worker.runners.gpu.experts.combine import Combine
+from nightmill.worker.runners.gpu.experts.combine import Combine, Ending
 from nightmill.worker.runners.gpu.experts.grouped import Given, GroupedProducts
 from nightmill.worker.runners.gpu.experts.room import ExpertRoom
 from nightmill.worker.runners.gpu.experts.route import Routing
-from nightmill.worker.runners.gpu.weights.layout import NO_NORM, NormWeight
+from nightmill.worker.runners.gpu.weights.layout import NormWeight
 from nightmill.worker.runners.gpu.weights.router import PART_SCALE, part_rows
 from nightmill.worker.runners.reference import ops
 from nightmill.worker.runners.reference.experts import choose
@@ -199,7 +199,8 @@ class ExpertTrial:
         out = elements(device, np.full((tokens, width), np.nan))
         if experts.shared is not None:
             device.copy_in(at.shared.address, self.shared(tokens))
-        combine.add(experts, at, routing.gates(at), NO_NORM, 0.75, x, NormWeight(gain, NORM.eps), out, tokens)
+        ending = Ending(scale=0.75, before=NormWeight(gain, NORM.eps))
+        combine.add(experts, at, routing.gates(at), ending, x, out, tokens)
         latent = replace(at, mixed=elements(device, np.full((tokens, width), np.nan)))
         combine.mix(experts, latent, tokens)
         device.synchronize()

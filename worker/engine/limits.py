@@ -27,7 +27,8 @@ class RequestLimits:
         """Most tokens a sequence can have: fewer than `context` where the KV cache is smaller."""
         if self.pages is None:
             return self.context
-        return min(self.context, self.cache_tokens or self.pages * self.page_size)
+        room = self.pages * self.page_size if self.cache_tokens is None else self.cache_tokens
+        return min(self.context, room)
 
     def unknown_id(self, prompt: Sequence[int], params: GenerationParams) -> tuple[str, str] | None:
         """Which field holds a token id that the model lacks, and the fault in words; None where none does."""

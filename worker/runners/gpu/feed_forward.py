@@ -9,8 +9,8 @@ from nightmill.worker.model.spec import Experts, FeedForward, ModelSpec
 from nightmill.worker.runners.gpu.activations import Activations
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer, Format, Matrix
-from nightmill.worker.runners.gpu.experts.combine import Combine
-from nightmill.worker.runners.gpu.experts.grouped import Given, GroupedProducts, Tile
+from nightmill.worker.runners.gpu.experts.combine import Combine, Ending
+from nightmill.worker.runners.gpu.experts.grouped import ExpertTile, Given, GroupedProducts
 from nightmill.worker.runners.gpu.experts.room import SLICE, ExpertRoom
 from nightmill.worker.runners.gpu.experts.route import Routing
 from nightmill.worker.runners.gpu.kinds import gate_up_kind
@@ -131,8 +131,8 @@ class Mixture:
             part = entering.from_row(first)
             self._queue(part, layer, count, slots and slots + 4 * first)
             self._launchers.combine.add(
-                self._experts, self._room, self._gates, ends.after, ends.scale, x.from_row(first), ends.then,
-                out.from_row(first), count,
+                self._experts, self._room, self._gates, Ending(ends.after, ends.scale, ends.then),
+                x.from_row(first), out.from_row(first), count,
             )  # fmt: skip
 
     def _queue(self, x: Buffer, layer: LayerWeights, rows: int, slots: int) -> None:
@@ -159,14 +159,16 @@ class Mixture:
             self._shared_gate_up(x, _shared(layer), activated, rows)
             self._shared_down(activated, own.shared_down, at.shared, rows)
 
-    def _multiply_gate_up(self, x: Buffer, own: ExpertWeights, rows: int, tile: Tile) -> None:
+    def _multiply_gate_up(self, x: Buffer, own: ExpertWeights, rows: int, tile: ExpertTile) -> None:
         experts, at = self._experts, self._room
         scales = (own.gate_scale, own.up_scale) if experts.gated else (own.up_scale, ABSENT)
         given = Given(own.gate_up_bias, *scales)
         x = self._rounded(x, at.read_fp8, rows)
         self._launchers.grouped.gate_up(experts, x, own.gate_up, given, at, rows, tile)
 
-    def _multiply_down(self, x: Buffer, own: ExpertWeights, rows: int, tile: Tile, positions: int) -> None:
+    def _multiply_down(
+        self, x: Buffer, own: ExpertWeights, rows: int, tile: ExpertTile, positions: int
+    ) -> None:
         """positions: that there are."""
         at, given = self._room, Given(own.down_bias, own.down_scale)
         x = self._rounded(x, at.activated_fp8, positions)

@@ -1,5 +1,7 @@
 """What experts give, added up and to the residual stream, and the norm of what comes next."""
 
+from dataclasses import dataclass
+
 from nightmill.worker.model.spec import Experts, ModelSpec
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import KernelPairs
@@ -10,7 +12,7 @@ from nightmill.worker.runners.gpu.rows.norms import row_shape
 from nightmill.worker.runners.gpu.weights.layout import NO_NORM, NormWeight
 from nightmill.worker.runners.gpu.weights.router import PART_SCALE, PARTS, part_rows
 
-__all__ = ["Combine"]
+__all__ = ["Combine", "Ending"]
 
 
 class Combine:
@@ -29,33 +31,57 @@ class Combine:
 
     def mix(self, experts: Experts, at: ExpertRoom, tokens: int) -> None:
         """Queue the sum of experts' outputs -> at.mixed (T, R) elements."""
-        self._queue(at, at.mixed.shape[1], tokens, used=experts.used, out=at.mixed)
+        self._queue(at, tokens, experts.used, _Others(), Ending(), ABSENT, at.mixed)
 
     def add(
-        self, experts: Experts, at: ExpertRoom, gates: Buffer, after: NormWeight, scale: float, x: Buffer,
-        before: NormWeight, out: Buffer, tokens: int,
+        self, experts: Experts, at: ExpertRoom, gates: Buffer, ending: "Ending", x: Buffer, out: Buffer,
+        tokens: int,
     ) -> None:  # fmt: skip
         """Queue x += scale * after(what experts and the shared one give), then out = before(x).
 
         With a latent, of what experts give the product at.raised is added.
         """
         raised = experts.latent is not None
-        self._queue(
-            at, x.shape[1], tokens, used=0 if raised else experts.used,
-            base=at.raised if raised else ABSENT, shared=at.shared if experts.shared else ABSENT,
-            gates=gates, part=part_rows(experts.count + experts.shared_gated), after=after, scale=scale, x=x,
-            before=before, out=out,
+        others = _Others(
+            at.raised if raised else ABSENT, at.shared if experts.shared else ABSENT, gates,
+            part_rows(experts.count + experts.shared_gated),
         )  # fmt: skip
+        self._queue(at, tokens, 0 if raised else experts.used, others, ending, x, out)
 
     def _queue(
-        self, at: ExpertRoom, width: int, tokens: int, *, used: int, base: Buffer = ABSENT,
-        shared: Buffer = ABSENT, gates: Buffer = ABSENT, part: int = 0, after: NormWeight = NO_NORM,
-        scale: float = 1.0, x: Buffer = ABSENT, before: NormWeight = NO_NORM, out: Buffer,
+        self, at: ExpertRoom, tokens: int, used: int, others: "_Others", ending: "Ending", x: Buffer,
+        out: Buffer,
     ) -> None:  # fmt: skip
+        after, before = ending.after, ending.before
+        width = (out if x is ABSENT else x).shape[1]
         pieces, block = row_shape(width)
         self._kernels[pieces].of(tokens)(
-            (tokens, 1), block, at.outputs.address, at.places.address, at.shares.address, used, base.address,
-            shared.address, gates.address, at.logits.shape[1], part, PARTS, PART_SCALE, after.weight.address,
-            after.bias.address, after.eps, after.centred, scale, x.address, before.weight.address,
-            before.bias.address, before.eps, before.centred, out.address, width,
+            (tokens, 1), block, at.outputs.address, at.places.address, at.shares.address, used,
+            others.base.address, others.shared.address, others.gates.address, at.logits.shape[1], others.part,
+            PARTS, PART_SCALE, after.weight.address, after.bias.address, after.eps, after.centred,
+            ending.scale, x.address, before.weight.address, before.bias.address, before.eps, before.centred,
+            out.address, width,
         )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What becomes of a sum: the norm after it, a factor, and the norm of the residual stream with it."""
+
+    after: NormWeight = NO_NORM
+    scale: float = 1.0
+    before: NormWeight = NO_NORM
+
+
+@dataclass(frozen=True, slots=True)
+class _Others:
+    """What is added beside experts' outputs; ABSENT what there is not.
+
+    base    (T, width) elements; shared (T, width), times the sigmoid of a gate each, if there are gates
+    part    rows of a part of the router's product
+    """
+
+    base: Buffer = ABSENT
+    shared: Buffer = ABSENT
+    gates: Buffer = ABSENT
+    part: int = 0

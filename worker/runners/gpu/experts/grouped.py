@@ -17,7 +17,7 @@ from nightmill.worker.runners.gpu.experts.room import ExpertRoom, most_tiles
 from nightmill.worker.runners.gpu.precision import Precision
 from nightmill.worker.runners.gpu.weights.layout import OF_EXPERTS, formats_in
 
-__all__ = ["ACTIVATIONS", "Given", "GroupedProducts", "Tile", "grouped_sources"]
+__all__ = ["ACTIVATIONS", "Given", "GroupedProducts", "ExpertTile", "grouped_sources"]
 
 _PANELS = 2  # of a warp
 _ALIGNMENT = 1024  # of a stage in shared memory
@@ -28,7 +28,7 @@ _WIDE_STEP = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class ExpertTile:
     """Positions that a block has, and whether it multiplies them by wgmma, on Hopper."""
 
     rows: int
@@ -67,8 +67,13 @@ class Tile:
 
 
 _FILLED = 0.75  # of a tile by what an expert is sent on average: some are sent more
-_ANYWHERE = (Tile(16), Tile(32), Tile(64))
-_ON_HOPPER = (Tile(16), Tile(32, wgmma=True), Tile(64, wgmma=True), Tile(128, wgmma=True))
+_ANYWHERE = (ExpertTile(16), ExpertTile(32), ExpertTile(64))
+_ON_HOPPER = (
+    ExpertTile(16),
+    ExpertTile(32, wgmma=True),
+    ExpertTile(64, wgmma=True),
+    ExpertTile(128, wgmma=True),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +94,7 @@ class GroupedProducts:
 
     def __init__(self, device: Device, formats: Collection[Format]) -> None:
         self._tiles = _ON_HOPPER if device.hopper else _ANYWHERE
-        self._kernels: dict[tuple[Format, str, Tile], Function] = {}
+        self._kernels: dict[tuple[Format, str, ExpertTile], Function] = {}
         for format_ in formats:
             modules = [Module.of(device, source) for source in grouped_sources(format_, hopper=device.hopper)]
             for name in ("floats", "one", "two"):
@@ -107,7 +112,7 @@ class GroupedProducts:
             one for format_ in sorted(formats, key=str) for one in grouped_sources(format_, hopper=hopper)
         ]
 
-    def tile(self, experts: Experts, tokens: int) -> Tile:
+    def tile(self, experts: Experts, tokens: int) -> ExpertTile:
         """The tile for so many tokens, by how many an expert is sent on average."""
         mean = tokens * experts.used / experts.count
         return next((one for one in self._tiles if mean <= one.rows * _FILLED), self._tiles[-1])
@@ -127,53 +132,75 @@ class GroupedProducts:
 
     def gate_up(
         self, experts: Experts, x: Buffer, weight: Matrix, given: Given, at: ExpertRoom, tokens: int,
-        tile: Tile,
+        tile: ExpertTile,
     ) -> None:  # fmt: skip
         """Queue gate, up and activation of x (T, R) at all positions -> at.activated (N, F).
 
         tile  that positions were placed for
         """
-        queue = partial(self._queue, tile, experts, x)
-        count, width = experts.count, experts.width
+        queue = partial(self._queue, experts, _Rows(x, tokens, tile, at))
+        count, width, y = experts.count, experts.width, at.activated
         if not experts.gated:
-            queue("one", weight, given, at, tokens, stride=width)
+            queue("one", weight, given, _Target(y, width))
         elif weight.parts:  # in two formats: gates, and ups
             gates, ups = weight.parts
             bias = given.bias
             of_ups = bias if bias is ABSENT else bias.from_row(count)
-            queue("floats", ups, Given(of_ups, given.second), at, tokens, y=at.ups, stride=width)
-            queue("one", gates, given, at, tokens, other=at.ups, stride=width)
+            queue("floats", ups, Given(of_ups, given.second), _Target(at.ups, width))
+            queue("one", gates, given, _Target(y, width, other=at.ups))
         elif experts.fused:
-            queue("two", weight, given, at, tokens, stride=2 * width, side=width)
+            queue("two", weight, given, _Target(y, 2 * width, side=width))
         else:
-            queue("two", weight, given, at, tokens, stride=width, side=count * width)
+            queue("two", weight, given, _Target(y, width, side=count * width))
 
     def down(
         self, experts: Experts, x: Buffer, weight: Matrix, given: Given, at: ExpertRoom, tokens: int,
-        tile: Tile,
+        tile: ExpertTile,
     ) -> None:  # fmt: skip
         """Queue the product of x (N, F), rows by position -> at.outputs (N, R)."""
-        stride = weight.rows // experts.count
-        self._queue(
-            tile, experts, x, "floats", weight, given, at, tokens, y=at.outputs, stride=stride, gathers=False
-        )
+        rows = _Rows(x, tokens, tile, at, gathers=False)
+        target = _Target(at.outputs, weight.rows // experts.count)
+        self._queue(experts, rows, "floats", weight, given, target)
 
     def _queue(
-        self, tile: Tile, experts: Experts, x: Buffer, name: str, weight: Matrix, given: Given,
-        at: ExpertRoom, tokens: int, *, y: Buffer | None = None, other: Buffer = ABSENT, stride: int,
-        side: int = 0, gathers: bool = True,
-    ) -> None:  # fmt: skip
-        y = y or at.activated
-        outputs, warps = y.shape[1], tile.warps(weight.format)
+        self, experts: Experts, rows: "_Rows", name: str, weight: Matrix, given: Given, target: "_Target"
+    ) -> None:
+        x, tile, at, y, format_ = rows.x, rows.tile, rows.at, target.y, weight.format
+        outputs, warps = y.shape[1], tile.warps(format_)
         block = warps * PANEL_ROWS * (1 if name == "two" else _PANELS)
-        gathered = at.sources.address if gathers else 0
-        self._kernels[weight.format, name, tile](
-            (-(-outputs // block), most_tiles(experts, tokens, tile.rows)), (32 * warps, 1, 1),
+        gathered = at.sources.address if rows.gathers else 0
+        self._kernels[format_, name, tile](
+            (-(-outputs // block), most_tiles(experts, rows.tokens, tile.rows)), (32 * warps, 1, 1),
             x.address, x.scales if x.dtype == FP8 else 0, gathered, at.tiles.address, at.total.address,
             weight.address, weight.scales, given.bias.address, given.first.address, given.second.address,
-            other.address, y.address, outputs, weight.columns, stride, side, ACTIVATIONS[experts.activation],
-            shared=tile.shared(weight.format),
+            target.other.address, y.address, outputs, weight.columns, target.stride, target.side,
+            ACTIVATIONS[experts.activation], shared=tile.shared(format_),
         )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows of a product: of tokens, which are gathered by position, or by position already."""
+
+    x: Buffer
+    tokens: int
+    tile: ExpertTile
+    at: ExpertRoom
+    gathers: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Where a product goes.
+
+    stride  rows of the matrix from one expert to the next; side: from a gate to its up
+    other   ups that were multiplied before
+    """
+
+    y: Buffer
+    stride: int
+    side: int = 0
+    other: Buffer = ABSENT
 
 
 def grouped_sources(format_: Format, *, hopper: bool) -> list[Source]:
