@@ -151,8 +151,9 @@ class Supervisor:
             now = time.monotonic()
             for worker in self._workers:
                 worker.look(now, ending=ending)
-            if all(worker.over is not None for worker in self._workers):
-                return next((worker.over for worker in self._workers if worker.over), 0)
+            codes = [worker.over for worker in self._workers if worker.over is not None]
+            if len(codes) == len(self._workers):
+                return next((code for code in codes if code != 0), 0)
             if silence is not None and silence.too_long():
                 for worker in self._workers:
                     worker.signal(signal.SIGKILL)
