@@ -25,7 +25,7 @@ from benchmarks.common.options import add_formats, precision_from
 from benchmarks.common.steps import FILL, Steps
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
-from nightmill.worker.model.spec import Attention, Experts, FeedForward, ModelSpec
+from nightmill.worker.model.spec import Attention, Experts, FeedForward, LatentAttention, ModelSpec
 from nightmill.worker.runners.base import StepBatch
 from nightmill.worker.runners.gpu.device.graphs import Graph
 from nightmill.worker.runners.gpu.device.operands import Matrix
@@ -34,7 +34,7 @@ from nightmill.worker.runners.gpu.kinds import mixer_sizes
 from nightmill.worker.runners.gpu.kv_cache import PAGE
 from nightmill.worker.runners.gpu.layers import Addition, Layer, LayerKernels
 from nightmill.worker.runners.gpu.memory import RunnerSizes
-from nightmill.worker.runners.gpu.mixers import AttentionMixer, LayerMixer, StateMixer
+from nightmill.worker.runners.gpu.mixers import AttentionMixer, LatentMixer, LayerMixer, StateMixer
 from nightmill.worker.runners.gpu.model import Model, Shared
 from nightmill.worker.runners.gpu.runner import CudaRunner, Launching
 from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
@@ -104,6 +104,8 @@ class Costs:
                 self._sum("decode_attention", *attention)
                 self._sum("prefill_attention", *attention)
                 self._sum("open_gates", 6 * tokens * sizes.gates, 0)
+            elif isinstance(mixer, LatentAttention):
+                self._latent(mixer, own, tokens, width, keys, pairs)
             elif mixer is not None:
                 self._add("mixer input", own.mixer_input, sizes.inputs, width, rows)
                 self._add("controls", own.mixer_controls, sizes.controls, width, rows, 4)
@@ -129,6 +131,25 @@ class Costs:
             "rms_norm": (6 * width * (normed + draws), 0), "embed": (6 * tokens * width, 0),
             "sample": (4 * draws * spec.vocab, 0), "gather_rows": (4 * draws * (widest + 2 * width), 0),
         }  # fmt: skip
+
+    def _latent(
+        self, mixer: LatentAttention, own: LayerWeights, tokens: int, width: int, keys: int, pairs: int
+    ) -> None:
+        """Count what a layer of latent attention does, but for its output."""
+        latent = own.latent
+        assert latent is not None
+        heads, made_of = mixer.heads, mixer.query_latent or width
+        self._add("kv_down", latent.kv_down, mixer.kept, width, tokens)
+        self._add("q_down", latent.q_down, mixer.query_latent or 0, width, tokens)
+        self._add("q_up", latent.q_up, heads * mixer.head_dim, made_of, tokens)
+        matrices = mixer.latent * (mixer.key_dim + mixer.value_dim) * heads
+        handed = 2 * tokens * heads * (mixer.head_dim + mixer.kept + mixer.latent + mixer.value_dim)
+        self._sum("products of heads", 2 * matrices + handed, 2 * tokens * matrices)
+        both = mixer.kept + mixer.latent
+        attention = 2 * keys * mixer.kept + 2 * tokens * heads * both, 2 * heads * both * pairs
+        self._sum("decode_attention", *attention)
+        self._sum("prefill_attention", *attention)
+        self._sum("keep", 4 * tokens * (mixer.kept + (mixer.query_latent or 0)), 0)
 
     def _add_experts(self, experts: Experts, own: LayerWeights, width: int, rows: int) -> None:
         """Those of a layer, of which each is as likely as the others, and what is around them."""
@@ -216,6 +237,13 @@ def recorded(model: Model, inputs: StepInputs, shape: StepShape) -> list[tuple[s
                 mixer, qkv=noted(mixer.qkv, "qkv"), decode=noted(mixer.decode, "decode_attention"),
                 prefill=noted(mixer.prefill, "prefill_attention"), gates=noted(mixer.gates, "gates"),
                 activate=noted(mixer.activate),
+            )  # fmt: skip
+        if isinstance(mixer, LatentMixer):
+            return replace(
+                mixer, q_down=noted(mixer.q_down, "q_down"), q_up=noted(mixer.q_up, "q_up"),
+                kv_down=noted(mixer.kv_down, "kv_down"), rows=noted(mixer.rows),
+                heads=noted(mixer.heads, "products of heads"), decode=noted(mixer.decode, "decode_attention"),
+                prefill=noted(mixer.prefill, "prefill_attention"),
             )  # fmt: skip
         if isinstance(mixer, StateMixer):
             return replace(

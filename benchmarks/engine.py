@@ -34,7 +34,7 @@ from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec, Pooling
 from nightmill.worker.runners.base import Runner
-from nightmill.worker.runners.gpu.device.device import ChosenGpu
+from nightmill.worker.runners.gpu.device.chosen import ChosenGpu
 from nightmill.worker.runners.gpu.memory import RunnerSizes
 from nightmill.worker.runners.gpu.runner import CudaRunner, Launching
 from tests.support.engines import NoText

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from nightmill.jobs.base.settings import Settings
     from nightmill.jobs.batches.batch import Batch
     from nightmill.jobs.batches.batches import BatchSource
+    from nightmill.jobs.batches.limits import LimitsChanged, SubmitSettings
     from nightmill.jobs.batches.submission import OnRows
     from nightmill.jobs.batches.trying import Trial
     from nightmill.jobs.batches.verifying import Verdict, Verification, VerifiedRow
@@ -100,6 +101,8 @@ __all__ = [
     "BatchStatus",
     "BatchSettings",
     "TableSettings",
+    "SubmitSettings",
+    "LimitsChanged",
     # the same texts again, to the bit
     "verify",
     "Verification",
@@ -161,6 +164,7 @@ _HOMES = {
     "reply.batch_status": ("BatchState", "BatchStatus"),
     "base.arithmetic": ("Arithmetic",),
     "batches.batch": ("Batch",),
+    "batches.limits": ("LimitsChanged", "SubmitSettings"),
     "batches.trying": ("Trial",),
     "batches.verifying": ("Verdict", "Verification", "VerifiedRow"),
     "client.client": ("Client",),
@@ -233,7 +237,7 @@ def submit_batch(
     name: str | None = None,
     on_rows: OnRows | None = None,
     webhook: str | None = None,
-    **settings: Unpack[TableSettings],
+    **settings: Unpack[SubmitSettings],
 ) -> Batch:
     """Queue every row of a file, table or iterable as one batch, bad ones too. See Client.submit_batch."""
     return default_client().submit_batch(source, name=name, on_rows=on_rows, webhook=webhook, **settings)

@@ -32,6 +32,7 @@ from nightmill.jobs.errors import NightmillError
 from nightmill.jobs.messages.announcing import Announcer
 from nightmill.jobs.messages.broker import Broker, make_app, queue_name, resolve_broker_url
 from nightmill.jobs.reply.job import UNTIL
+from nightmill.jobs.sql.activity import ActivityStore
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.claims import Claims
 from nightmill.jobs.sql.database import Database
@@ -248,6 +249,7 @@ class EngineStep(bootsteps.StartStopStep):
         self.broker = Broker(settings)
         self.broker.ping()
         named = self._register(settings, LOADING)
+        began = self.database.now()
         heart = Heart(self.claims, settings.stale_seconds)
         try:
             with heart.while_loading(settings.heartbeat_seconds) as tell:
@@ -259,6 +261,7 @@ class EngineStep(bootsteps.StartStopStep):
             with suppress(NightmillError):  # what happened first is what matters
                 self._not_loaded(error)
             raise
+        self._record_load(model.name, began)
         probe = GpuProbe(gpu_index(settings))
         resting = Resting(RestRule(self.claims, settings, (None, model.name)), self.service.in_flight)
         self.housekeeper = Housekeeper(
@@ -292,6 +295,13 @@ class EngineStep(bootsteps.StartStopStep):
         if self.turn is not None:
             self.turn.ready()
         log.info("ready: %s", describe(settings, model, engine.stats))
+
+    def _record_load(self, model: str, began: datetime) -> None:
+        """Say how long it took to load the model, for the report of the night."""
+        now = self.database.now()
+        spent = {"loading": max(0.0, (now - began).total_seconds())}
+        with suppress(NightmillError):  # a report is no reason not to serve
+            ActivityStore(self.database).record(self.claims.worker_id, model, began, now, spent)
 
     def _not_loaded(self, error: BaseException) -> None:
         """Take leave, or sleep and load another model if only this one fails. Raises DatabaseError."""

@@ -88,14 +88,14 @@ static __device__ __forceinline__ void multiply(float (&c)[2][TILES][4], const O
         fetch(step + Memory::STAGES - 1);
         const unsigned char* stage = shared + step % Memory::STAGES * Memory::BYTES;
         const unsigned char* panels = stage + Memory::X_BYTES + warp * 2 * Weights::BYTES;
-        const int groups = (min(DEPTH, inputs - step * DEPTH) + 31) / 32;
-        for (int first = 0; first < groups; first += 4) {
+#pragma unroll 1
+        for (int first = 0; first < DEPTH / 32; first += 4) {  // of what K lacks at its end there are zeros
             typename Weights::Handed handed[2];
 #pragma unroll
             for (int p = 0; p < 2; ++p) handed[p] = Weights::hand(panels + p * Weights::BYTES, first);
 #pragma unroll
-            for (int group = first; group < first + 4; ++group) {
-                if (group >= groups) break;
+            for (int i = 0; i < 4; ++i) {
+                const int group = first + i;
                 Element8 b[2];
 #pragma unroll
                 for (int p = 0; p < 2; ++p) b[p] = Weights::group(panels + p * Weights::BYTES, group, handed[p]);

@@ -57,6 +57,7 @@ class StopReason(_Word):
     CONTEXT_FULL = "context_full"
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
+    BUDGET = "budget"
     ERROR = "error"
 
     @property
@@ -65,10 +66,12 @@ class StopReason(_Word):
         return _STATE_AFTER.get(self, JobState.SUCCEEDED)
 
 
-# A job that met its deadline has an incomplete answer or none, so it counts as failed and can be retried.
+# A job that met its deadline, or whose batch was stopped by a limit, has an incomplete answer or none: it
+# counts as failed and can be retried.
 _STATE_AFTER = {
     StopReason.CANCELLED: JobState.CANCELLED,
     StopReason.DEADLINE: JobState.FAILED,
+    StopReason.BUDGET: JobState.FAILED,
     StopReason.ERROR: JobState.FAILED,
 }
 

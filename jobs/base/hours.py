@@ -6,13 +6,14 @@ the night in which clocks go forward.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from typing import Self
 from zoneinfo import ZoneInfo
 
-__all__ = ["Hours"]
+__all__ = ["Hours", "begin_within", "end_within"]
 
 _WINDOW = re.compile(r"([01]\d|2[0-3]):([0-5]\d)\s*-\s*([01]\d|2[0-3]):([0-5]\d)")
 _MINUTE = timedelta(minutes=1)
@@ -78,7 +79,35 @@ class Hours:
         return _next_change(self, moment.astimezone(UTC).replace(second=0, microsecond=0))
 
 
-@lru_cache(maxsize=64)
+_MOST_CHANGES = 2_000  # hundreds of nights; a forecast beyond is none
+
+
+def begin_within(hours: Sequence[Hours], moment: datetime) -> datetime:
+    """Return the first moment from this one on at which one of these hours is open; itself without hours."""
+    if not hours or any(one.open_at(moment) for one in hours):
+        return moment
+    openings = [change for one in hours if (change := one.next_change(moment)) is not None]
+    return min(openings, default=moment)
+
+
+def end_within(hours: Sequence[Hours], moment: datetime, seconds: float) -> datetime:
+    """Return when so many seconds of open time have passed from a moment on; without hours, all is open.
+
+    hours  of several workers: it is open while one of them is
+    """
+    left = timedelta(seconds=seconds)
+    for _ in range(_MOST_CHANGES):
+        changes = [change for one in hours if (change := one.next_change(moment)) is not None]
+        is_open = not hours or any(one.open_at(moment) for one in hours)
+        if not changes or (is_open and moment + left <= min(changes)):
+            break
+        if is_open:
+            left -= min(changes) - moment
+        moment = min(changes)
+    return moment + left
+
+
+@lru_cache(maxsize=256)
 def _next_change(hours: Hours, minute: datetime) -> datetime | None:
     now = hours.open_at(minute)
     later = (minute + count * _MINUTE for count in range(1, _MOST_MINUTES))

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from nightmill.jobs.base.hours import Hours
 from nightmill.jobs.base.logs import LogFormat
 from nightmill.jobs.base.sentences import sentence
+from nightmill.jobs.base.shares import parse_shares
 from nightmill.jobs.base.signing import parse_secrets
 from nightmill.jobs.base.targets import parse_allowed
 from nightmill.jobs.base.times import parse_span
@@ -90,6 +91,8 @@ class Settings(BaseModel):
     """redis://, rediss:// or redis+socket:// URL; without one, an embedded Redis in `data_dir`."""
     shard_size: int = Field(default=64, ge=1, le=1024)
     """Jobs in one message."""
+    shares: str | None = None
+    """Weights of owners in a queue: alice=2,bob=1; owners that are not named have 1."""
     max_attempts: int = Field(default=3, ge=1, le=100)
     """Deaths of a worker that ran a job alone, after which the job is failed."""
 
@@ -193,6 +196,13 @@ class Settings(BaseModel):
                 return size
         raise ValueError("must be a size of at least 1MiB, such as 8GiB")
 
+    @field_validator("shares")
+    @classmethod
+    def _shares_are_weights(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_shares(value)
+        return value
+
     @field_validator("hours")
     @classmethod
     def _hours_are_windows(cls, value: str | None) -> str | None:
@@ -267,6 +277,11 @@ class Settings(BaseModel):
             raise SettingsError(
                 f"{PREFIX}{name.upper()}: {sentence(first, value=cls.model_fields[name].repr)}"
             ) from None
+
+    @cached_property
+    def weights_of_owners(self) -> Mapping[str, int]:
+        """The weights in `shares` by owner."""
+        return {} if self.shares is None else parse_shares(self.shares)
 
     @cached_property
     def resolved_database_url(self) -> "URL":

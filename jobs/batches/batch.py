@@ -9,6 +9,7 @@ for job in batch.results():
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 from nightmill.jobs.base.contract import JobState, JsonObject
 from nightmill.jobs.batches.comparing import Difference, compare
+from nightmill.jobs.batches.limits import LimitsChanged, change_limits
 from nightmill.jobs.batches.requeueing import (
     QueuedAgain,
     Where,
@@ -26,7 +28,14 @@ from nightmill.jobs.batches.requeueing import (
 )
 from nightmill.jobs.batches.result_files import source_of, vet, write_in_order
 from nightmill.jobs.batches.submission import OnRows
-from nightmill.jobs.batches.unserved import served_models, stalled, takes, unserved_models
+from nightmill.jobs.batches.unserved import (
+    served_models,
+    stalled,
+    takes,
+    unserved_models,
+    within_hours,
+    workers_of,
+)
 from nightmill.jobs.batches.waiting import in_time
 from nightmill.jobs.errors import (
     WaitTimeoutError,
@@ -37,11 +46,13 @@ from nightmill.jobs.formats.layout import Layout
 from nightmill.jobs.formats.places import OnThisDisk, OutputTarget, spool
 from nightmill.jobs.formats.shards import IntoFolder, is_folder
 from nightmill.jobs.messages.announcing import Announcer
-from nightmill.jobs.reply.batch_status import BatchRecord, BatchStatus, RowCount, make_status
+from nightmill.jobs.reply.batch_status import BatchRecord, BatchState, BatchStatus, RowCount, make_status
 from nightmill.jobs.reply.job import Job
 from nightmill.jobs.request.fields import deadline_moment
+from nightmill.jobs.request.limits import Limits
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.deletion import Deletion
+from nightmill.jobs.sql.flows import rows_before
 from nightmill.jobs.sql.requeueing import Requeueing
 from nightmill.jobs.tables.arrow_files import table_of
 from nightmill.jobs.tables.into import UsersTable
@@ -78,7 +89,8 @@ class Batch:
     def status(self, *, errors: bool = True, whole_pace: bool | None = None) -> BatchStatus:
         """Return the current status. `errors`: also group the errors, which reads the failed rows.
 
-        errors      also list unserved models that rows wait for, even while other rows end
+        errors      also list unserved models that rows wait for, even while other rows end, and count the
+                    rows of others that come first, if none runs
         whole_pace  also compute the speed of an ended batch, which reads all its rows; by default like
         `errors`.
                     Without both, only indexes are read
@@ -88,13 +100,17 @@ class Batch:
         pace = self.store.recent_pace(self.name)
         groups = self.store.error_groups(self.name) if errors else []
         now = self.store.database.now()
-        served = served_models(self.store)
+        workers = workers_of(self.store)
+        served = frozenset(worker.model for worker in workers)
         asked = errors or record.model is not None or stalled(pace)
         unserved = unserved_models(self.store, record, counts, served) if asked else []
         status = make_status(
             record, counts, pace, groups, now, served=takes(served, record.model), unserved=unserved
         )
         if not status.state.final:
+            status = within_hours(status, workers, now)
+            if errors and status.state is BatchState.QUEUED:
+                status = replace(status, rows_before=rows_before(self.store.database, self.name))
             return status
         whole_wanted = errors if whole_pace is None else whole_pace
         whole = self.store.whole_pace(self.name) if whole_wanted else None
@@ -236,10 +252,10 @@ class Batch:
         BatchConflictError if the batch is being deleted.
         """
         ends_at = deadline_moment(deadline, self.store.database.now())
-        queued = 0
+        queued, room = 0, None
         for groups in self.store.retry_failed(self.name, ends_at):
             queued += sum(map(len, groups.values()))
-            self._announcer.announce(groups)
+            room = self._announcer.announce_first(groups, room)
         return queued
 
     def extend(self, max_tokens: int, *, deadline: datetime | timedelta | None = None) -> QueuedAgain:
@@ -275,6 +291,22 @@ class Batch:
         ends_at = deadline_moment(deadline, self.store.database.now())
         groups = Requeueing(self.store).retry(self.name, conditions, changed, ends_at, new_seeds=new_seeds)
         return announced(groups, self._announcer)
+
+    def set_limits(
+        self,
+        *,
+        budget: str | None = None,
+        max_failures: str | None = None,
+        deadline: datetime | timedelta | None = None,
+    ) -> LimitsChanged:
+        """Change the limits, such as budget="40M-tokens"; "none" removes one, and what is not given stays.
+
+        Rows that a limit had ended are queued again if no limit is met any more, with the deadline of the
+        batch if that is still to come, or with this one. Raises InvalidParameterError, and BatchConflictError
+        if the batch is being deleted.
+        """
+        limits = Limits.of({"budget": budget, "max_failures": max_failures})
+        return change_limits(self.store, self._announcer, self.name, limits, deadline)
 
     def delete(self, on_rows: OnRows | None = None) -> int:
         """Delete the batch and all its rows; returns the number of rows.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from nightmill.jobs.base.ids import IdSource
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.base.stepping import exhaust
 from nightmill.jobs.batches.batch import Batch
+from nightmill.jobs.batches.limits import change_limits, columns_of, differ
 from nightmill.jobs.batches.result_files import vet
 from nightmill.jobs.batches.sameness import check_same, file_batch_name
 from nightmill.jobs.batches.submission import OnRows, Submission
@@ -24,6 +26,7 @@ from nightmill.jobs.formats.together import open_input
 from nightmill.jobs.messages.announcing import Announcer
 from nightmill.jobs.reply.batch_status import BatchRecord
 from nightmill.jobs.request.fields import OF_A_BATCH, deadline_moment, moment
+from nightmill.jobs.request.limits import Limits, without_limits
 from nightmill.jobs.request.spec import JobSpec
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.deletion import Deletion
@@ -104,6 +107,8 @@ class Batches:
 
         asker  the name of the key that it came with over HTTP
         """
+        limits = Limits.of(settings)
+        settings = without_limits(settings)
         table: Table | None = None
         if (options := TableOptions.of(settings)) is not None:
             made = table_source(source, options)
@@ -120,15 +125,22 @@ class Batches:
         if isinstance(source, InputFile):
             fingerprint = yield from _hashed(source)
         record = self._record(source, defaults, settings, fingerprint, table)
+        record = replace(record, **columns_of(limits))
         self._check_times(record)
         for output in outputs:
             vet(output, self.store, record.name, record.fingerprint)
         known, created = self.store.enter(record)
         if not created:
             check_same(record, known)
+            if differ(limits, known):  # given anew, they are raised or lowered
+                change_limits(self.store, self._announcer, known.name, limits)
         batch = Batch(known, self.store, self._announcer)
         submission = Submission(
-            known, defaults, max_attempts=self._settings.max_attempts, check_model=check_model
+            known,
+            defaults,
+            max_attempts=self._settings.max_attempts,
+            shard_size=self._settings.shard_size,
+            check_model=check_model,
         )
         try:
             on_entered(known.name)
@@ -147,7 +159,7 @@ class Batches:
         """Return the name that a file's batch gets by default."""
         fingerprint = exhaust(_hashed(source))
         table = source.table if isinstance(source, TableFile) else None
-        settings = without_table(settings)
+        settings = without_table(without_limits(settings))
         defaults = JobSpec.defaults(settings, OF_A_BATCH)
         return self._record(source, defaults, settings, fingerprint, table).name
 

@@ -19,7 +19,7 @@ CHANGEABLE = tuple(
     if FIELDS[name].kind in (FieldKind.INTEGER, FieldKind.NUMBER) and name not in _SHAPE_THE_RESULT
 )
 """Parameters that rows may get when they are queued again: limits, and the numbers of sampling."""
-_REASONS = (StopReason.ERROR, StopReason.DEADLINE, StopReason.CANCELLED)
+_REASONS = (StopReason.ERROR, StopReason.DEADLINE, StopReason.BUDGET, StopReason.CANCELLED)
 _ALLOWED = {
     "state": (JobState.FAILED, JobState.CANCELLED),
     "stop_reason": _REASONS,
@@ -43,11 +43,12 @@ def announced(groups: Iterable[Requeued], announcer: Announcer) -> QueuedAgain:
     """Queue all groups and send their messages."""
     rows = refused = 0
     reason: str | None = None
+    room: int | None = None
     for group in groups:
         rows, refused = rows + len(group.rows), refused + group.refused
         reason = reason or group.reason
         if group.rows:
-            announcer.announce(group.groups)
+            room = announcer.announce_first(group.groups, room)
     return QueuedAgain(rows, refused, reason)
 
 

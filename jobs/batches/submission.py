@@ -24,6 +24,7 @@ from nightmill.jobs.messages.announcing import Announcer
 from nightmill.jobs.reply.batch_status import BatchRecord
 from nightmill.jobs.request.spec import JobSpec
 from nightmill.jobs.sql.batches import BatchStore
+from nightmill.jobs.sql.flows import leave_room
 from nightmill.jobs.sql.jobs import by_queue
 from nightmill.jobs.tables.memory import TableItems
 
@@ -47,8 +48,10 @@ class Submission:
         defaults: JobSpec,
         *,
         max_attempts: int,
+        shard_size: int,
         check_model: Callable[[str], None],
     ) -> None:
+        self._shard_size = shard_size
         self._record = record
         self._defaults = replace(
             defaults, batch=record.name, scheduled_at=record.scheduled_at, deadline=record.deadline_at
@@ -105,6 +108,7 @@ class Submission:
                 raise self._changed(source)  # these rows may come from the new file
             now = store.database.now()
             jobs = [self._job(row, now) for row in group.rows if row.number > last]
+            leave_room(store.database, jobs, self._shard_size)
             inserted = bool(jobs) and store.insert_rows(name, jobs)
             self._entered = self._entered or bool(jobs)
             if inserted:

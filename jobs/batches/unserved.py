@@ -1,19 +1,49 @@
-"""Detection of models that rows wait for and no live worker serves."""
+"""The workers of a batch: models that no live worker serves, and the hours of those that do."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
+from datetime import datetime
 
 from nightmill.jobs.base.contract import JobState
-from nightmill.jobs.reply.batch_status import BatchRecord, Pace, RowCount
+from nightmill.jobs.base.hours import end_within
+from nightmill.jobs.reply.batch_status import BatchRecord, BatchStatus, Pace, RowCount
+from nightmill.jobs.reply.job import Worker
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.queue_stats import QueueStats
 from nightmill.jobs.sql.workers import WorkerStore
 
 
+def workers_of(store: BatchStore) -> list[Worker]:
+    """Return the live workers, those that sleep among them."""
+    return WorkerStore(store.database).serving(sleeping=True)
+
+
+def within_hours(status: BatchStatus, workers: Sequence[Worker], now: datetime) -> BatchStatus:
+    """Return a status whose estimated end counts the hours of the workers that serve its model.
+
+    A batch goes on while one of them is awake, at the speed that it has now.
+    """
+    model = status.model
+    serving = [
+        worker for worker in workers if model in (None, worker.model) or worker.could_serve(str(model))
+    ]
+    if serving and all(worker.wakes_at(now) is not None for worker in serving):
+        openings = [moment for worker in serving if (moment := worker.wakes_at(now)) is not None]
+        status = replace(status, wakes_at=min(openings))
+    hours = [worker.hours for worker in serving if worker.hours is not None and not worker.paused]
+    awake = [worker for worker in serving if not worker.paused]
+    if status.estimated_end is None or not hours or len(hours) < len(awake):
+        return status
+    left = (status.estimated_end - now).total_seconds()
+    return replace(status, estimated_end=end_within(hours, now, left))
+
+
 def served_models(store: BatchStore) -> frozenset[str]:
     """Return the names of models that live workers serve, or will once they are awake."""
-    workers = WorkerStore(store.database)
-    in_turn = {str(model) for worker in workers.could_serve() for model in worker.models or ()}
-    return frozenset(worker.model for worker in workers.serving(sleeping=True)) | in_turn
+    in_turn = {
+        str(model) for worker in WorkerStore(store.database).could_serve() for model in worker.models or ()
+    }
+    return frozenset(worker.model for worker in workers_of(store)) | in_turn
 
 
 def unserved_models(

@@ -2,7 +2,7 @@
 message."""
 
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from datetime import datetime, timedelta
+from datetime import date, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from nightmill.jobs.base.contract import JobState, Prompt, WorkerState
@@ -10,6 +10,7 @@ from nightmill.jobs.base.ids import JobIds
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.batches.batch import Batch
 from nightmill.jobs.batches.batches import Batches, BatchSource
+from nightmill.jobs.batches.limits import SubmitSettings
 from nightmill.jobs.batches.submission import OnRows
 from nightmill.jobs.batches.trying import Trial, Trying
 from nightmill.jobs.batches.verifying import Verification, Verifier
@@ -22,11 +23,13 @@ from nightmill.jobs.messages.broker import Broker
 from nightmill.jobs.reply.embeddings import Embedding
 from nightmill.jobs.reply.job import Job, Worker, embedding_of, scores_of
 from nightmill.jobs.reply.logprobs import Scores
+from nightmill.jobs.reply.night import NightReport
 from nightmill.jobs.request.fields import FIELDS, JobSettings, deadline_moment
 from nightmill.jobs.request.spec import JobSpec
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.database import Clock, Database
 from nightmill.jobs.sql.jobs import Selection, Store
+from nightmill.jobs.sql.nights import Nights
 from nightmill.jobs.sql.prune import Prune, Pruned
 from nightmill.jobs.sql.webhooks import WebhookStore
 from nightmill.jobs.sql.workers import WorkerStore
@@ -147,7 +150,7 @@ class Client:
         name: str | None = None,
         on_rows: OnRows | None = None,
         webhook: str | None = None,
-        **settings: Unpack[TableSettings],
+        **settings: Unpack[SubmitSettings],
     ) -> Batch:
         """Queue every row of a file (its path), a table (pandas, Polars, Arrow) or an iterable, as one batch.
 
@@ -164,6 +167,10 @@ class Client:
         `system` and the filled template (with `plain` a plain prompt). The columns of `keep` ("all", "none",
         or names) come back beside the answers, which are in `column`, and with `spread` in a column for each
         top property of their schema. `empty` ("error", "skip", "keep") is for rows that lack a value.
+
+        `budget`, such as "20M-tokens", and `max_failures`, such as "5%", stop the batch: running rows end as
+        they would, queued rows with the stop reason `budget`. Given to a batch that exists they replace its
+        limits, and with larger ones it goes on; see Batch.set_limits.
 
         Raises BatchFileError, BatchConflictError (the name belongs to other rows), InvalidParameterError,
         UnknownModelError and DatabaseError.
@@ -303,6 +310,13 @@ class Client:
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
         }
+
+    def night(self, day: date | None = None) -> NightReport:
+        """Return what a night was, from the noon of `day` to the next noon in this machine's zone.
+
+        None: the present night, or in the afternoon the last one.
+        """
+        return Nights(self.database).report(day)
 
     def verify(
         self,

@@ -17,6 +17,7 @@ from nightmill.jobs.messages.broker import Broker
 from nightmill.jobs.request.fields import deadline_moment
 from nightmill.jobs.request.spec import JobSpec
 from nightmill.jobs.sql import inserting
+from nightmill.jobs.sql.flows import leave_room
 from nightmill.jobs.sql.jobs import Store, by_queue
 from nightmill.jobs.sql.outbox import after_commit
 from nightmill.jobs.sql.workers import WorkerStore
@@ -148,6 +149,7 @@ class Enqueueing:
 
     def _keep(self, rows: list[dict[str, Any]], session: "Session | None") -> list[str]:
         """Insert rows and send their messages; returns the ids for the caller."""
+        leave_room(self._database, rows, self._settings.shard_size)
         if session is not None:
             self._database.ensure_schema()
             replaced = inserting.insert(rows, session.connection())

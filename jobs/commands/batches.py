@@ -12,6 +12,7 @@ from nightmill.jobs.base.times import describe_moment, parse_span
 from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.comparing import diff
 from nightmill.jobs.commands.job_options import AT, BATCH_OPTIONS, given, job_options
+from nightmill.jobs.commands.limit_options import budget, limit_options, limits_taken
 from nightmill.jobs.commands.on_end import on_end_options, run_on_end, words_of
 from nightmill.jobs.commands.options import CommandGroup, json_option
 from nightmill.jobs.commands.over_http import describe_http, http_batch, http_values
@@ -57,8 +58,8 @@ def batch() -> None:
       nightmill batch diff tonight yesterday
 
     A batch is submitting, scheduled, queued or running; in the end it is completed (every row succeeded),
-    completed_with_errors, failed (no row succeeded), cancelled, or expired (the deadline ended rows). A
-    worker must serve it: nightmill worker --model FILE. For both in one command, see nightmill run.
+    completed_with_errors, failed (no row succeeded), cancelled, or expired (the deadline or a budget ended
+    rows). A worker must serve it: nightmill worker --model FILE. For both in one command, see nightmill run.
     """
 
 
@@ -70,6 +71,7 @@ def batch() -> None:
 @click.option("--model", help="Name of the model that must serve every row, whatever the rows say.")
 @table_options
 @on_end_options
+@limit_options
 @job_options(*BATCH_OPTIONS)
 @json_option
 def submit(
@@ -103,9 +105,10 @@ def submit(
     """
     on_end, on_end_seconds = options.pop("on_end"), options.pop("on_end_seconds")
     at_end = None if on_end is None else words_of(on_end)
-    table = taken(options)
+    table, limits = taken(options), limits_taken(options)
     settings = given(options) | table
     opened = opened_with(settings)
+    settings |= limits
     with Client() as client:
         spool_bytes = client.settings.spool_bytes
         with (
@@ -224,7 +227,8 @@ def watch(name: str, as_json: bool) -> None:
 
     \b
     Exits 0 if every row succeeded; 3: completed_with_errors; 4: failed, no row succeeded; 5: expired at the
-    deadline; 6: cancelled. 1 is an error of this command, 2 wrong usage. Ctrl-C only stops watching; 130.
+    deadline or a budget; 6: cancelled. 1 is an error of this command, 2 wrong usage. Ctrl-C only stops
+    watching; 130.
     """
     with Client() as client:
         followed = client.get_batch(name)
@@ -276,6 +280,7 @@ def retry_failed(name: str, deadline: str | None, as_json: bool) -> None:
 
 batch.add_command(extend)
 batch.add_command(retry)
+batch.add_command(budget)
 
 
 @batch.command()

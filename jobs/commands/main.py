@@ -37,6 +37,10 @@ COMMANDS = {
     ),
     "list": Lazy("nightmill.jobs.commands.jobs:list_command", "List the newest jobs."),
     "migrate": Lazy("nightmill.jobs.commands.jobs:migrate", "Migrate the database to this version."),
+    "night": Lazy(
+        "nightmill.jobs.commands.night:night",
+        "Say what a night was: models, rows, tokens, what workers spent their time on, and what failed.",
+    ),
     "prune": Lazy(
         "nightmill.jobs.commands.batches:prune",
         "Delete jobs and batches that ended long ago, and empty batches.",

@@ -14,11 +14,12 @@ from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.progress import duration
 from nightmill.jobs.commands.terminal import LiveLine, ProgressLine, echo, echo_text, to_json, type_text
 from nightmill.jobs.formats.results import answer_values, reply_values
-from nightmill.jobs.reply.batch_status import BatchState, BatchStatus, unserved_sentence
+from nightmill.jobs.reply.batch_status import MOST_COUNTED, BatchState, BatchStatus, unserved_sentence
 from nightmill.jobs.reply.embeddings import written
 from nightmill.jobs.reply.history import EXTEND, begins_with
 from nightmill.jobs.reply.job import Job
 from nightmill.jobs.reply.parsing import Reply
+from nightmill.jobs.request.limits import describe_amount, describe_share
 
 _LONGEST_LINE = 300  # characters of a prompt in a list; `show` prints all of it
 _LABEL = 20
@@ -229,6 +230,23 @@ def describe_status(status: BatchStatus, price_per_kwh: float | None = None) -> 
         say("begins", describe_moment(status.scheduled_at))
     if status.deadline_at is not None:
         say("deadline", describe_moment(status.deadline_at))
+    for measure, most in (status.budget or {}).items():
+        say(
+            "budget", f"{describe_amount(measure, status.spent[measure])} of {describe_amount(measure, most)}"
+        )
+    if status.max_failures is not None:
+        say("failures", f"at most {describe_share(status.max_failures)} of the rows")
+    if status.stopped_because is not None:
+        first, *kinds = status.stopped_because.split("; ")
+        say("stopped", first)
+        for kind in kinds:
+            say("", kind)
+        say("", f"to go on: nightmill batch budget {status.name} with a higher limit")
+    if status.wakes_at is not None:
+        say("sleeps", f"until {describe_moment(status.wakes_at)}, when the hours of its workers begin")
+    if status.rows_before is not None:
+        many = "more than " if status.rows_before >= MOST_COUNTED else ""
+        say("before it", f"{many}{counted(status.rows_before, 'row')} of others")
     if status.estimated_end is not None:
         left = (status.estimated_end - datetime.now(status.estimated_end.tzinfo)).total_seconds()
         late = status.deadline_at is not None and status.estimated_end > status.deadline_at

@@ -60,9 +60,10 @@ ENCODING, BASE64 = "encoding_format", "base64"
 
 # OpenAI has only two reasons for a text: it ended by itself, or it was cut.
 _FINISH_REASONS = {StopReason.EOS: "stop", StopReason.STOP_SEQUENCE: "stop"}
-_STATUS_CODES = {StopReason.DEADLINE: 408, StopReason.CANCELLED: 499}
+_STATUS_CODES = {StopReason.DEADLINE: 408, StopReason.BUDGET: 402, StopReason.CANCELLED: 499}
 _MESSAGES = {
     StopReason.DEADLINE: "the deadline passed before the answer was complete; retry it with a later one",
+    StopReason.BUDGET: "a limit of the batch was met before the answer began; raise it to have it",
     StopReason.CANCELLED: "the job was cancelled before the answer was complete; retry it to have it",
 }
 

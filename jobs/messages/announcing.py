@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
+from nightmill.jobs.base.shares import QUEUE_MESSAGES
 from nightmill.jobs.errors import BrokerError, DatabaseError, DeliveryDelayedWarning
 from nightmill.jobs.messages.broker import Broker
 from nightmill.jobs.sql.database import Database
@@ -60,6 +61,22 @@ class Announcer:
             return False
         sending.add_done_callback(lambda _: self._free.release())
         return True
+
+    def announce_first(self, groups: Groups, room: int | None = None) -> int:
+        """Send messages for the first of many jobs, and leave the others to the workers' sweeps, which send
+        theirs in turn with those of others; returns the room for what comes next.
+
+        room  what the last call returned; None: this is the first one
+        """
+        if room is None:
+            room = self._broker.settings.shard_size * QUEUE_MESSAGES // 4
+        for queue, job_ids in groups.items():
+            if now := job_ids[:room]:
+                self.announce({queue: now})
+            if later := job_ids[room:]:
+                self._leave(later)
+            room -= len(now)
+        return room
 
     def _leave(self, job_ids: Sequence[str]) -> None:
         """Mark these jobs so that a worker's sweep sends their messages soon."""

@@ -9,7 +9,10 @@ from typing import Any
 
 from nightmill.jobs.base.contract import JobState, StopReason
 from nightmill.jobs.base.printable import printable
+from nightmill.jobs.request.limits import GPU_SECONDS, JOULES, TOKENS
 
+MOST_COUNTED = 100_000
+"""Most rows before a batch that are counted."""
 JOULES_PER_KWH = 3.6e6
 _MOST_NAMES = 5
 _LONGEST_NAME = 80
@@ -25,7 +28,7 @@ class BatchState(StrEnum):
     queued                   rows wait for a worker
     completed                every row succeeded
     cancelled                somebody cancelled the batch, and that ended at least one row
-    expired                  the deadline ended at least one row
+    expired                  the deadline, or a limit of the batch, ended at least one row
     failed                   no row succeeded, or the file has none
     completed_with_errors    some rows succeeded, the others did not
     """
@@ -65,6 +68,20 @@ class BatchRecord:
     deadline_at: datetime | None = None
     cancel_requested_at: datetime | None = None
     deleting_at: datetime | None = None  # set once its rows are being deleted
+    budget: dict[str, float] | None = None  # most that it may use, by measure
+    max_failures: float | None = None  # share of rows that may fail
+    spent_tokens: int = 0  # counted while there is a limit
+    spent_gpu_seconds: float = 0.0
+    spent_joules: float = 0.0
+    counted_rows: int = 0  # ended rows that are compared with `max_failures`,
+    counted_failures: int = 0  # and those of them that failed
+    stopped_at: datetime | None = None  # when it met a limit
+    stopped_because: str | None = None
+
+    @property
+    def spent(self) -> dict[str, float]:
+        """What its ended rows have used, by measure."""
+        return {TOKENS: self.spent_tokens, GPU_SECONDS: self.spent_gpu_seconds, JOULES: self.spent_joules}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +154,13 @@ class BatchStatus:
     gpu_seconds: float = 0.0  # shares of the steps that computed its rows
     energy_joules: float | None = None  # the same in joules; None: of no row is it known
     unserved: list[str | None] = field(default_factory=list)
+    wakes_at: datetime | None = None  # when the hours of its workers begin, if all of them sleep until then
+    rows_before: int | None = None  # rows of others that are served before the next one of these
+    budget: dict[str, float] | None = None  # most that it may use, by measure (tokens, gpu_seconds, joules)
+    spent: dict[str, float] = field(default_factory=dict)  # of each measure of the budget
+    max_failures: float | None = None  # share of rows that may fail
+    stopped_at: datetime | None = None  # when it met a limit
+    stopped_because: str | None = None
 
     @property
     def unlisted_errors(self) -> int:
@@ -250,6 +274,11 @@ def make_status(
         cancel_requested_at=record.cancel_requested_at,
         deleting_at=record.deleting_at,
         unserved=list(unserved),
+        budget=record.budget,
+        spent={measure: record.spent.get(measure, 0) for measure in record.budget or ()},
+        max_failures=record.max_failures,
+        stopped_at=record.stopped_at,
+        stopped_because=record.stopped_because,
     )
 
 
@@ -283,7 +312,7 @@ def state_of(
         return BatchState.COMPLETED
     if record.cancel_requested_at is not None and states.get(JobState.CANCELLED):
         return BatchState.CANCELLED
-    if stop_reasons.get(StopReason.DEADLINE):
+    if stop_reasons.get(StopReason.DEADLINE) or stop_reasons.get(StopReason.BUDGET):
         return BatchState.EXPIRED
     return BatchState.COMPLETED_WITH_ERRORS if succeeded else BatchState.FAILED
 

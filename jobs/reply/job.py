@@ -15,6 +15,7 @@ from nightmill.jobs.base.contract import (
     StopReason,
     WorkerState,
 )
+from nightmill.jobs.base.hours import Hours
 from nightmill.jobs.errors import EmbeddingError, ScoreError
 from nightmill.jobs.reply.embeddings import Embedding, numbers
 from nightmill.jobs.reply.logprobs import Score, Scores, TokenLogprob, read, total
@@ -250,6 +251,21 @@ class Worker:
     def wakes_for_jobs(self) -> bool:
         """True if it sleeps only for want of jobs."""
         return self.state is WorkerState.SLEEPING and self.detail == IDLE
+
+    @property
+    def hours(self) -> Hours | None:
+        """The times of day at which it serves; None: always, or unknown."""
+        said = (self.stats or {}).get("hours")
+        try:
+            return Hours.parse(said) if isinstance(said, str) else None
+        except ValueError:  # of a newer version
+            return None
+
+    def wakes_at(self, now: datetime) -> datetime | None:
+        """Return when its hours begin, if it sleeps until then; None if it serves, or nobody knows."""
+        if self.state is not WorkerState.SLEEPING or self.paused or self.hours is None:
+            return None
+        return None if self.hours.open_at(now) else self.hours.next_change(now)
 
     @property
     def note(self) -> str | None:

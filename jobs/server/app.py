@@ -105,6 +105,7 @@ def make_app(
             Route("/v1/night/{batch_id}", night.shown),
             Route("/v1/night/{batch_id}", night.cancelled, methods=["DELETE"]),
             Route("/v1/night/{batch_id}/retry", night.retried, methods=["POST"]),
+            Route("/v1/night/{batch_id}/limits", night.limited, methods=["POST"]),
             Route("/execute", native.execute, methods=["POST"]),
             Route("/v1/generate", native.generate, methods=["POST"]),
             Route("/v1/jobs", native.submit, methods=["POST"]),

@@ -1,7 +1,8 @@
 """Submission of batches over HTTP, for all endpoints: the input file, limits, idempotency keys."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from starlette.requests import Request
 
@@ -19,7 +20,7 @@ _CONTENT = ("input_file", "endpoint", "completion_window", "meta", "settings", "
 
 
 class UploadedBatchSubmission:
-    """Submits, finds, cancels and retries HTTP batches; `wake` starts a round of the batch processor."""
+    """Submits, finds, cancels, retries and limits HTTP batches; `wake` starts the batch processor."""
 
     def __init__(
         self, service: JobService, store: HttpBatchStore, files: Files, wake: Callable[[], None]
@@ -119,6 +120,28 @@ class UploadedBatchSubmission:
         await self.service.look(self._retry, batch)
         self._wake()
         return await self.find(caller, name)
+
+    async def set_limits(self, caller: Caller, name: str, limits: Mapping[str, Any]) -> HttpBatch:
+        """Change the budget or the limit of failures of a caller's batch; raises HttpError.
+
+        Rows that a limit had ended are queued again if they may run now, and the batch goes on as after
+        `retry`.
+        """
+        batch = await self.find(caller, name)
+        caller.need_to_change(batch.owner)
+        if batch.status in (HttpStatus.VALIDATING, HttpStatus.CANCELLING) or batch.broken:
+            said = f"batch {name} is {batch.status}: change its limits once its rows are entered"
+            raise HttpError(409, said, code="invalid_transition")
+        if batch.status.final:
+            await self._check_room(batch.owner)
+        await self.service.look(self._set_limits, batch, limits)
+        self._wake()
+        return await self.find(caller, name)
+
+    def _set_limits(self, batch: HttpBatch, limits: Mapping[str, Any]) -> None:
+        rows = self.service.client.get_batch(batch.batch)
+        if rows.set_limits(**limits).queued or rows.store.unfinished(batch.batch):
+            self.store.reopen(batch.id)
 
     def _retry(self, batch: HttpBatch) -> None:
         """Retry the rows before reopening the batch, which would otherwise end at once. May be repeated."""

@@ -158,6 +158,8 @@ def http_error_of_job(job: Job) -> HttpError | None:
     match job.stop_reason:
         case StopReason.DEADLINE:
             return HttpError(504, "the answer was not complete in time", code="deadline")
+        case StopReason.BUDGET:
+            return HttpError(409, job.error or "a limit of the batch ended the job", code="budget")
         case StopReason.CANCELLED:
             return HttpError(409, "the job was cancelled before the answer was complete", code="cancelled")
         case StopReason.ERROR:

@@ -127,7 +127,7 @@ class Finisher:
             return HttpStatus.EXPIRED if expired else HttpStatus.FAILED, outcome
         if batch.invalid == total:
             return HttpStatus.FAILED, outcome
-        late = any(count.stop_reason is StopReason.DEADLINE for count in counts)
+        late = any(count.stop_reason in (StopReason.DEADLINE, StopReason.BUDGET) for count in counts)
         return HttpStatus.EXPIRED if late else HttpStatus.COMPLETED, outcome
 
     def _end_without_rows(self, batch: HttpBatch) -> None:

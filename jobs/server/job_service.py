@@ -10,6 +10,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from math import ceil
 from typing import Any, ParamSpec, TypeVar
 
 from starlette.requests import Request
@@ -176,7 +177,11 @@ class JobService:
         which = "" if model is None else f" that serves {model!r}"
         if asleep := (asleep or in_turn):
             said = f"each worker{which} sleeps, {asleep[0].detail}; submit a batch, which waits for it"
-            raise HttpError(503, said, code="not_served")
+            now = await self.run(self.client.database.now)
+            openings = [moment for worker in asleep if (moment := worker.wakes_at(now)) is not None]
+            # In seconds, as clients read it: until the hour at which the first of them wakes.
+            headers = {"Retry-After": str(ceil((min(openings) - now).total_seconds()))} if openings else None
+            raise HttpError(503, said, code="not_served", headers=headers)
         raise HttpError(503, f"there is no live worker{which}; try again later", code="not_served")
 
     async def queue(self, caller: Caller, spec: JobSpec) -> str:

@@ -10,6 +10,7 @@ from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.errors import BatchNotFoundError, InvalidParameterError
 from nightmill.jobs.reply.batch_status import BatchStatus
 from nightmill.jobs.request.fields import OF_A_BATCH, check_option, deadline_moment, unknown_field
+from nightmill.jobs.request.limits import LIMIT_KEYS, Limits
 from nightmill.jobs.request.spec import JobSpec
 from nightmill.jobs.server.batch_endpoints import BatchEndpoints
 from nightmill.jobs.server.batches import text_of, unlisted_errors, waiting_note
@@ -18,7 +19,7 @@ from nightmill.jobs.server.errors import invalid
 from nightmill.jobs.server.files import PREFIX
 from nightmill.jobs.sql.http_batches import HttpBatch
 
-BODY = OF_A_BATCH | {"file", "name", "webhook"}
+BODY = OF_A_BATCH | {"file", "name", "webhook", *LIMIT_KEYS}
 
 
 class NightEndpoints(BatchEndpoints):
@@ -42,6 +43,8 @@ class NightEndpoints(BatchEndpoints):
             raise invalid("deadline", "must be after scheduled_at")
         settings = {name: value for name, value in body.items() if name in OF_A_BATCH and name not in TIMES}
         defaults = JobSpec.defaults(settings, OF_A_BATCH)
+        Limits.of(body)
+        settings |= {name: body[name] for name in LIMIT_KEYS if name in body}
         if defaults.model is not None:
             await self._service.run(self._service.client.check_model, defaults.model)
         asked = HttpBatch(
@@ -63,6 +66,16 @@ class NightEndpoints(BatchEndpoints):
         return JSONResponse(
             await self._object(await self._submission.retry(caller, request.path_params["batch_id"]))
         )
+
+    async def limited(self, request: Request) -> Response:
+        """POST /v1/night/ID/limits: change the budget, or the share of rows that may fail."""
+        caller = self._service.keys.caller(request)
+        given = await self._service.bodies.object(request, caller.name)
+        for name in given:
+            if name not in LIMIT_KEYS:
+                raise unknown_field(name, LIMIT_KEYS)
+        batch = await self._submission.set_limits(caller, request.path_params["batch_id"], given)
+        return JSONResponse(await self._object(batch))
 
     async def _object(self, batch: HttpBatch, *, listed: bool = False) -> JsonObject:
         """Build the object of a batch; in a list, without its errors."""
@@ -104,6 +117,11 @@ def night_object(batch: HttpBatch, status: BatchStatus | None) -> JsonObject:
         "estimated_end": None,
         "bad_rows": [*batch.errors, *unlisted_errors(batch)],
         "note": batch.note,
+        "rows_before": None,
+        "budget": None,
+        "spent": {},
+        "max_failures": None,
+        "stopped_because": None,
         "errors": [],
         "unlisted_errors": 0,
         "output_file": batch.output_file and PREFIX + batch.output_file,
@@ -122,6 +140,11 @@ def night_object(batch: HttpBatch, status: BatchStatus | None) -> JsonObject:
             "tokens_out": status.completion_tokens,
             "tokens_per_second": status.tokens_per_second,
             "estimated_end": _time(status.estimated_end),
+            "rows_before": status.rows_before,
+            "budget": status.budget,
+            "spent": status.spent,
+            "max_failures": status.max_failures,
+            "stopped_because": status.stopped_because,
             "errors": [{"rows": group.rows, "message": group.message} for group in status.errors],
             "unlisted_errors": status.unlisted_errors,
             "note": batch.note or waiting_note(status.unserved, batch),

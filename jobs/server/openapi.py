@@ -47,6 +47,7 @@ ENDPOINTS: dict[tuple[str, str], tuple[str, str | None, str | None]] = {
     ("GET", "/v1/night/{batch_id}"): ("How a batch goes.", None, "Night"),
     ("DELETE", "/v1/night/{batch_id}"): ("Cancel a batch.", None, "Night"),
     ("POST", "/v1/night/{batch_id}/retry"): ("Queue rows without a result again.", None, "Night"),
+    ("POST", "/v1/night/{batch_id}/limits"): ("Change a batch's limits.", "LimitsRequest", "Night"),
     ("POST", "/execute"): ("Generate, as a stream of events.", "JobRequest", None),
     ("POST", "/v1/generate"): ("Generate, and answer at the end or as a stream.", "JobRequest", "Job"),
     ("POST", "/v1/jobs"): ("Queue a job.", "JobRequest", "Job"),

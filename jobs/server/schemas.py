@@ -9,6 +9,7 @@ from nightmill.jobs.formats.refusals import REFUSED
 from nightmill.jobs.formats.results import READ
 from nightmill.jobs.reply.batch_status import BatchState
 from nightmill.jobs.request.fields import FIELDS, OF_A_BATCH
+from nightmill.jobs.request.limits import HELP, LIMIT_KEYS
 from nightmill.jobs.server.anthropic.schemas import ANTHROPIC_SCHEMAS
 from nightmill.jobs.server.completions import STREAM_OPTIONS
 from nightmill.jobs.server.embedding_schemas import EMBEDDING_SCHEMAS
@@ -99,6 +100,7 @@ def _job_body() -> JsonObject:
     return made | _nothing_or_echo(properties)
 
 
+_LIMITS: JsonObject = {name: {"type": ["string", "null"], "description": HELP[name]} for name in LIMIT_KEYS}
 _WEBHOOK: JsonObject = {"type": ["string", "null"], "format": "uri"}
 
 
@@ -106,6 +108,7 @@ def _night_body() -> JsonObject:
     properties = {name: _field(name) for name in sorted(OF_A_BATCH)}
     properties |= {"file": TEXT, "name": {"type": ["string", "null"], "minLength": 1, "maxLength": 200}}
     properties |= {"webhook": _WEBHOOK}
+    properties |= _LIMITS
     return _object(properties, optional=tuple(name for name in properties if name != "file"))
 
 
@@ -241,6 +244,7 @@ _NIGHT = _object(
     dict.fromkeys(("id", "file"), TEXT)
     | dict.fromkeys(("owner", "name", "note", "output_file", "error_file"), _MAYBE_TEXT)
     | dict.fromkeys(("rows", "succeeded", "unsuccessful", "tokens_in", "tokens_out"), _MAYBE_NUMBER)
+    | {"rows_before": _MAYBE_NUMBER}
     | dict.fromkeys(("created_at", "scheduled_at", "deadline_at", "ended_at", "estimated_end"), _TIME)
     | {
         "object": {"const": "night"},
@@ -248,6 +252,10 @@ _NIGHT = _object(
         "status": {"enum": [*map(str, HttpStatus)]},
         "state": {"enum": [*map(str, BatchState), None]},
         "tokens_per_second": {"type": ["number", "null"]},
+        "budget": {"type": ["object", "null"], "additionalProperties": {"type": "number"}},
+        "spent": {"type": "object", "additionalProperties": {"type": "number"}},
+        "max_failures": {"type": ["number", "null"]},
+        "stopped_because": _MAYBE_TEXT,
         "unlisted_errors": _NUMBER,
         "bad_rows": _BAD_ROWS,
         "errors": {"type": "array", "items": _object({"rows": _NUMBER, "message": TEXT})},
@@ -351,6 +359,7 @@ SCHEMAS: dict[str, JsonObject] = {
     "Batch": _BATCH,
     "Batches": _page_of("Batch"),
     "NightRequest": _night_body(),
+    "LimitsRequest": _object(_LIMITS, optional=LIMIT_KEYS),
     "Night": _NIGHT,
     "Nights": _page_of("Night"),
     "Piece": _object({"t": TEXT, "i": _NUMBER}),

@@ -16,7 +16,7 @@ from nightmill.jobs.base.stepping import exhaust
 from nightmill.jobs.errors import BatchNotFoundError
 from nightmill.jobs.reply.batch_status import BatchRecord, ErrorGroup, Pace, RowCount, group_errors
 from nightmill.jobs.reply.job import Job
-from nightmill.jobs.sql import answers, logprobs, partials
+from nightmill.jobs.sql import answers, limits, logprobs, partials
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.jobs import (
     CHUNK,
@@ -272,6 +272,11 @@ class BatchStore:
                     found = read_jobs(connection, query)
                 yield from sorted(found, key=lambda job: (job.row or 0) if by_row else job.id)
 
+    def pages_of_ids(self, name: str, states: Sequence[JobState]) -> Iterator[list[str]]:
+        """Yield pages of the ids of jobs in these states, in order; pages may be empty."""
+        for page in self._pages(name, JobRow.id):
+            yield [row.id for row in page if row.state in states]
+
     def _pages(self, name: str, place: InstrumentedAttribute[Any]) -> Iterator[Sequence[Any]]:
         """Yield pages of (id, state, place) of a batch's jobs in the order of `place`.
 
@@ -314,11 +319,11 @@ class BatchStore:
             for page in self._pages(name, JobRow.id):
                 ids = [row.id for row in page if row.state == JobState.QUEUED]
                 if not cancelled:  # the rows that workers would claim next come first, in a short transaction
-                    cancelled += len(self._change(ids[:CHUNK], (QUEUED,), cancelled_values(now)))
+                    cancelled += len(self.change_rows(ids[:CHUNK], (QUEUED,), cancelled_values(now)))
                     asked += self._ask_to_stop(name, (RUNNING, JobRow.cancel_requested_at.is_(None)), now)
                     ids = ids[CHUNK:]
                     yield
-                cancelled += len(self._change(ids, (QUEUED,), cancelled_values(now)))
+                cancelled += len(self.change_rows(ids, (QUEUED,), cancelled_values(now)))
                 yield
             asked += self._ask_to_stop(name, (RUNNING, JobRow.cancel_requested_at.is_(None)), now)
             if not self._any(name, QUEUED):
@@ -333,10 +338,9 @@ class BatchStore:
         Raises BatchConflictError if the batch is being deleted.
         """
         self.reopen(name, deadline)
-        for page in self._pages(name, JobRow.id):
-            ids = [row.id for row in page if row.state in UNSUCCESSFUL]
+        for ids in self.pages_of_ids(name, UNSUCCESSFUL):
             values = retried_values(self.database.now(), deadline)
-            if changed := self._change(ids, RETRYABLE, values, batch=name):
+            if changed := self.change_rows(ids, RETRYABLE, values, batch=name):
                 yield by_queue(row._mapping for row in changed)
 
     # -- helpers ---------------------------------------------------------------------------------
@@ -364,6 +368,7 @@ class BatchStore:
             if not locked:
                 raise no_batch(name)
             refuse_deleting(locked[name])
+            limits.begin_anew(connection, name)
             connection.execute(
                 update(BatchRow)
                 .where(BatchRow.name == name)
@@ -382,7 +387,7 @@ class BatchStore:
             ).rowcount
 
     @retried
-    def _change(
+    def change_rows(
         self,
         ids: Sequence[str],
         conditions: tuple[Any, ...],

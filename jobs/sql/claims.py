@@ -14,7 +14,7 @@ from typing import Any
 from sqlalchemy import Connection, bindparam, select, update
 
 from nightmill.jobs.base.contract import JobState, StopReason, WorkerState
-from nightmill.jobs.sql import answers, embeddings, logprobs, partials, suspects
+from nightmill.jobs.sql import answers, embeddings, limits, logprobs, partials, suspects
 from nightmill.jobs.sql.claimed import Claim, read_claim
 from nightmill.jobs.sql.jobs import chunked, mark_unsent
 from nightmill.jobs.sql.locks import lock_ids, lock_jobs
@@ -141,6 +141,8 @@ class Claims(RegisteredWorker):
                 )
             )
             partials.forget_ended(connection, [job_id])
+            if done.rowcount:
+                limits.count_failed(connection, job_id, now)
         return bool(done.rowcount)
 
     @retried
@@ -151,6 +153,7 @@ class Claims(RegisteredWorker):
         written = 0
         with self.database.write() as connection:
             lock_ids(connection, [outcome.job_id for outcome in outcomes])
+            limited = limits.before_end(connection, [outcome.job_id for outcome in outcomes])
             answers.write(
                 connection,
                 self.worker_id,
@@ -176,6 +179,7 @@ class Claims(RegisteredWorker):
                 if outcome.error is not None:
                     written += self._finish_with_error(connection, outcome, now)
             partials.forget_ended(connection, [outcome.job_id for outcome in outcomes])
+            limits.count_ended(connection, limited, now)
         return written
 
     @retried
@@ -202,6 +206,7 @@ class Claims(RegisteredWorker):
         returned = []
         with self.database.write() as connection:
             lock_ids(connection, [job_id for job_id, _ in claimed])
+            limited = limits.before_end(connection, [job_id for job_id, _ in claimed])
             spent: list[dict[str, Any]] = []
             for job_id, attempt in claimed:
                 if hand_back(connection, self._ours(job_id, attempt), now):
@@ -210,6 +215,7 @@ class Claims(RegisteredWorker):
                         spent.append({"job_id": job_id, "job_attempt": attempt, **cost_values(*cost)})
             if spent:
                 connection.execute(ADD_COST, spent)
+            limits.count_ended(connection, limited, now)
             partials.forget_ended(connection, [job_id for job_id, _ in claimed])
         return returned
 

@@ -58,6 +58,8 @@ def finish_values(outcome: Outcome, worker_id: str, now: datetime) -> dict[str, 
     error = outcome.error
     if error is None and outcome.stop_reason is StopReason.DEADLINE:
         error = f"the deadline passed after {outcome.completion_tokens} tokens"
+    if error is None and outcome.stop_reason is StopReason.BUDGET:
+        error = f"a limit of its batch was met after {outcome.completion_tokens} tokens"
     return {
         "job_id": outcome.job_id,
         "job_attempt": outcome.attempt,

@@ -7,6 +7,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, delete, exists, func, or_, select
 
+from nightmill.jobs.sql.activity import ActivityStore
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.deletion import Deletion, delete_jobs
 from nightmill.jobs.sql.jobs import FINAL, GROUP, UNFINISHED, chunked
@@ -67,6 +68,7 @@ class Prune:
             gone, last = self._delete_single_jobs(last)
             jobs += gone
             yield Pruned(jobs, batches)
+        ActivityStore(self._database).prune(self._cutoff)
         self._delete_loads()
         yield Pruned(jobs, batches + self._delete_empty_batches())
 

@@ -17,7 +17,7 @@ from sqlalchemy import ColumnElement, Connection, func, or_, select, update
 
 from nightmill.jobs.base.contract import MAX_ERROR_LENGTH, JobState, JsonObject, StopReason, storable
 from nightmill.jobs.base.ids import IdSource
-from nightmill.jobs.sql import partials
+from nightmill.jobs.sql import limits, partials
 from nightmill.jobs.sql.jobs import chunked
 from nightmill.jobs.sql.tables import QUEUED, RUNNING, JobRow
 
@@ -84,11 +84,13 @@ def of_models(models: Iterable[str | None]) -> ColumnElement[bool]:
 
 
 def claimable(now: datetime | ColumnElement[datetime]) -> tuple[ColumnElement[bool], ...]:
-    """Return the conditions for queued jobs that are due and not past their deadline."""
+    """Return the conditions for queued jobs that are due, not past their deadline, and of no stopped
+    batch."""
     return (
         QUEUED,
         or_(JobRow.scheduled_at.is_(None), JobRow.scheduled_at <= now),
         or_(JobRow.deadline_at.is_(None), JobRow.deadline_at > now),
+        limits.batch_goes_on(),
     )
 
 
@@ -126,4 +128,6 @@ def _count_failure(connection: Connection, row: Any, reason: str, now: datetime)
     )
     if cancelled or not again:
         partials.forget_ended(connection, [row.id])
+    if not cancelled and not again:
+        limits.count_failed(connection, row.id, now)
     return again and not cancelled

@@ -4,7 +4,6 @@ Concurrent sweeps do not block each other: each skips rows locked by another.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import count, product
 from types import MappingProxyType
@@ -17,22 +16,14 @@ from nightmill.jobs.request.fields import INTERACTIVE
 from nightmill.jobs.sql import partials, suspects
 from nightmill.jobs.sql.claims import hand_back
 from nightmill.jobs.sql.database import Database
+from nightmill.jobs.sql.flows import Announcement
 from nightmill.jobs.sql.jobs import GROUP, by_queue, chunked
 from nightmill.jobs.sql.retrying import retried
 from nightmill.jobs.sql.settling import settle_heartbeats, settle_sendings
-from nightmill.jobs.sql.tables import QUEUED, RUNNING, JobRow, WorkerRow
+from nightmill.jobs.sql.tables import QUEUED, RUNNING, BatchRow, JobRow, WorkerRow
 from nightmill.jobs.sql.workers import LIVE
 
 _PRIORITIES = range(INTERACTIVE, -1, -1)
-
-
-@dataclass(frozen=True, slots=True)
-class Announcement:
-    """Queued jobs that need a message."""
-
-    model: str | None
-    priority: int
-    job_ids: list[str]
 
 
 class ClockWatch:
@@ -163,12 +154,47 @@ class Sweep:
         raise AssertionError("unreachable")
 
     @retried
-    def unsent(self, limit: int) -> list[Announcement]:
+    def end_stopped(self, groups: int | None = None) -> int:
+        """End the queued rows of batches that a limit has stopped, in at most this many groups; returns their
+        number."""
+        now, ended, done = self.database.now(), 0, 0
+        while groups is None or done < groups:
+            done += 1
+            with self.database.write() as connection:
+                queued = exists().where(JobRow.batch == BatchRow.name, QUEUED)
+                stopped = select(BatchRow.name, BatchRow.stopped_because)
+                stopped = stopped.where(BatchRow.stopped_at.is_not(None), queued).order_by(BatchRow.name)
+                # Held, so that whoever lets it go on finds all rows that were ended.
+                held = stopped.limit(1).with_for_update(read=True, of=BatchRow)
+                batch = connection.execute(held).one_or_none()
+                if batch is None:
+                    break
+                rows = select(JobRow.id).where(JobRow.batch == batch.name, QUEUED).limit(GROUP)
+                ids = sorted(connection.execute(rows.with_for_update(skip_locked=True)).scalars())
+                why = (batch.stopped_because or "").partition("; ")[0]
+                for chunk in chunked(ids):
+                    ended += connection.execute(
+                        update(JobRow)
+                        .where(JobRow.id.in_(chunk), QUEUED)
+                        .values(
+                            state=JobState.FAILED,
+                            stop_reason=StopReason.BUDGET,
+                            error=f"the batch stopped before a worker began: {why}",
+                            finished_at=now,
+                        )
+                    ).rowcount
+                    partials.forget_ended(connection, chunk)
+            if not ids:  # others are at it
+                break
+        return ended
+
+    @retried
+    def unsent(self, limit: int, priorities: Sequence[int] = _PRIORITIES) -> list[Announcement]:
         """Take due queued jobs without a message, most urgent first, and mark them as sent."""
         now = self.database.now()
         due = [JobRow.scheduled_at.is_(None), JobRow.scheduled_at <= now]
         alternatives = [
-            (priority, [JobRow.sent_at.is_(None), when]) for priority, when in product(_PRIORITIES, due)
+            (priority, [JobRow.sent_at.is_(None), when]) for priority, when in product(priorities, due)
         ]
         with self.database.write() as connection:
             return _take_for_sending(connection, alternatives, (JobRow.scheduled_at, JobRow.id), limit, now)

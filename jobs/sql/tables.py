@@ -64,6 +64,17 @@ class BatchRow(Base):
     cancel_requested_at: Mapped[datetime | None]
     deleting_at: Mapped[datetime | None]  # set once its rows are being deleted: nothing is added any more
 
+    # Limits of the whole batch, what its ended rows have used, and the end that a limit brought.
+    budget: Mapped[JsonObject | None] = mapped_column(JSON(none_as_null=True))  # most, by measure
+    max_failures: Mapped[float | None] = mapped_column(Double)  # share of rows
+    spent_tokens: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    spent_gpu_seconds: Mapped[float] = mapped_column(Double, server_default="0")
+    spent_joules: Mapped[float] = mapped_column(Double, server_default="0")
+    counted_rows: Mapped[int] = mapped_column(server_default="0")  # rows whose failures are counted,
+    counted_failures: Mapped[int] = mapped_column(server_default="0")  # and those that failed
+    stopped_at: Mapped[datetime | None]
+    stopped_because: Mapped[str | None] = mapped_column(StorableText(MAX_ERROR_LENGTH))
+
 
 class WorkerRow(Base):
     """A worker process and its last heartbeat."""
@@ -102,6 +113,24 @@ class LoadRow(Base):
     error: Mapped[str | None] = mapped_column(StorableText(MAX_ERROR_LENGTH))  # why it did not become ready
     failure: Mapped[str | None] = mapped_column(String(16))  # what that is a fault of
     settled: Mapped[bool] = mapped_column(server_default=false())  # a failure that rows were charged with
+
+
+class ActivityRow(Base):
+    """Some minutes of a worker, in seconds by what it spent them on."""
+
+    __tablename__ = "activity"
+
+    worker: Mapped[str] = mapped_column(String(32), primary_key=True)
+    began_at: Mapped[datetime] = mapped_column(primary_key=True)
+    ended_at: Mapped[datetime]
+    model: Mapped[str] = mapped_column(String(200))
+    computing_seconds: Mapped[float] = mapped_column(Double, server_default="0")
+    memory_seconds: Mapped[float] = mapped_column(Double, server_default="0")  # with sequences without pages
+    tokenizer_seconds: Mapped[float] = mapped_column(Double, server_default="0")  # with prompts on their way
+    messages_seconds: Mapped[float] = mapped_column(Double, server_default="0")  # without jobs
+    loading_seconds: Mapped[float] = mapped_column(Double, server_default="0")
+
+    __table_args__ = (Index("ix_activity_began_at", "began_at"),)
 
 
 def _partial(name: str, *columns: str, where: str, unique: bool = False) -> Index:
@@ -204,6 +233,17 @@ class JobRow(Base):
             "ix_jobs_waiting",
             *("model", "priority", "sent_at", "id"),
             where="state = 'queued' AND sent_at IS NOT NULL",
+        ),
+        # The flows of a queue, with those of their rows that have a message or are due for one.
+        _partial(
+            "ix_jobs_flows_of_batches",
+            *("model", "priority", "batch", "sent_at", "scheduled_at", "id"),
+            where="state = 'queued' AND batch IS NOT NULL",
+        ),
+        _partial(
+            "ix_jobs_flows_of_owners",
+            *("model", "priority", "owner", "sent_at", "scheduled_at", "id"),
+            where="state = 'queued' AND batch IS NULL",
         ),
         _partial("ix_jobs_suspects", "suspects", "id", where="state = 'queued' AND suspects IS NOT NULL"),
         _partial("ix_jobs_expiring", "deadline_at", where="state = 'queued' AND deadline_at IS NOT NULL"),

@@ -1,13 +1,13 @@
 """Embeddings of jobs that ask for them. Older rows did not.
 
-Revision: 0033, after 0029.
+Revision: 0033, after 0032.
 """
 
 import sqlalchemy as sa
 from alembic import op
 
 revision = "0033"
-down_revision = "0029"
+down_revision = "0032"
 branch_labels = None
 depends_on = None
 

@@ -42,6 +42,7 @@ class Faults(Mischief):
         self._world.right_clock()
         self._fleet.undo_all()
         self.wait()
+        self._world.sql("UPDATE workers SET paused = FALSE")
 
     def continue_servers(self) -> None:
         """Redis, the database, their connections, disk and folder are as they should be."""

@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import redis
 
+from nightmill.jobs.base.contract import WorkerState
 from nightmill.jobs.errors import InvalidRequestError, InvalidTransitionError, JobNotFoundError
 from nightmill.jobs.sql.prune import Prune
 from tests.campaign import forged, hostile
@@ -156,6 +157,23 @@ class Mischief:
             yield caller
         finally:
             caller.close()
+
+    def sleep(self, action: Action) -> None:
+        self._begin(action, self._pause)
+
+    def wake(self, action: Action) -> None:
+        self._begin(action, self._resume)
+
+    def _pause(self, caller: Caller) -> None:
+        """One worker, or all of them, end their engine and sleep, in the middle of their work."""
+        with caller.calling("pause workers", InvalidRequestError):
+            ready = [one.id for one in caller.client.workers() if one.state is WorkerState.READY]
+            chosen = ready if caller.draw.random() < 0.3 else ready[:1]
+            self._report.count("workers told to sleep", len(caller.client.pause_workers(chosen)))
+
+    def _resume(self, caller: Caller) -> None:
+        with caller.calling("resume workers", InvalidRequestError):
+            caller.client.pause_workers(paused=False)
 
     def _fork(self, caller: Caller) -> None:
         command = [sys.executable, "-m", "tests.campaign.forking", str(caller.draw.randrange(1, 1 << 30))]

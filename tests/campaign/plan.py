@@ -89,6 +89,7 @@ BOTH: dict[str, Fault] = {
     "freeze_server": _hang("freeze_server", "thaw_server", of="server"),
     "pause_all": _between("freeze", "thaw", STALE + 1, STALE + 3),
     "hang_engine": _hang("hang_engine", "continue_engine", of="worker"),
+    "sleep": _between("sleep", "wake", 2.0, 10.0),
     "redis_kill": _between("redis_kill", "redis_start", 0.5, 5.0),
     "redis_flush": _once("redis_flush"),
     "redis_pause": _hang("redis_pause", "redis_continue"),

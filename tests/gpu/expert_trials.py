@@ -26,8 +26,8 @@ from tests.support.specs import mixture
 
 Array = npt.NDArray[Any]
 
-SUMS = 1e-11
-"""NMSE allowed to sums in float; those of 2,880 products in order have 1e-12."""
+SUMS = 1e-10
+"""NMSE allowed to sums in float, as to those of other products (`test_reference_kernels`)."""
 PADDING = 77  # slot of tokens of padding
 NORM = Norm(1e-6)
 QWEN = Experts(count=8, used=2, width=96, normalise=True)
@@ -142,9 +142,9 @@ class ExpertTrial:
     def inputs(self, tokens: int, seed: int = 1) -> tuple[Array, Array]:
         """Rows of elements, as floats (T, width), and logits (T, count), with a gate's behind them."""
         rng = np.random.default_rng((self.seed, seed))
-        packed = self.kept is not None and self.kept.packed  # whose random weights are large
-        x = rng.standard_normal((tokens, self.width)) / (256 if packed else 1)
-        x = rounded(x, self.device.element).astype(np.float32)
+        # Products are as large as 1, whatever random weights of a packed format are.
+        size = np.sqrt(self.width) * self._gate_up[0].numbers.std()
+        x = rounded(rng.standard_normal((tokens, self.width)) / size, self.device.element).astype(np.float32)
         logits = rng.standard_normal((tokens, self.experts.count + 1)).astype(np.float32)
         return x, logits * 2
 

@@ -144,8 +144,8 @@ def run_rows(device: Device, attention: LatentAttention, tokens: int, context: i
     matrices = HeadMatrices(
         elements(device, keys).address, latent * attention.key_dim, latent, attention.key_dim
     )
-    angles_of = launcher.angles(inputs.positions)
-    HeadProducts(device, heads)(room.queries, matrices, room.absorbed, tokens, angles_of)
+    products = HeadProducts(device, heads, launcher)
+    products.of_queries(room.queries, matrices, room.absorbed, inputs, tokens)
     rope = attention.rope
     angles = ops.rope_table(positions, rope.frequencies(), rope.magnitude, np.float64)
     neighbours = rope.style is RopeStyle.PAIRS

@@ -117,11 +117,11 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(
         product = products.of(Kind.PLAIN, outputs, inputs)
         values, weights = operands(device.element, 1024, outputs, inputs)
         x, weight = elements(device, values), matrix(device, weights)
-        y = room(device, (1024, outputs), ELEMENT)
+        y, any_x = room(device, (1024, outputs), ELEMENT), room(device, (1024, inputs), ELEMENT)
         expected = None
         for rows in (1024, 1, 2, 5, 8, 9, 24, 63, 65, 200, 256, 300, 700):
             if tuned:
-                product.tune(x, [weight], y, rows, lambda: None)
+                product.tune(any_x, [weight], y, rows, lambda: None)
             product(x, weight, y, rows)
             result = fetched(device, y, rows)
             expected = result if expected is None else expected
@@ -297,11 +297,12 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows_whatever_becomes_of_it
         before = np.random.default_rng(0).standard_normal((most, outputs)).astype(np.float32)
         x, weight = elements(device, values), matrix(device, weights)
         y = memory = room(device, (most, outputs), FLOAT)
+        any_x = room(device, (most, inputs), ELEMENT)
         if kind is Kind.SWIGLU:
             y = replace(memory, dtype=ELEMENT)
         expected = None
         for rows in (most, 1, 2, 5, 9, 24, 63, 65, 200, 256, 300, 700, 1024, 1500):
-            product.tune(x, [weight], y, rows, lambda: None)
+            product.tune(any_x, [weight], y, rows, lambda: None)
             device.copy_in(memory.address, before)
             device.synchronize()
             product(x, weight, y, rows)
@@ -310,7 +311,7 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows_whatever_becomes_of_it
             np.testing.assert_array_equal(result, expected[:rows], err_msg=f"{rows} {outputs} {inputs}")
         assert expected is not None
         assert np.isfinite(expected).all()
-        for held in (x, weight, y):
+        for held in (x, any_x, weight, y):
             device.free(held.address)
 
 
@@ -322,7 +323,7 @@ def test_many_rows_are_computed_as_was_fastest_at_the_nearest_size_tried(
     product = products.of(Kind.PLAIN, outputs, inputs)
     values, weights = operands(device.element, 4096, outputs, inputs)
     x, weight, y = elements(device, values), matrix(device, weights), room(device, (4096, outputs), ELEMENT)
-    product.tune(x, [weight], y, 4096, lambda: None)
+    product.tune(room(device, (4096, inputs), ELEMENT), [weight], y, 4096, lambda: None)
     for rows in (1025, 3000, 4096):
         device.fill(y.address, 0xFF, y.bytes)
         product(x, weight, y, rows)

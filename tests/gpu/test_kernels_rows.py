@@ -80,9 +80,9 @@ def test_hidden_states_are_added_to_the_sums_of_slots_in_their_order(device: Dev
     states = [rounded(rng.standard_normal((count, 520)) * 30, device.element) for count in (1, 9, 700, 40)]
     cuts = [[1], [4, 5], [300, 1, 399], [40]]  # of each text
     slots = (5, 0, 3, 1)
-    wanted = [np.zeros(520)] * 4
+    wanted = [np.zeros(520, dtype=np.float32)] * 4
     for text, rows in enumerate(states):
-        for row in rows.astype(np.float64):
+        for row in rows.astype(np.float32):
             wanted[text] = wanted[text] + row
     found: dict[int, Array] = {}
     done = [0] * 4
@@ -96,8 +96,9 @@ def test_hidden_states_are_added_to_the_sums_of_slots_in_their_order(device: Dev
             pools[place] = (-1, count, slots[text], begins, not cuts[text])
         x = elements(device, np.concatenate(parts))
         ended = [text for text in step if not cuts[text]]
-        sums.add(turn % 2, pools, x, 3)
-        sums.tell(turn % 2, len(ended))
+        complete = poisoned(device, (6, 520), np.float32)
+        sums.add(turn % 2, pools, x, 3, complete)
+        sums.tell(turn % 2, len(ended), complete)
         device.synchronize()
         told = sums.told(turn % 2, len(ended))
         found |= dict(zip(ended, () if told is None else told, strict=True))

@@ -6,7 +6,7 @@ from typing import Any
 
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
-from nightmill.worker.runners.gpu.device.device import ChosenGpu
+from nightmill.worker.runners.gpu.device.chosen import ChosenGpu
 from nightmill.worker.runners.gpu.device.known_cards import KnownCard, known_card
 from nightmill.worker.runners.gpu.memory import RunnerSizes
 from nightmill.worker.runners.gpu.runner import CudaRunner, Launching

@@ -62,7 +62,7 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
     else:
         from nightmill.worker.assembly.forecast import forecast_of
         from nightmill.worker.assembly.speed import GpuSpeed
-        from nightmill.worker.runners.gpu.device.device import ChosenGpu
+        from nightmill.worker.runners.gpu.device.chosen import ChosenGpu
         from nightmill.worker.runners.gpu.runner import CudaRunner
 
         runner = cuda = CudaRunner(

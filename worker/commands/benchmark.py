@@ -69,7 +69,7 @@ def benchmark(
     target.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     _show(reports)
     echo(f"The report is in {target}.")
-    if not any(one.speeds for one in reports) or not all(one.ok for one in reports):
+    if not any(one.checks for one in reports) or not all(one.ok for one in reports):
         raise SystemExit(1)
 
 
@@ -104,7 +104,7 @@ def _about(settings: Settings, model: "LoadedModel") -> dict[str, Any]:
     """What the figures depend on, without paths or names of hosts."""
     from nightmill.worker.assembly.forecast import card_here
     from nightmill.worker.assembly.sizes import gpu_index
-    from nightmill.worker.runners.gpu.device.device import describe_device
+    from nightmill.worker.runners.gpu.device.chosen import describe_device
     from nightmill.worker.runners.gpu.device.known_cards import known_card
 
     gpu, device = gpu_index(settings), None

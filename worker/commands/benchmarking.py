@@ -101,7 +101,10 @@ def benchmark_format(
     try:
         engine = build_engine(sized, model)
     except NightmillError as error:
-        report.refused = str(error)
+        if _is_a_fault(error):
+            report.checks.append(Check("starts, and products are right", False, str(error)))
+        else:
+            report.refused = str(error)
         return report
     report.started_in = round(time.monotonic() - began, 1)
     try:
@@ -124,6 +127,16 @@ def benchmark_format(
         said("comparing with NumPy")
         report.checks.append(_compared_with_numpy(sized, model, alone))
     return report
+
+
+def _is_a_fault(error: NightmillError) -> bool:
+    """Tell kernels that fail from what a machine has no memory for, or no kernels."""
+    from nightmill.worker.runners.gpu.device.compiler import KernelCompileError
+    from nightmill.worker.runners.gpu.device.device import CudaError, DeviceMemoryError, NoDeviceError
+    from nightmill.worker.runners.starting import SelfTestError
+
+    faults = (SelfTestError, CudaError, KernelCompileError)
+    return isinstance(error, faults) and not isinstance(error, (DeviceMemoryError, NoDeviceError))
 
 
 def _greedy(engine: Engine, model: LoadedModel, *, beside: int) -> list[tuple[int, ...]]:

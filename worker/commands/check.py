@@ -255,8 +255,9 @@ def _look_at_gpu(settings: Settings) -> str:
     """Describe what this machine can generate with, and what is missing."""
     if missing_worker_packages():
         return f"this installation is the client only; to generate, {pip_install('worker')}"
+    from nightmill.worker.runners.gpu.device.chosen import describe_device
     from nightmill.worker.runners.gpu.device.compiler import CompilerMissingError, compiler_version, find_nvcc
-    from nightmill.worker.runners.gpu.device.device import NoDeviceError, describe_device
+    from nightmill.worker.runners.gpu.device.device import NoDeviceError
     from nightmill.worker.runners.gpu.device.known_cards import known_card
 
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]

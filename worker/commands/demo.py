@@ -148,8 +148,9 @@ def demo(
 
 def _require_gpu(index: int) -> None:
     """Raise NoDeviceError, before anything is enqueued, where this GPU cannot generate."""
+    from nightmill.worker.runners.gpu.device.chosen import describe_device
     from nightmill.worker.runners.gpu.device.compiler import CompilerMissingError, find_nvcc
-    from nightmill.worker.runners.gpu.device.device import NoDeviceError, describe_device
+    from nightmill.worker.runners.gpu.device.device import NoDeviceError
 
     try:
         describe_device(index)

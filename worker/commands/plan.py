@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from nightmill.jobs.base.hours import Hours
 from nightmill.jobs.base.settings import Settings, parse_models
 from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.job_options import AT, PARAMETER_OPTIONS, given, job_options
@@ -224,6 +225,7 @@ def _make(
                     starts_at=starts_at,
                     deadline_at=deadline_at,
                     workers=workers,
+                    hours=None if settings.hours is None else Hours.parse(settings.hours),
                 ),
                 measuring=None if engine is None else Measuring(engine, measure_seconds),
                 defaults=defaults,

@@ -20,6 +20,7 @@ from nightmill.jobs.batches.streaming import ResultStream
 from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.batches import EXIT_CODES, FORMAT_OPTION, say_times, submitting
 from nightmill.jobs.commands.job_options import AT, BATCH_OPTIONS, given, job_options
+from nightmill.jobs.commands.limit_options import limit_options, limits_taken
 from nightmill.jobs.commands.on_end import on_end_options, run_on_end, words_of
 from nightmill.jobs.commands.options import INTERRUPTED, LOG_FORMAT, json_option
 from nightmill.jobs.commands.printing import counted, describe_status
@@ -72,6 +73,7 @@ _HEARD = frozenset({"model", "model_name", "gpu", "reference"})
 @click.option("--overwrite", is_flag=True, help="Replace OUTPUT even if it holds something else.")
 @table_options
 @on_end_options
+@limit_options
 @click.option("--log-format", **LOG_FORMAT)
 @job_options(*(name for name in BATCH_OPTIONS if name != AT))
 @json_option
@@ -132,7 +134,7 @@ def run(
       2    wrong usage
       3    some rows failed (completed_with_errors); the error file has them
       4    no row succeeded
-      5    the deadline ended rows (expired)
+      5    the deadline or a budget ended rows (expired)
       6    the batch was cancelled
       130  interrupted; the same command goes on
     """
@@ -158,9 +160,10 @@ def run(
         settings = with_model_file(settings, show=log is None)
         model_file = GgufFile.open(model_path(settings))  # refuses a bad one before anything is queued
         model = served_name(settings)
-        table = taken(options)
+        table, limits = taken(options), limits_taken(options)
         rows = given(options) | table | {"model": model}
         opened = opened_with(rows)
+        rows |= limits
         errors = errors or (None if output is None else errors_name(output))
         if output is not None:
             check_apart(file or "", output, errors)

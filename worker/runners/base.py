@@ -37,8 +37,8 @@ Snapshots: after a piece of a prompt, a slot's states may be copied to one of th
 sequences with the same tokens may begin with it.
 
 Embeddings: a step may be asked for the hidden states behind the last norm of some rows of prompts (POOL).
-They are added one by one in the order of positions, in float64, to the sum of the sequence's slot: so a sum
-has the same bits however its prompt was cut into chunks. The sum of one row is that row.
+They are added one by one in the order of positions to the sum of the sequence's slot: so a sum has the same
+bits however its prompt was cut into chunks. The sum of one row is that row.
 
 Sharing: page tables of several sequences may name the same page, which is then full, written by an earlier
 launch and only read.

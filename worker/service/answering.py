@@ -25,7 +25,7 @@ from nightmill.worker.service.reasoning import reasoning_tokens
 
 BEHIND = 16
 """So many requests that are submitted later go before an answer, for each answer of its job before it."""
-_UNSUCCESSFUL = (StopReason.ERROR, StopReason.DEADLINE, StopReason.CANCELLED)
+_UNSUCCESSFUL = (StopReason.ERROR, StopReason.DEADLINE, StopReason.BUDGET, StopReason.CANCELLED)
 
 Tokens = tuple[int, ...]
 

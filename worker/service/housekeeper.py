@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 
@@ -17,9 +17,14 @@ from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.base.silence import Silence
 from nightmill.jobs.errors import BrokerError, DatabaseError
 from nightmill.jobs.messages.broker import Broker
+from nightmill.jobs.request.fields import INTERACTIVE
+from nightmill.jobs.sql.activity import ActivityStore
 from nightmill.jobs.sql.claims import Claims
-from nightmill.jobs.sql.sweep import Announcement, Sweep
+from nightmill.jobs.sql.flows import Announcement, Flows
+from nightmill.jobs.sql.sweep import Sweep
 from nightmill.worker.runners.gpu.device.nvml import GpuProbe
+from nightmill.worker.service.activity import LOOK_SECONDS as ACTIVITY_SECONDS
+from nightmill.worker.service.activity import Activity
 from nightmill.worker.service.heart import Heart
 from nightmill.worker.service.load import Load
 from nightmill.worker.service.shards import Service
@@ -30,6 +35,7 @@ log = logging.getLogger(__name__)
 
 CANCEL_POLL_SECONDS = 0.2
 REST_SECONDS = 1.0
+TOP_UP_SECONDS = 0.5  # after a claim; a queue holds seconds of work
 REPORT_SECONDS = 10.0
 SWEEP_LIMIT = 4096  # jobs announced in one transaction
 SWEEP_TRANSACTIONS = 16  # in one round, of each kind; the next round sends more
@@ -39,7 +45,7 @@ DEAF_SECONDS = 120.0  # an idle worker that hears nothing for so long, while mes
 
 
 class Housekeeper:
-    """Seven chores, each on a thread of its own, so that a broker that hangs delays no cancellation.
+    """Nine chores, each on a thread of its own, so that a broker that hangs delays no cancellation.
 
     Database and broker failures are logged once and tried again in the next round. `rest` looks whether the
     worker is to sleep (`resting.py`).
@@ -69,8 +75,13 @@ class Housekeeper:
         self._suspects = SuspectsTurn(
             claims, service, (None, model), settings.stale_seconds, self._announce_unsent
         )
+        self._models = (None, model)
+        self._flows = Flows(claims.database, settings.weights_of_owners)
+        self._topping_up = threading.Lock()
+        self._topped_up_after = service.last_shard_at
         probe = probe or GpuProbe(None)
         self._load = Load(service, probe, settings)
+        self._activity = Activity(ActivityStore(claims.database), claims.worker_id, model, service)
         self._closing = threading.Event()
         self._has_beaten = threading.Event()
         self._rounds = Rounds(ROUND_SECONDS, self._closing, service.fail)
@@ -82,6 +93,8 @@ class Housekeeper:
             (beat, probe.refresh),  # apart from the heartbeat, which no driver may hold up
             (beat, self.beat),
             (beat, self.sweep),
+            (TOP_UP_SECONDS, self._top_up_after_claims),
+            (ACTIVITY_SECONDS, self._activity.look),
             (LOOK_SECONDS, self._look_for_suspects),
             (REST_SECONDS, rest),
         ]
@@ -104,6 +117,8 @@ class Housekeeper:
         """End the threads after what they are doing, in END_SECONDS at most."""
         self._closing.set()
         end_threads(self._threads, END_SECONDS)
+        with suppress(DatabaseError):  # the last minute is not worth waiting for a database
+            self._activity.write()
 
     def _repeat(self, seconds: float, chore: Callable[[], None]) -> None:
         complaint = ""
@@ -146,6 +161,8 @@ class Housekeeper:
         expired = self._sweep.expire()
         if expired:
             log.info("%d queued jobs passed their deadline", expired)
+        if stopped := self._sweep.end_stopped():
+            log.info("%d queued jobs ended, as a limit stopped their batch", stopped)
         try:
             self._announce_unsent()
             self._look_into_queues()
@@ -190,7 +207,22 @@ class Housekeeper:
         )
 
     def _announce_unsent(self) -> None:
-        self._announce(lambda: self._sweep.unsent(SWEEP_LIMIT))
+        """Send what has no message: interactive jobs of all models, others by the shares of their flows."""
+        self._announce(lambda: self._sweep.unsent(SWEEP_LIMIT, (INTERACTIVE,)))
+        self._top_up()
+
+    def _top_up_after_claims(self) -> None:
+        """Fill the queues up again soon after this worker took something from them."""
+        if self._topped_up_after != self._service.last_shard_at and self._has_beaten.is_set():
+            self._topped_up_after = self._service.last_shard_at
+            self._top_up()
+
+    def _top_up(self) -> None:
+        if self._topping_up.acquire(blocking=False):  # otherwise another thread is at it
+            try:
+                self._send(self._flows.top_up(self._models, self._settings.shard_size))
+            finally:
+                self._topping_up.release()
 
     def _announce(self, take: Callable[[], list[Announcement]]) -> None:
         """Send messages for what `take` takes, until that is all."""

@@ -20,6 +20,7 @@ class Load:
         self._service = service
         self._probe = probe
         file = None if settings.model is None else str(Path(settings.model).absolute())
+        self._hours = {} if settings.hours is None else {"hours": settings.hours}
         self._served = {"model_file": file, "tool_format": settings.tool_format}
         self._last = (time.monotonic(), service.engine.stats.generated_tokens)
 
@@ -32,4 +33,4 @@ class Load:
         told = {"in_flight": len(self._service.in_flight.keys()), "tokens_per_second": round(speed, 1)}
         note = {"note": self._service.engine.note} if self._service.engine.note else {}
         served = self._served | {"arithmetic": str(self._service.engine.arithmetic)}
-        return asdict(stats) | told | self._probe.last | note | served
+        return asdict(stats) | told | self._probe.last | note | served | self._hours

@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from datetime import datetime
 
+from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.base.hours import Hours
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.reply.job import IDLE, UNTIL
@@ -42,6 +43,10 @@ class RestRule:
         ):
             return None
         return IDLE
+
+    def stats(self) -> JsonObject | None:
+        """Return what a sleeping worker says of itself with each heartbeat."""
+        return None if self._hours is None else {"hours": str(self._hours)}
 
     def _opening(self, hours: Hours, now: datetime) -> str:
         opening = hours.next_change(now)

@@ -89,9 +89,10 @@ class Sleeper:
             if reason is None:
                 return True
             if now - self._beaten_at >= self._heartbeat_seconds:
-                self._heart.beat(WorkerState.SLEEPING, reason)
+                self._heart.beat(WorkerState.SLEEPING, reason, self._rule.stats())
                 self._beaten_at = now
                 self._sweep.expire()  # whoever is awake does as much; there may be nobody
+                self._sweep.end_stopped()
             self._complaint = ""
         except DatabaseError as error:
             if str(error) != self._complaint:  # once, not each second

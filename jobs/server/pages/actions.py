@@ -11,6 +11,7 @@ from nightmill.jobs.base.ids import IdSource
 from nightmill.jobs.errors import NightmillError
 from nightmill.jobs.reply.job import Job
 from nightmill.jobs.request.fields import FIELDS, OF_A_BATCH, FieldKind, check_option, deadline_moment
+from nightmill.jobs.request.limits import LIMIT_KEYS, Limits
 from nightmill.jobs.request.spec import JobSpec
 from nightmill.jobs.server.batch_submission import UploadedBatchSubmission
 from nightmill.jobs.server.bodies import TIMES, read_times
@@ -116,6 +117,9 @@ class Actions:
         begins, ends = said.get("scheduled_at"), deadline_moment(said.get("deadline"), now)
         settings = {name: value for name, value in said.items() if name not in TIMES}
         defaults = JobSpec.defaults(settings, OF_A_BATCH)
+        limits = {name: form[name].strip() for name in LIMIT_KEYS if form.get(name, "").strip()}
+        Limits.of(limits)
+        settings |= limits
         if defaults.model is not None:
             await self._service.run(self._service.client.check_model, defaults.model)
         if form.get("name"):

@@ -64,7 +64,9 @@ class Shown:
 
     @property
     def waits(self) -> str | None:
-        """A sentence about unserved models that its rows wait for, if any."""
+        """A sentence about workers that its rows wait for, if any."""
+        if self.status.wakes_at is not None:
+            return f"its workers sleep until their hours begin, at {moment(self.status.wakes_at)}"
         deadline = moment(self.status.deadline_at) or None
         return unserved_sentence(self.status.unserved, deadline) if self.status.unserved else None
 

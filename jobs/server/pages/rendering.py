@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from nightmill.jobs.base.printable import printable
+from nightmill.jobs.request.limits import describe_amount, describe_share
 from nightmill.jobs.server.errors import HttpError
 from nightmill.jobs.server.keys import Caller, Right
 from nightmill.jobs.server.pages.session import TOKEN, form_token, keep_token
@@ -45,6 +46,7 @@ class PageRenderer:
             "whole": whole,
         }  # fmt: skip
         self._environment.globals |= {"version": version("nightmill"), "token_field": TOKEN}
+        self._environment.globals |= {"amount": describe_amount, "share": describe_share}
         self._static = {name: (HERE / "static" / name).read_bytes() for name in STATIC}
 
     def page(

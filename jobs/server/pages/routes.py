@@ -24,6 +24,7 @@ def page_routes(
     actions = Actions(views, submission, files)
     read = {
         "/": views.night,
+        "/night": views.night_report,
         "/batch": views.batch,
         "/batch/results": views.results,
         "/batch/errors": views.errors,

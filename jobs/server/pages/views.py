@@ -3,6 +3,7 @@
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress
+from datetime import date, timedelta
 from functools import wraps
 from itertools import islice
 from typing import Any
@@ -34,7 +35,25 @@ from nightmill.jobs.streams.pieces import START, TextPosition
 Answer = Callable[[Request], Awaitable[Response]]
 
 _LONGEST_WORD = 200  # characters of a filter
+_SPENT = {
+    "computing": "computing",
+    "memory": "and short of memory",
+    "tokenizer": "waiting for the tokenizer",
+    "messages": "waiting for jobs",
+    "loading": "loading models",
+}
 _ROWS_AT_ONCE = 200  # rows of a download between checks for a disconnect
+
+
+def _day(text: str | None) -> date | None:
+    """Read the date of a night; raises HttpError."""
+    try:
+        day = date.fromisoformat(text) if text else None
+    except ValueError:
+        day = date.max
+    if day is not None and not date(2000, 1, 1) <= day <= date(9000, 1, 1):
+        raise HttpError(400, "date: is not a date, such as 2026-11-26", param="date", code="invalid")
+    return day
 
 
 class Views:
@@ -90,6 +109,21 @@ class Views:
                 "workers": await run(self.watch.workers, request.state.now),
             }
         return self.pages.page(request, "night.html", caller, values)
+
+    async def night_report(self, request: Request) -> Response:
+        """GET /night?date=...: what a night was, for those who see all jobs."""
+        caller = self.sessions.caller(request)
+        if caller.only is not None:
+            raise HttpError(403, "what a night was is for keys that see all jobs", code="forbidden")
+        day = _day(request.query_params.get("date"))
+        report = await self.service.look(self.service.client.night, day)
+        values = {
+            "report": report,
+            "before": report.date - timedelta(days=1),
+            "after": report.date + timedelta(days=1),
+            "spent": list(_SPENT.items()),
+        }
+        return self.pages.page(request, "night_report.html", caller, values)
 
     async def batch(self, request: Request) -> Response:
         """GET /batch?name=...: progress and rows of a batch."""

@@ -172,6 +172,7 @@ def test_a_job_that_ends_early_keeps_its_text_and_says_why(client: Client) -> No
         StopReason.CONTEXT_FULL: (JobState.SUCCEEDED, None),
         StopReason.CANCELLED: (JobState.CANCELLED, None),
         StopReason.DEADLINE: (JobState.FAILED, "the deadline passed after 4 tokens"),
+        StopReason.BUDGET: (JobState.FAILED, "a limit of its batch was met after 4 tokens"),
         StopReason.ERROR: (JobState.FAILED, "it broke"),
     }
     assert expected.keys() == set(StopReason)

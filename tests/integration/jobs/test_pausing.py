@@ -4,10 +4,11 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from nightmill.jobs.base.contract import WorkerState
+from nightmill.jobs.base.contract import StopReason, WorkerState
 from nightmill.jobs.client.client import Client
+from nightmill.jobs.commands.printing import describe_status
 from nightmill.jobs.errors import InvalidRequestError
-from nightmill.jobs.sql.claims import Claims
+from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.jobs.sql.sweep import Sweep
 from nightmill.worker.service.heart import Heart
 from nightmill.worker.service.resting import RestRule
@@ -62,6 +63,7 @@ def test_hours_follow_the_databases_clock_and_deadlines_are_kept_meanwhile(
     assert not sleeper.look(0.0)
     (worker,) = client.workers()
     assert (worker.state, worker.detail) == (WorkerState.SLEEPING, "until 22:00 (22:00-06:00/UTC)")
+    assert worker.wakes_at(clock()) == datetime(2026, 1, 2, 22, 0, tzinfo=UTC)
     clock.advance(hours=2)
     assert not sleeper.look(1.0)  # not time to beat
     assert client.get(late).finished_at is None
@@ -83,3 +85,28 @@ def test_an_idle_worker_wakes_for_jobs_that_are_due_and_its_own(client: Client, 
     assert rule.reason(60.0) == "idle, until there are jobs"
     clock.advance(hours=1, seconds=1)
     assert rule.reason(60.0) is None
+
+
+def test_forecasts_count_the_hours_of_those_who_serve(client: Client, clock: Clock) -> None:
+    clock.time = datetime(2026, 1, 2, 5, 30, tzinfo=UTC)
+    claims = registered(client, "a")
+    told = {"hours": "22:00-06:00/UTC"}
+    claims.beat(WorkerState.READY, None, told)
+    rows = [{"prompt": str(number)} for number in range(120)]
+    batch = client.submit_batch(rows, name="night", model="model")
+    for claim in claims.claim([job.id for job in client.list_jobs(batch="night", limit=120)][:2]):
+        clock.advance(30)
+        claims.beat(WorkerState.READY, None, told)
+        claims.finish([Outcome(claim.job_id, claim.attempt, StopReason.EOS, "t", 1, 1)])
+    status = batch.status()  # a row each half minute: 59 minutes more, of which this night has 29
+    assert status.estimated_end == datetime(2026, 1, 2, 22, 30, tzinfo=UTC) and status.wakes_at is None
+    other = registered(client, "b")  # which serves at any time
+    assert batch.status().estimated_end == datetime(2026, 1, 2, 6, 30, tzinfo=UTC)
+    other.sign_off()
+    clock.time = datetime(2026, 1, 2, 7, 0, tzinfo=UTC)
+    claims.beat(WorkerState.SLEEPING, "until 22:00 (22:00-06:00/UTC)", told)
+    status = batch.status()
+    assert (status.estimated_end, status.wakes_at) == (None, datetime(2026, 1, 2, 22, 0, tzinfo=UTC))
+    assert "when the hours of its workers begin" in describe_status(status)
+    client.pause_workers()
+    assert batch.status().wakes_at is None  # nobody knows

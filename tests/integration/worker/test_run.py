@@ -325,6 +325,26 @@ def test_the_deadline_ends_a_run_with_partial_texts_and_a_code_of_its_own(
     assert any(row.get("text") for row in rows(tmp_path / "out.errors.jsonl"))
 
 
+@pytest.mark.slow  # jobs/batches/test_limits.py meets and raises budgets in SQL
+@on_sqlite
+def test_a_run_ends_at_its_budget_and_goes_on_with_a_larger_one(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "long.jsonl"
+    path.write_text('{"prompt": "Write a haiku", "max_tokens": 40, "ignore_eos": true}\n' * 40)
+    process = run(path, "--budget", "500-tokens")
+    said, progress = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 5, progress
+    assert "of 500 tokens" in said and "its budget of 500 tokens is used up" in said
+    done, left = rows(tmp_path / "out.jsonl"), rows(tmp_path / "out.errors.jsonl")
+    assert {row["error"]["code"] for row in left} == {"budget"} and len(done) + len(left) == 40
+    # Eight run at once, and no more are begun: what exceeds the budget was in flight.
+    spent = sum(row["prompt_tokens"] + row["completion_tokens"] for row in done)
+    assert 500 <= spent <= 500 + 2 * 8 * (40 + done[0]["prompt_tokens"])
+    process = run(path, "--budget", "none")
+    said, progress = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, progress
+    assert len(rows(tmp_path / "out.jsonl")) == 40 and not rows(tmp_path / "out.errors.jsonl")
+
+
 @pytest.mark.slow  # tests/unit/hub fetches models
 @on_sqlite
 def test_a_model_may_be_named_and_is_fetched_before_anything_is_queued(

@@ -32,6 +32,7 @@ def test_three_states_are_final_and_every_stop_reason_leads_to_one() -> None:
         "context_full": "succeeded",
         "cancelled": "cancelled",
         "deadline": "failed",
+        "budget": "failed",
         "error": "failed",
     }
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nightmill.jobs.base.hours import Hours
+from nightmill.jobs.base.hours import Hours, begin_within, end_within
 
 BERLIN = ZoneInfo("Europe/Berlin")
 MINUTE = timedelta(minutes=1)
@@ -82,3 +82,23 @@ def test_other_hours_are_refused_with_the_remedy(text: str, said: str) -> None:
 
 def test_windows_that_cover_the_day_never_change() -> None:
     assert Hours.parse("00:00-12:00,12:00-00:00").next_change(at("2026-01-01 00:00")) is None
+
+
+def test_work_goes_on_in_the_next_night() -> None:
+    night, noon = Hours.parse("22:00-06:00/UTC"), Hours.parse("12:00-13:00/UTC")
+    four = datetime(2026, 1, 2, 4, 0, tzinfo=UTC)
+    hour = 3600.0
+    assert end_within([], four, 9 * hour) == datetime(2026, 1, 2, 13, 0, tzinfo=UTC)
+    assert end_within([night], four, 2 * hour) == datetime(2026, 1, 2, 6, 0, tzinfo=UTC)
+    assert end_within([night], four, 3 * hour) == datetime(2026, 1, 2, 23, 0, tzinfo=UTC)
+    assert end_within([night], four, 18.5 * hour) == datetime(2026, 1, 4, 22, 30, tzinfo=UTC)
+    assert end_within([night, noon], four, 3 * hour) == datetime(2026, 1, 2, 13, 0, tzinfo=UTC)
+    assert end_within([night], datetime(2026, 1, 2, 9, 0, tzinfo=UTC), hour).hour == 23
+    assert begin_within([night], four) == four and begin_within([], four) == four
+    day = datetime(2026, 1, 2, 9, 30, tzinfo=UTC)
+    assert begin_within([night], day).hour == 22 and begin_within([night, noon], day).hour == 12
+    # Clocks go forward in this night: it has seven hours.
+    berlin = Hours.parse("22:00-06:00/Europe/Berlin")
+    began = datetime(2026, 3, 28, 21, 0, tzinfo=UTC)
+    assert end_within([berlin], began, 7 * hour) == datetime(2026, 3, 29, 4, 0, tzinfo=UTC)
+    assert end_within([berlin], began, 7 * hour + 60) == datetime(2026, 3, 29, 20, 1, tzinfo=UTC)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from nightmill.jobs.base.contract import Prompt, Rendering
+from nightmill.jobs.base.hours import Hours
 from nightmill.jobs.formats import InputFile
 from nightmill.worker.commands.planning.plan import Measuring, Plan, PlannedModel, Schedule, make_plan
 from nightmill.worker.commands.planning.report import describe_plan
@@ -50,6 +51,20 @@ def night(tmp_path: Path) -> Path:
     ]
     rows[100:125] = [completion(f"bad {n}", prompt="x", best_of=2) for n in range(25)]
     return write_lines(tmp_path / "night.jsonl", rows)
+
+
+def test_a_plan_goes_on_in_the_next_hours_of_its_worker(night: Path) -> None:
+    hours = Hours.parse("20:00-20:01/UTC")
+    whole = planned(night).estimate
+    assert whole is not None
+    length, day = whole.done_at - whole.starts_at, timedelta(days=1)
+    assert timedelta(seconds=5) < length < timedelta(seconds=60)
+    late = planned(night, hours=hours, starts_at=NOW + timedelta(seconds=55)).estimate
+    assert late is not None and late.done_at == NOW + day + length - timedelta(seconds=5)
+    closed = planned(night, hours=hours, starts_at=NOW + timedelta(seconds=61), deadline_at=NOW + day)
+    assert closed.estimate is not None and closed.estimate.fits is False
+    assert (closed.estimate.starts_at, closed.estimate.done_at) == (NOW + day, NOW + day + length)
+    assert "in the hours 20:00-20:01/UTC" in "\n".join(describe_plan(closed))
 
 
 def test_the_json_of_a_plan_has_everything(night: Path) -> None:

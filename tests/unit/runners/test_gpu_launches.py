@@ -33,7 +33,8 @@ from nightmill.worker.runners.gpu.attention.choice import (
 )
 from nightmill.worker.runners.gpu.catalogue import check_spec
 from nightmill.worker.runners.gpu.device import compiler
-from nightmill.worker.runners.gpu.device.device import Device, NoDeviceError, describe_device
+from nightmill.worker.runners.gpu.device.chosen import describe_device
+from nightmill.worker.runners.gpu.device.device import Device, NoDeviceError
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.graphs import Graph
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, Buffer, Matrix

@@ -16,21 +16,18 @@ from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import GatedDeltaNet, Mamba2, Norm
 from nightmill.worker.runners.gpu.device import compiler
-from nightmill.worker.runners.gpu.device.device import (
-    ChosenGpu,
-    CudaError,
-    Device,
-    DeviceMemoryError,
-    NoDeviceError,
-)
+from nightmill.worker.runners.gpu.device.chosen import ChosenGpu
+from nightmill.worker.runners.gpu.device.device import CudaError, Device, DeviceMemoryError, NoDeviceError
 from nightmill.worker.runners.gpu.device.features import features_of
 from nightmill.worker.runners.gpu.device.functions import Module
 from nightmill.worker.runners.gpu.device.known_cards import KNOWN_CARDS, known_card
 from nightmill.worker.runners.gpu.device.sources import source_of
+from nightmill.worker.runners.gpu.outlook import kernel_outlook
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.states.choice import StateMixers, state_mixer
 from tests.support.cuda_runners import cuda_runner
 from tests.support.driving import Chunk, Pages
+from tests.support.family_cases import GPU_FILES
 from tests.support.specs import dense_spec
 from tests.unit.runners.recorded_cuda import (
     HOPPER,
@@ -103,7 +100,7 @@ def test_a_runner_takes_no_more_than_the_card_has(real: RecordedDriver, key: str
         device, arithmetic = runner.device, runner.arithmetic
         assert not device.hopper and device.multiprocessors == card.multiprocessors
         assert device.free_memory() <= min(card.free, 130 << 30)
-        assert device.peaks() == card.peaks
+        assert device.peaks() == card.peaks and device.compute_capability == card.capability
         code = TARGETS[key].partition("/")[0]
         assert arithmetic.device == f"{card.name} (pretended on recorded, code of {code})"
         with pytest.raises(DeviceMemoryError, match=r"no [\d,]+ bytes left for too much"):
@@ -169,6 +166,17 @@ def test_states_that_do_not_fit_a_card_are_refused_before_the_night(real: Record
                 assert reason is not None and "shared memory" in reason, mixer
                 refused.append(mixer)
     assert bool(refused) is (key == "rtx4090")
+
+
+@pytest.mark.parametrize("weights", [WeightsFormat.ELEMENT, WeightsFormat.FILE, WeightsFormat.FP8])
+def test_kernels_are_foretold_for_every_family(weights: WeightsFormat) -> None:
+    """None of Hopper's for another card, and some of them for a Hopper."""
+    for name, (_, spec) in GPU_FILES.items():
+        for hopper in (False, True):
+            found = kernel_outlook(spec, Precision(weights=weights), hopper=hopper)
+            assert {"drawn tokens", "prompts"} <= found.keys() or "attention" in found, name
+            assert ("experts" in found) is bool(spec.experts), name
+            assert any("wgmma" in words for words in found.values()) is hopper, f"{name}: {found}"
 
 
 def test_a_multiprocessor_of_the_card_holds_no_more_blocks_than_it_has_room_for() -> None:

@@ -7,9 +7,13 @@ from typing import Any
 
 import openai
 import pytest
+from sqlalchemy import update
 
+from nightmill.jobs.base.contract import JobState
 from nightmill.jobs.server import batch_processor
 from nightmill.jobs.server.job_service import ServerLimits
+from nightmill.jobs.sql.sweep import Sweep
+from nightmill.jobs.sql.tables import JobRow
 from nightmill.worker.service import answering
 from tests.support.servers import wait_until
 from tests.unit.server.conftest import BOB, EVE, Server, text_of
@@ -262,6 +266,8 @@ def test_night_takes_any_format_and_tells_how_it_goes(server: Server) -> None:
             ({"scheduled_at": "2030-01-02T00:00+00:00", "deadline": "2030-01-01T00:00+00:00"}, "deadline"),
             ({"deadline": "2020-01-01T00:00+00:00"}, "deadline"),
             ({"priority": 11}, "priority"),
+            ({"budget": "much"}, "budget"),
+            ({"max_failures": 5}, "max_failures"),
             ({"temperature": -1}, "temperature"),
             ({"name": ""}, "name"),
             ({"custom_id": "x"}, "custom_id"),
@@ -278,7 +284,7 @@ def test_night_takes_any_format_and_tells_how_it_goes(server: Server) -> None:
             else:
                 assert answer.status_code == (404 if param == "model" else 400), answer.text
                 assert answer.json()["error"]["param"] == param
-        answer = http.post("/v1/night", json=body)
+        answer = http.post("/v1/night", json=body | {"budget": "1M-tokens", "max_failures": "5%"})
         assert answer.status_code == 202
         url = f"/v1/night/{answer.json()['id']}"
         night = wait_until(lambda: (now := http.get(url).json())["ended_at"] and now)
@@ -288,8 +294,12 @@ def test_night_takes_any_format_and_tells_how_it_goes(server: Server) -> None:
         assert (night["succeeded"], night["unsuccessful"], night["settings"]) == (
             1,
             2,
-            {"max_tokens": 9, "priority": 2},
+            {"max_tokens": 9, "priority": 2, "budget": "1M-tokens", "max_failures": "5%"},
         )
+        assert (night["budget"], night["max_failures"], night["stopped_because"]) == (
+            *({"tokens": 1_000_000}, 0.05, None),
+        )
+        assert night["spent"] == {"tokens": night["tokens_in"] + night["tokens_out"]}
         messages = sorted(group["message"] for group in night["errors"])
         assert messages[1] == "the template refuses" and messages[0].startswith("prompt: must be")
         assert [bad["line"] for bad in night["bad_rows"]] == [3]
@@ -319,3 +329,33 @@ def test_usage_of_a_batch_says_what_was_cached_and_thought(
         for shown in (batch, client.batches.retrieve(batch.id), listed):
             assert shown.usage.input_tokens_details.cached_tokens == cached == 40
             assert shown.usage.output_tokens_details.reasoning_tokens == thought > 0
+
+
+def test_a_batch_over_http_ends_at_its_budget_and_goes_on_with_a_larger_one(server: Server) -> None:
+    with server.http() as http, server.http(BOB) as bob:
+        rows = b"".join(b'{"prompt": "Once", "max_tokens": 9, "seed": %d}\n' % seed for seed in range(60))
+        file = http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("night.jsonl", rows)}).json()
+        night = http.post(
+            "/v1/night", json={"file": file["id"], "budget": "1-tokens", "scheduled_at": "1h"}
+        ).json()
+        url = f"/v1/night/{night['id']}"
+        wait_until(lambda: http.get(url).json()["status"] == "in_progress", what="its rows")
+        batch = server.client.get_batch(night["id"])
+        ids = list(batch.store.ids(batch.name, JobState.QUEUED))
+        with server.client.database.write() as connection:
+            connection.execute(update(JobRow).values(scheduled_at=None))
+        server.bench.run(ids[:4])
+        wait_until(lambda: http.get(url).json()["stopped_because"], what="the budget")
+        assert Sweep(server.client.database).end_stopped() == 56
+        night = wait_until(lambda: (now := http.get(url).json())["ended_at"] and now, what="the end")
+        assert (night["status"], night["state"], night["succeeded"]) == ("expired", "expired", 4)
+        refused = http.post(f"{url}/retry")
+        assert refused.status_code == 400 and "raise it first" in refused.text
+        assert bob.post(f"{url}/limits", json={"budget": "none"}).status_code == 404
+        for bad in ({"budget": "much"}, {"deadline": "8h"}, {}):
+            assert http.post(f"{url}/limits", json=bad).status_code == 400
+        again = http.post(f"{url}/limits", json={"budget": "none"}).json()
+        assert (again["status"], again["ended_at"], again["budget"]) == ("in_progress", None, None)
+        server.bench.run(list(batch.store.ids(batch.name, JobState.QUEUED)))
+        night = wait_until(lambda: (now := http.get(url).json())["ended_at"] and now, what="the end")
+        assert (night["status"], night["succeeded"]) == ("completed", 60)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import openai
@@ -283,9 +284,14 @@ def test_a_call_wakes_an_idle_worker_and_is_told_of_one_that_sleeps_for_another_
     sleeper.beat(WorkerState.SLEEPING, "until 22:00 (22:00-06:00)")
     with server.http() as http:
         refused = http.post("/v1/completions", json=asked)
+        begin = server.client.database.now().replace(second=0, microsecond=0) + timedelta(hours=3)
+        hours = f"{begin:%H:%M}-{begin + timedelta(hours=1):%H:%M}/UTC"
+        sleeper.beat(WorkerState.SLEEPING, f"until {begin:%H:%M} ({hours})", {"hours": hours})
+        later = http.post("/v1/completions", json=asked)
         sleeper.beat(WorkerState.SLEEPING, IDLE)
         taken = http.post("/v1/completions", json=asked)
     assert refused.status_code == 503 and refused.headers["Retry-After"]
+    assert later.status_code == 503 and 10_000 < int(later.headers["Retry-After"]) <= 3 * 3600
     said = "each worker that serves 'elsewhere' sleeps, until 22:00 (22:00-06:00); submit a batch"
     assert said in refused.json()["error"]["message"]
     assert taken.status_code == 200  # the worker of this test takes jobs of every model

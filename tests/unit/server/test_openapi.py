@@ -127,6 +127,9 @@ def test_answers_are_as_it_says(start: Callable[..., Any]) -> None:
             ),
             ("GET", "/v1/night"): http.get("/v1/night"),
             ("POST", "/v1/night/{batch_id}/retry"): http.post(f"/v1/night/{ended.json()['id']}/retry"),
+            ("POST", "/v1/night/{batch_id}/limits"): http.post(
+                f"/v1/night/{ended.json()['id']}/limits", json={"budget": "1G-tokens"}
+            ),
             ("GET", "/v1/night/{batch_id}"): http.get(f"/v1/night/{ended.json()['id']}"),
             ("DELETE", "/v1/night/{batch_id}"): http.delete(f"/v1/night/{night.json()['id']}"),
             ("POST", "/v1/batches/{batch_id}/cancel"): http.post(f"/v1/batches/{night.json()['id']}/cancel"),

@@ -19,6 +19,7 @@ from nightmill.jobs.base.contract import JobState, StopReason
 from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import DatabaseUnreachableError
 from nightmill.jobs.reply.job import Job
+from nightmill.jobs.reply.night import night_of
 from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.jobs.request.spec import JobSpec
 from nightmill.jobs.server.job_service import JobService
@@ -419,3 +420,21 @@ def test_a_page_asks_first_whether_the_database_answers_and_says_soon_that_it_do
         answer = Browser(alone).http.get(path)
         assert answer.status_code == 503 and "the database cannot be used now" in answer.text, path
     assert looked == []
+
+
+def test_what_a_night_was_is_a_page_for_those_who_see_all_jobs(start: Start) -> None:
+    with start(worker=False) as server:
+        alice, ops = Browser(server, ALICE), Browser(server, OPS)
+        assert alice.get("/night").status_code == 403
+        claims = Claims(server.client.database, "c" * 32)
+        claims.register("mill", 1, "m", None)
+        failing = server.client.enqueue("p", batch=HOSTILE)
+        (claim,) = claims.claim([failing])
+        claims.finish([Outcome(failing, claim.attempt, StopReason.ERROR, "", 3, 0, error=HOSTILE)])
+        day, _, _ = night_of(None, server.client.database.now().astimezone())
+        pages = [ops.get("/night"), ops.get("/night", date=str(day + timedelta(days=1)))]
+        assert [page.status_code for page in pages] == [200, 200]
+        told = next(page.text for page in pages if "No row ended" not in page.text)
+        assert "<b>1</b> &lt;script&gt;alert" in told and "<script>alert" not in told
+        for bad in ("yesterday", "9999-12-31", "0001-01-01"):
+            assert ops.get("/night", date=bad).status_code == 400

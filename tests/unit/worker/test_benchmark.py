@@ -15,6 +15,8 @@ from nightmill.worker.assembly.model import demo_model, load_model
 from nightmill.worker.commands import benchmarking
 from nightmill.worker.commands.benchmarking import EqualTexts, benchmark_format
 from nightmill.worker.engine.engine import Engine
+from nightmill.worker.runners.gpu.device.device import DeviceMemoryError, KernelLaunchError
+from nightmill.worker.runners.starting import SelfTestError
 
 pytestmark = pytest.mark.heavy
 
@@ -81,6 +83,26 @@ def test_a_format_that_is_not_computed_says_why(few: None, monkeypatch: pytest.M
     monkeypatch.setattr(benchmarking, "build_engine", refuse)
     found = report(weights="fp8")
     assert (found.refused, found.checks, found.speeds) == ("FP8 weights need another GPU", [], [])
+
+
+@pytest.mark.parametrize(
+    ("error", "fault"),
+    [
+        (SelfTestError("qkv is wrong"), True), (KernelLaunchError("refused"), True),
+        (DeviceMemoryError("no bytes left"), False), (RunnerError("FP8 weights need another GPU"), False),
+    ],
+)  # fmt: skip
+def test_kernels_that_fail_at_the_start_fail_a_check(
+    few: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: RunnerError, fault: bool
+) -> None:
+    def fail(*arguments: Any) -> Engine:
+        raise error
+
+    monkeypatch.setattr(benchmarking, "build_engine", fail)
+    found = report()
+    assert found.ok is not fault and (found.refused is None) is fault
+    done = CliRunner().invoke(main, ["benchmark", "--reference", "-o", str(tmp_path / "report.json")])
+    assert done.exit_code == 1 and str(error) in done.output
 
 
 def test_first_tokens_are_held_against_numpy(few: None) -> None:

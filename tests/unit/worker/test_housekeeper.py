@@ -148,3 +148,21 @@ def test_a_heartbeat_says_what_the_engine_has_done_and_how_its_gpu_is(
     assert worker.stats.items() >= asdict(stats).items()
     assert worker.stats["tokens_per_second"] > 0 and worker.stats["in_flight"] in range(4)
     assert (worker.stats["temperature"], worker.stats["power"]) == (61, 312.5)
+
+
+def test_queues_are_filled_up_soon_after_a_claim_and_not_before(
+    bench: Bench, clock: Clock, sqlite_settings: Settings
+) -> None:
+    housekeeper = keep_house(bench, sqlite_settings)
+    housekeeper.beat()
+    bench.client.submit_batch([{"prompt": str(row), "max_tokens": 1} for row in range(1300)], name="large")
+    sent = bench.client.broker.queue_length
+    assert sent(None) == 16  # a quarter of the queue at once
+    housekeeper._has_beaten.set()
+    housekeeper._top_up_after_claims()
+    assert sent(None) == 16
+    bench.run([job.id for job in bench.client.list_jobs(batch="large", limit=4)])
+    housekeeper._top_up_after_claims()
+    assert sent(None) == 16 + 276 // 64 + 1
+    housekeeper._top_up_after_claims()
+    assert sent(None) == 21

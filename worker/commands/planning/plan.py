@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any
 
 import numpy as np
 
 from nightmill.jobs.base.contract import JsonObject
+from nightmill.jobs.base.hours import Hours, begin_within, end_within
 from nightmill.jobs.formats import InputFile
 from nightmill.jobs.reply.batch_status import JOULES_PER_KWH
 from nightmill.jobs.request.spec import JobSpec
@@ -40,6 +41,8 @@ class Estimate:
     deadline_at: datetime | None
     measured_rows: int
     measured_seconds: float
+    hours: Hours | None = None
+    """The times of day at which the workers serve."""
     watts: float | None = None
     """Power of a worker's GPU while it computed; None if it did not tell."""
 
@@ -56,7 +59,8 @@ class Estimate:
     @property
     def done_at(self) -> datetime:
         """When the last row ends."""
-        return self.starts_at + timedelta(seconds=self.played.seconds)
+        hours = [] if self.hours is None else [self.hours]
+        return end_within(hours, self.starts_at, self.played.seconds)
 
     @property
     def fits(self) -> bool | None:
@@ -151,6 +155,13 @@ class Schedule:
     starts_at: datetime | None = None
     deadline_at: datetime | None = None
     workers: int = 1
+    hours: Hours | None = None
+
+    @property
+    def begin(self) -> datetime:
+        """When the first row begins."""
+        hours = [] if self.hours is None else [self.hours]
+        return begin_within(hours, self.starts_at or self.now())
 
 
 @dataclass(frozen=True)
@@ -191,10 +202,11 @@ def make_plan(
         estimate = Estimate(
             played=play_through(found, measured, slots=rows_at_once, workers=schedule.workers),
             workers=schedule.workers,
-            starts_at=schedule.starts_at or schedule.now(),
+            starts_at=schedule.begin,
             deadline_at=schedule.deadline_at,
             measured_rows=measured.rows,
             measured_seconds=measured.seconds,
+            hours=schedule.hours,
             watts=measured.watts,
         )
     return Plan(

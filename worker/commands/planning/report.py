@@ -94,6 +94,7 @@ def _describe_estimate(estimate: Estimate) -> Iterator[str]:
     yield (
         f"time           {_span(played.seconds)}, of which {_span(played.tail_seconds)} for the last rows; "
         f"from {describe_moment(estimate.starts_at)} to {describe_moment(estimate.done_at)}"
+        + ("" if estimate.hours is None else f", in the hours {estimate.hours}")
     )
     if estimate.deadline_at is not None:
         spare = (estimate.deadline_at - estimate.done_at).total_seconds()

@@ -14,7 +14,7 @@ from nightmill.worker.runners.gpu.attention.prefill import HopperPrefill, Portab
 from nightmill.worker.runners.gpu.attention.wide import WideDecode
 from nightmill.worker.runners.gpu.attention.widening import Widening
 from nightmill.worker.runners.gpu.computed import refusal
-from nightmill.worker.runners.gpu.device.device import NamedGpu
+from nightmill.worker.runners.gpu.device.chosen import NamedGpu
 from nightmill.worker.runners.gpu.device.sources import Source, for_element
 from nightmill.worker.runners.gpu.experts.combine import Combine
 from nightmill.worker.runners.gpu.experts.grouped import GroupedProducts

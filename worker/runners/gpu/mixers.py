@@ -168,8 +168,7 @@ class LatentMixer:
             self.q_down(x, weights.q_down, room.down, rows)
         self.rows.keep(room, weights, inputs, layer.cache, rows)
         self.q_up(x if self.q_down is None else room.down, weights.q_up, room.queries, rows)
-        angles = self.rows.angles(inputs.positions)
-        self.heads(room.queries, weights.k_up, room.absorbed, rows, angles)
+        self.heads.of_queries(room.queries, weights.k_up, room.absorbed, inputs, rows)
 
     def enter_few(self, few: FewRows, x: Buffer, layer: MixedLayer, inputs: StepInputs, rows: int) -> None:
         """Nothing: `FewRows` suits no model with latent attention."""
@@ -278,7 +277,7 @@ class Mixers:
             q_up=products.of(Kind.PLAIN, mixer.heads * mixer.head_dim, made_of, own.q_up.format),
             kv_down=products.of(Kind.PLAIN, mixer.kept, width, own.kv_down.format),
             rows=rows,
-            heads=HeadProducts(self._device, mixer.heads),
+            heads=HeadProducts(self._device, mixer.heads, rows),
             decode=decode,
             prefill=prefill,
             room=room,

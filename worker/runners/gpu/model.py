@@ -82,6 +82,11 @@ class Model:
         return self._at.normed
 
     @property
+    def residual(self) -> Buffer:
+        """Buffer of the residual stream, float (T, width), which is of no use once the layers are done."""
+        return self._at.x
+
+    @property
     def drawn(self) -> Buffer:
         """Buffer of the tokens that a step drew, int32 (R,)."""
         return self._at.drawn

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.attention.decode import DecodeAttention
+from nightmill.worker.runners.gpu.attention.hopper_wide import HopperWide
 from nightmill.worker.runners.gpu.attention.prefill import HopperPrefill
 from nightmill.worker.runners.gpu.device.operands import Format
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
@@ -20,19 +21,21 @@ def kernel_outlook(spec: ModelSpec, precision: Precision, *, hopper: bool) -> di
     `sources_for` lists the files of these kernels; of several that suit, a worker times which is fastest.
     """
     found = dict(_products(spec, precision, hopper=hopper))
+    if spec.experts:
+        found["experts"] = f"grouped products by {'wgmma' if hopper else 'mma.sync'}"
+    if spec.latents:
+        wide = "by wgmma" if hopper else "by mma.sync"
+        return found | {"attention": f"latent attention, of prompts {wide}"}
     attention = spec.attentions[0]
-    fast = DecodeAttention.suits(attention)
     heads = f"heads of {attention.head_dim}"
+    fast = DecodeAttention.suits(attention)
+    by_wgmma = HopperPrefill.suits(attention, hopper=hopper) or HopperWide.suits(attention, hopper=hopper)
     found["drawn tokens"] = (
         f"fast decode attention for {heads}{', in clusters' if hopper else ''}"
         if fast
-        else f"general decode attention, since no fast one takes {heads}"
+        else f"attention for {heads}, which the fast one does not take"
     )
-    found["prompts"] = (
-        f"attention by wgmma for {heads}"
-        if HopperPrefill.suits(attention, hopper=hopper)
-        else f"attention by mma.sync for {heads}"
-    )
+    found["prompts"] = f"attention by {'wgmma' if by_wgmma else 'mma.sync'} for {heads}"
     return found
 
 

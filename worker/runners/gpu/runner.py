@@ -32,8 +32,9 @@ from nightmill.worker.runners.gpu.arithmetic import arithmetic_of
 from nightmill.worker.runners.gpu.attention.choice import Attentions
 from nightmill.worker.runners.gpu.attention.pieces import whole_pieces
 from nightmill.worker.runners.gpu.catalogue import check_spec, sources_for
+from nightmill.worker.runners.gpu.device.chosen import FIRST_GPU, ChosenGpu
 from nightmill.worker.runners.gpu.device.compiler import compile_all
-from nightmill.worker.runners.gpu.device.device import FIRST_GPU, ChosenGpu, Device
+from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.graphs import Graph, bucket_of, buckets
 from nightmill.worker.runners.gpu.feed_forward import ExpertLaunchers
 from nightmill.worker.runners.gpu.kv_cache import PAGE, KvCache
@@ -280,7 +281,7 @@ class CudaRunner:
             self.device.copy_out(self._drawn[launch.turn][:count], self._model.drawn.address)
         if launch.logprobs:
             self.device.copy_out(self._found[launch.turn][:count], self._model.found.address)
-        self._pooled.tell(launch.turn, launch.sums)
+        self._pooled.tell(launch.turn, launch.sums, self._model.residual)
         self._done[launch.turn].record(self.device.stream)
 
     def logits(self, rows: int) -> np.ndarray:
@@ -412,7 +413,7 @@ class CudaRunner:
         inputs = self._steps.write(turn, batch, shape, tiles, pieces)
         adjusted, logprobs = self._slots.adjusts(batch.draws), wants_logprobs(batch.draws)
         self._model.forward(inputs, shape)
-        self._pooled.add(turn, batch.pools, self._model.normed, len(batch.draws))
+        self._pooled.add(turn, batch.pools, self._model.normed, len(batch.draws), self._model.residual)
         if not self._waits_for_masks:
             self._model.draw(inputs, shape, adjusted=adjusted, logprobs=logprobs)
         sums = int(batch.pools["ends"].sum())

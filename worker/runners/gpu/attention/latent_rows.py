@@ -116,10 +116,13 @@ _NOTHING_ROTATED = Angles(0, 0, 0, 0, 0)
 
 
 class HeadProducts:
-    """Launches `latent_product.cu`: a product of each head with a matrix of its own."""
+    """Launches `latent_product.cu`: a product of each head with a matrix of its own.
 
-    def __init__(self, device: Device, heads: int) -> None:
-        self._heads = heads
+    rows  that know how the rest of queries is rotated
+    """
+
+    def __init__(self, device: Device, heads: int, rows: LatentRows | None = None) -> None:
+        self._heads, self._rows = heads, rows
         kernels = KernelPairs(device, source_of("latent_product"))
         self._kernels = {
             (turned, tokens): kernels.function(
@@ -130,6 +133,11 @@ class HeadProducts:
             for turned in (False, True)
             for tokens in _TILES
         }
+
+    def of_queries(self, x: Buffer, weights: HeadMatrices, y: Buffer, inputs: StepInputs, rows: int) -> None:
+        """Queue it for queries, with the rotation of their rest."""
+        assert self._rows is not None
+        self(x, weights, y, rows, self._rows.angles(inputs.positions))
 
     def __call__(
         self, x: Buffer, weights: HeadMatrices, y: Buffer, rows: int, angles: Angles = _NOTHING_ROTATED

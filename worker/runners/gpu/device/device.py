@@ -16,8 +16,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -69,17 +68,6 @@ class DeviceLostError(CudaError):
     """The GPU reported an error after which its context is of no use: this process has to end."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChosenGpu:
-    """The index of a GPU, and the card that it is taken for, if not for itself."""
-
-    index: int = 0
-    pretended: KnownCard | None = None
-
-
-FIRST_GPU = ChosenGpu()
-
-
 class Device:
     """A GPU in use by the thread that made it; a context manager.
 
@@ -95,7 +83,7 @@ class Device:
         self, index: int = 0, element: Element = Element.F16, kv: KvFormat = KvFormat.ELEMENT, *,
         pretended: KnownCard | None = None,
     ) -> None:  # fmt: skip
-        cuda = _driver()
+        cuda = cuda_driver()
         self._cuda = cuda
         self._closed = False
         self._lost = False
@@ -110,7 +98,7 @@ class Device:
             if not 0 <= index < found:
                 raise NoDeviceError(f"there is no GPU {index}; this machine has {found}, counted from 0")
             handle = cuda.Device(index)
-            _check(index, handle, pretended)
+            check_card(index, handle, pretended)
             self._context = handle.retain_primary_context()
             self._context.push()
         except cuda.Error as error:
@@ -139,6 +127,7 @@ class Device:
     def _pretend(self, card: KnownCard) -> None:
         """Take it for another card, as far as it can be."""
         self.features = features_of(card.capability, self.compute_capability)
+        self.compute_capability = card.capability
         code = self.features.target.partition("/")[0]
         self.name = f"{card.name} (pretended on {self.name}, code of {code})"
         self.multiprocessors = card.multiprocessors
@@ -374,47 +363,17 @@ def aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-class NamedGpu(Protocol):
-    """A GPU by its name, and what kernels may use of it (`Features`)."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def hopper(self) -> bool: ...
-    @property
-    def fp8(self) -> bool: ...
-    @property
-    def block_shared(self) -> int: ...
-
-
 def device_count() -> int:
     """Return how many GPUs PyCUDA can use; 0 if it or the driver is missing."""
     try:
-        cuda = _driver()
+        cuda = cuda_driver()
         cuda.init()
         return int(cuda.Device.count())
     except (NoDeviceError, RuntimeError):  # PyCUDA's errors are RuntimeErrors
         return 0
 
 
-def describe_device(index: int = 0) -> str:
-    """Architecture and versions, for a person; makes no context.
-
-    Raises NoDeviceError, also for a GPU that is too old.
-    """
-    cuda = _driver()
-    try:
-        cuda.init()
-        handle = cuda.Device(index)
-        _check(index, handle, None)
-        major, minor = handle.compute_capability()
-    except cuda.Error as error:
-        raise NoDeviceError(f"GPU {index} cannot be used: {error}") from error
-    driver = cuda.get_driver_version()
-    return f"compute capability {major}.{minor}, driver for CUDA {driver // 1000}.{driver % 1000 // 10}"
-
-
-def _check(index: int, handle: Any, pretended: KnownCard | None) -> None:
+def check_card(index: int, handle: Any, pretended: KnownCard | None) -> None:
     """Raise NoDeviceError if the GPU is too old, or cannot be taken for the other card."""
     capability = handle.compute_capability()
     if (reason := too_old(f"GPU {index} ({handle.name()})", capability)) is not None:
@@ -426,7 +385,8 @@ def _check(index: int, handle: Any, pretended: KnownCard | None) -> None:
         )
 
 
-def _driver() -> Any:
+def cuda_driver() -> Any:
+    """Import PyCUDA's driver. Raises NoDeviceError."""
     try:
         import pycuda.driver
     except ImportError as error:

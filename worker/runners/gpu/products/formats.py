@@ -15,7 +15,8 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType
 
 from nightmill.worker.model.spec import ModelSpec
-from nightmill.worker.runners.gpu.device.device import Device, NamedGpu
+from nightmill.worker.runners.gpu.device.chosen import NamedGpu
+from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.device.sources import Source
 from nightmill.worker.runners.gpu.kinds import kinds_of

@@ -13,7 +13,7 @@ __all__ = ["PooledSums"]
 
 _WORDS = 5  # of a pool: the first row, how many, slot, whether the sum begins, its place among the complete
 _BLOCK = 256
-_SUM = np.dtype(np.float64)
+_SUM = np.dtype(np.float32)
 
 
 class PooledSums:
@@ -25,7 +25,6 @@ class PooledSums:
         self._pool = KernelPairs(device, source_of("pooling")).function("pool_rows", "PPPPi")
         row = spec.width * _SUM.itemsize
         self._sums = device.allocate(slots * row, "sums of hidden states")
-        self._complete = device.allocate(slots * row, "complete sums of hidden states")
         self._pools = device.allocate(slots * _WORDS * 4, "which hidden states are added")
         self._staged = [device.pinned((slots, _WORDS), np.int32) for _ in range(depth)]
         self._told = [device.pinned((slots, spec.width), _SUM) for _ in range(depth)]
@@ -38,10 +37,13 @@ class PooledSums:
     @staticmethod
     def bytes(slots: int, width: int) -> int:
         """Device memory that the sums take, with all that belongs to them."""
-        return slots * (2 * width * _SUM.itemsize + 4 * _WORDS) + 1024
+        return slots * (width * _SUM.itemsize + 4 * _WORDS) + 1024
 
-    def add(self, turn: int, pools: PoolArray, x: Buffer, first: int) -> None:
-        """Queue the addition of rows of x (R, width) elements, which the pools share out from `first` on."""
+    def add(self, turn: int, pools: PoolArray, x: Buffer, first: int, complete: Buffer) -> None:
+        """Queue the addition of rows of x (R, width) elements, which the pools share out from `first` on.
+
+        complete  gets the sums that are: float (E, width)
+        """
         if not len(pools):
             return
         staged = self._staged[turn][: len(pools)]
@@ -52,14 +54,14 @@ class PooledSums:
         self._device.copy_in(self._pools, staged)
         grid = (-(-self._width // _BLOCK), len(pools))
         self._pool.of(int(pools["rows"].sum()))(
-            grid, (_BLOCK, 1, 1), x.address, self._pools, self._sums, self._complete, self._width
+            grid, (_BLOCK, 1, 1), x.address, self._pools, self._sums, complete.address, self._width
         )
 
-    def tell(self, turn: int, count: int) -> None:
+    def tell(self, turn: int, count: int, complete: Buffer) -> None:
         """Queue the copy of the sums that the newest step completed."""
         if count:
-            self._device.copy_out(self._told[turn][:count], self._complete)
+            self._device.copy_out(self._told[turn][:count], complete.address)
 
     def told(self, turn: int, count: int) -> SumArray | None:
         """The sums that were copied for a step that is over."""
-        return self._told[turn][:count].copy() if count else None
+        return self._told[turn][:count].astype(np.float64) if count else None

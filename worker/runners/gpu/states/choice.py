@@ -12,7 +12,8 @@ from nightmill.worker.model.spec import (
     ShortConv,
 )
 from nightmill.worker.model.spec import Mixer as MixerSpec
-from nightmill.worker.runners.gpu.device.device import Device, NamedGpu
+from nightmill.worker.runners.gpu.device.chosen import NamedGpu
+from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.sources import Source
 from nightmill.worker.runners.gpu.states.chunks import DeltaChunks, MambaChunks
 from nightmill.worker.runners.gpu.states.convolution import ShortConvolution

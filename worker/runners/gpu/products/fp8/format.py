@@ -8,7 +8,8 @@ elements is rounded first. Only Hopper multiplies them here.
 from collections.abc import Collection
 
 from nightmill.worker.model.spec import ModelSpec
-from nightmill.worker.runners.gpu.device.device import Device, NamedGpu
+from nightmill.worker.runners.gpu.device.chosen import NamedGpu
+from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import FP8, Buffer
 from nightmill.worker.runners.gpu.device.sources import Source
 from nightmill.worker.runners.gpu.products.fp8.hopper_fp8 import HopperFp8
