@@ -23,7 +23,7 @@ class SubmitSettings(TableSettings, total=False):
 
 @dataclass(frozen=True, slots=True)
 class LimitsChanged:
-    """What other limits did: how many rows are queued again, and why the batch stays stopped, if it does."""
+    """The effect of changed limits: how many rows are queued again, and why the batch stays stopped."""
 
     queued: int
     stopped_because: str | None = None

@@ -32,7 +32,7 @@ Where = Mapping[str, str | Sequence[str]]
 
 @dataclass(frozen=True, slots=True)
 class QueuedAgain:
-    """What became of the rows of a batch that were to be queued again."""
+    """The outcome of queueing rows of a batch again."""
 
     rows: int  # queued
     refused: int = 0  # rows that cannot have the new parameters, and stay as they are

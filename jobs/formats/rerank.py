@@ -81,7 +81,7 @@ class Ranking:
 
 
 def relevance_of(job: Job) -> float:
-    """How likely `yes` is of `yes` and `no`, from 0 to 1; raises ScoreError if a job has no scores."""
+    """Return the likelihood of `yes` among `yes` and `no`, 0 to 1; raises ScoreError without scores."""
     yes, no = (score.logprob for score in scores_of(job))
     return 1 / (1 + math.exp(min(no - yes, 700.0)))
 

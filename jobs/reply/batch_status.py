@@ -80,7 +80,7 @@ class BatchRecord:
 
     @property
     def spent(self) -> dict[str, float]:
-        """What its ended rows have used, by measure."""
+        """The amounts that its ended rows have used, by measure."""
         return {TOKENS: self.spent_tokens, GPU_SECONDS: self.spent_gpu_seconds, JOULES: self.spent_joules}
 
 

@@ -1,4 +1,4 @@
-"""What a night was: loads, rows, tokens, idle time and its reasons, and what would have made it shorter.
+"""Reports of a night: loads, rows, tokens, idle time and its reasons, and what would have made it shorter.
 
 Everything is made of counts, so that it can be said a month later. No SQL here.
 """
@@ -84,7 +84,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NightReport:
-    """What a night was. Times are None and lists empty where nothing happened."""
+    """The report of a night. Times are None and lists empty where nothing happened."""
 
     date: date
     since: datetime

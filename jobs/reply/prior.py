@@ -1,4 +1,4 @@
-"""What a row that follows another takes from it."""
+"""The parts of a prior's answer that a row which follows it may use."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""How a model's text is structured: reasoning, the answer and calls of tools, told apart as the text grows.
+"""The structure of a model's text: reasoning, the answer and calls of tools, told apart as the text grows.
 
 A style has a parser here, and the marks of a text's `Markup` choose it. Whoever needs to know the parts of a
 text asks this module: replies, streams, counts of reasoning tokens, stop strings and budgets of reasoning.

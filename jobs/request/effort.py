@@ -1,4 +1,4 @@
-"""How much a model is to reason, in OpenAI's words, as variables of chat templates."""
+"""The effort of reasoning that is asked for, in OpenAI's words, as variables of chat templates."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What workers spent their time on: a row of `activity` for some minutes of a worker."""
+"""The time of workers by what they did: a row of `activity` for some minutes of a worker."""
 
 from collections.abc import Mapping
 from datetime import datetime, timedelta

@@ -45,7 +45,7 @@ _SCHEMA_AGE = "a worker of this version does not understand it; upgrade the work
 
 
 class _Ending(NamedTuple):
-    """How a follower ends that is never filled."""
+    """The end of a follower that is never filled."""
 
     state: JobState
     reason: StopReason

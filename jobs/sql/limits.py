@@ -1,4 +1,4 @@
-"""What the rows of limited batches use, counted as they end, in the same transaction.
+"""Counters of what rows of limited batches use, raised in the transaction that ends a row.
 
 The counters of a batch are changed last in a transaction, behind the locks of its jobs, and in the order of
 the batches' names: so these transactions wait for each other in one order.

@@ -30,7 +30,7 @@ _OPEN = LoadRow.ended_at.is_(None)
 
 
 class FailureKind(StrEnum):
-    """What a failed load is a fault of."""
+    """The part that is to blame for a failed load."""
 
     FILE = "file"  # the model's file: no other worker would load it
     FETCH = "fetch"  # the network, or the name of the model

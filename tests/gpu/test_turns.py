@@ -46,8 +46,7 @@ def test_two_models_in_turn_leave_no_memory_behind_and_their_rows_have_the_energ
     sqlite_settings: Settings, tmp_path: Path
 ) -> None:
     probe = GpuProbe(0)
-    if "memory_used" not in probe.read():
-        pytest.skip("NVML does not tell of this GPU")
+    assert "memory_used" in probe.read(), "NVML tells nothing of this GPU"
     models = two_models(tmp_path)
     settings = sqlite_settings.model_copy(update={"gpu": 0, "max_attempts": 1})
     listed = ",".join(f"{name}={path}" for name, path in models.items())
@@ -98,8 +97,7 @@ def test_two_models_in_turn_leave_no_memory_behind_and_their_rows_have_the_energ
 def test_the_energy_of_rows_is_that_of_the_counter(sqlite_settings: Settings, tmp_path: Path) -> None:
     """One model, and some tens of seconds of work; what the GPU takes beside that is not the rows'."""
     probe = GpuProbe(0)
-    if probe.joules() is None:
-        pytest.skip("NVML does not count this GPU's energy")
+    assert probe.joules() is not None, "NVML does not count the energy of this GPU"
     path = next(iter(two_models(tmp_path).values()))
     settings = sqlite_settings.model_copy(update={"model": path, "gpu": 0})
     with Client(settings) as client, running_worker(client, tmp_path / "energy.log"):

@@ -170,7 +170,7 @@ def forecast_of(
     layout = kinds_layout(spec, precision.kv)
 
     def pages_of(length: int) -> int:
-        """Those that a sequence of so many tokens has."""
+        """Return the pages that a sequence of so many tokens has."""
         return -(-length // PAGE) if layout is None else layout.pages_at(length)
 
     lengths = sorted({*(length for length in LENGTHS if length < context), context})

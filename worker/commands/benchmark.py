@@ -101,7 +101,7 @@ def _reports(
 
 
 def _about(settings: Settings, model: "LoadedModel") -> dict[str, Any]:
-    """What the figures depend on, without paths or names of hosts."""
+    """Describe what the figures depend on, without paths or names of hosts."""
     from nightmill.worker.assembly.forecast import card_here
     from nightmill.worker.assembly.sizes import gpu_index
     from nightmill.worker.runners.gpu.device.chosen import describe_device

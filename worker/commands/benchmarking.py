@@ -1,4 +1,4 @@
-"""What `nightmill benchmark` does with one format of weights: texts that must agree, and speeds."""
+"""The benchmark of one format of weights: texts that must agree, and speeds."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -62,7 +62,7 @@ class LoadSpeed:
 
 @dataclass(slots=True)
 class FormatReport:
-    """What was found of a format of weights. `refused`: why this machine does not compute it."""
+    """The findings for a format of weights. `refused`: why this machine does not compute it."""
 
     weights: str
     refused: str | None = None

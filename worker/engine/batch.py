@@ -64,7 +64,7 @@ class SlotTables:
                 self.entries[slot, first + part] = pages[-1] * self._stride + part
 
     def cache_rows(self, slots: IntArray, positions: IntArray) -> IntArray:
-        """Where the tokens at these positions go."""
+        """Return the rows of the cache for the tokens at these positions."""
         rows: IntArray = self.entries[slots, positions // self._page_size] * self._page_size
         return rows + positions % self._page_size
 

@@ -41,7 +41,7 @@ class Draft:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """What is computed."""
+        """The tokens that are computed: the last one, and the guesses."""
         return (self.sequence.tokens[self.start], *self.guesses)
 
 
@@ -56,7 +56,7 @@ class Drafter:
 
     @staticmethod
     def rows(running: int, waiting: int) -> int:
-        """How many tokens may be guessed in a step with so many sequences: none where many run."""
+        """Return how many tokens may be guessed in a step with so many sequences: none where many run."""
         return MOST_ROWS - running if running <= MOST_SEQUENCES and not waiting else 0
 
     def draft(self, sequence: Sequence, most: int) -> Draft:

@@ -30,14 +30,14 @@ class Launch:
         return None if sequence is None or sequence.state is SequenceState.FINISHED else sequence
 
     def drop_rest(self, place: int) -> None:
-        """What was drawn for a sequence behind a place counts no more: it followed what is not so."""
+        """Drop what was drawn for a sequence behind a place: it followed a guess that was wrong."""
         sequence, place = self.drawing[place], place + 1
         while place < len(self.drawing) and self.drawing[place] is sequence:
             self.drawing[place] = None
             place += 1
 
     def guesses(self) -> dict[int, int]:
-        """What was guessed to be drawn, by the place in `drawing`."""
+        """Return the guesses by the place in `drawing` of the draw that each is compared with."""
         guessed: dict[int, int] = {}
         place = len(self.plan.decodes)
         for draft in self.plan.drafts:

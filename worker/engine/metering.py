@@ -1,4 +1,4 @@
-"""What steps cost, in seconds and joules, shared by the sequences that they computed.
+"""Shares out the cost of steps, in seconds and joules, among the sequences that they computed.
 
 The time from the end of one step to that of the next is shared by the tokens that it computed: those of
 prompts and those that were drawn, each by its cost, which is found from the steps before. So what is computed

@@ -12,7 +12,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 4, 128
 
 
 class Ngrams:
-    """Where runs of tokens ended last in a text, which grows."""
+    """The places where runs of tokens ended last in a text, which grows."""
 
     def __init__(self) -> None:
         self._ends: dict[tuple[int, ...], int] = {}
@@ -52,7 +52,7 @@ class Guesses:
         return () if len(tokens) < self.again_from else self.ngrams.guess(tokens, most)
 
     def learn(self, guessed: int, right: int, length: int) -> None:
-        """Of so many guesses so many were right, in a text of `length` tokens by now."""
+        """Note that of so many guesses so many were right, in a text of `length` tokens by now."""
         if right:
             self.pause = FIRST_PAUSE
         elif guessed:

@@ -44,7 +44,7 @@ def held_pages(tables: Sequence[KindTable]) -> int:
 
 
 class PageNeeds:
-    """How sequences fill pages of these kinds.
+    """The number of pages of these kinds that sequences fill.
 
     segment   so many tokens end pages of all kinds: equal beginnings are shared by segments
     windowed  pages of some kind are given back
@@ -80,7 +80,7 @@ class PageNeeds:
         return min(len(table.pages) * size for table, size in zip(tables, self._sizes, strict=True))
 
     def lacking(self, tables: Sequence[KindTable], tokens: int) -> list[KindTable]:
-        """Those of the tables whose pages hold no more than `tokens` tokens; of one alone that is known."""
+        """Return the tables whose pages hold no more than `tokens` tokens; of one alone that is known."""
         if len(tables) == 1:
             return list(tables)
         sized = zip(tables, self._sizes, strict=True)

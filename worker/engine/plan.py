@@ -70,7 +70,7 @@ class StepPlan:
         return not self.decodes and not self.chunks and not self.drafts
 
     def touches(self, sequence: Sequence) -> bool:
-        """Whether any token of a sequence is computed."""
+        """Return whether any token of a sequence is computed."""
         return (
             sequence in self.decodes
             or any(chunk.sequence is sequence for chunk in self.chunks)

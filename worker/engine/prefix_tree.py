@@ -96,7 +96,7 @@ class PrefixTree:
         return found
 
     def usable(self, nodes: Sequence[PrefixNode]) -> int:
-        """How many of a path's nodes a sequence can go on from: all is there that its next token sees."""
+        """Return how many of a path's nodes are enough for a sequence's next token to go on from."""
         count = len(nodes)
         while count:
             lacking = self._last_lacking(nodes, count)

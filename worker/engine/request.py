@@ -266,7 +266,7 @@ class Sequence:
 
     @property
     def closing_tokens(self) -> tuple[int, ...]:
-        """What closes thoughts where they have begun, or where nothing is drawn yet."""
+        """The tokens that close thoughts where they have begun, or where nothing is drawn yet."""
         closing, markup = self.request.closing, self.request.markup
         if closing is None or markup is None:
             return ()

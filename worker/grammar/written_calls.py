@@ -19,7 +19,7 @@ Enforced = Callable[[JsonObject], JsonObject]
 
 @dataclass(frozen=True, slots=True)
 class _Marks:
-    """What stands around a call and its arguments, with NAME and KEY in their places.
+    """The marks around a call and its arguments, with NAME and KEY in their places.
 
     text    around a text that stands bare; ("", "") if texts are written as JSON
     behind  what ends an argument

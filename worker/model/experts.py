@@ -16,7 +16,7 @@ __all__ = ["Experts", "RouterScores"]
 
 
 class RouterScores(StrEnum):
-    """What a token's weights for experts are, before they are normalised and scaled."""
+    """The function that gives a token's weights for experts, before they are normalised and scaled."""
 
     SOFTMAX = "softmax"
     """The softmax of all logits."""
@@ -66,7 +66,7 @@ class Experts:
 
     @property
     def group_best(self) -> int:
-        """How many of a group's experts say how good it is."""
+        """The number of a group's experts by which it is judged."""
         return 2 if self.scores is RouterScores.SIGMOID else 1
 
     def weights(self, width: int) -> Weights:
@@ -106,7 +106,7 @@ class Experts:
         return weights | self._shared_weights(width)
 
     def _shared_weights(self, width: int) -> Weights:
-        """Those of the shared expert: a feed-forward network under other names."""
+        """Return the weights of the shared expert: a feed-forward network under other names."""
         if self.shared is None:
             return {}
         suffix = "." if self.beside is not None else "_shexp."

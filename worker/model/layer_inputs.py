@@ -10,7 +10,7 @@ __all__ = ["LayerInputs"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerInputs:
-    """What each layer adds for the token itself, by a row of `width` elements (Gemma 4, E2B and E4B).
+    """The inputs of layers for the token itself, by a row of `width` elements (Gemma 4, E2B and E4B).
 
     The rows of all layers are (table[token] * sqrt(width) + norm(product(h) / sqrt(width of h))) / sqrt(2),
     h being the token's embedding as it enters the first layer, and the norm each layer's alone. At its end a

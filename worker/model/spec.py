@@ -142,7 +142,7 @@ class ModelSpec:
 
     @property
     def layer_inputs(self) -> LayerInputs | None:
-        """What its layers have as inputs of their own."""
+        """The inputs that its layers have of their own."""
         return self.layers[0].inputs
 
     @property
@@ -152,7 +152,7 @@ class ModelSpec:
 
     @property
     def active_parameters(self) -> int:
-        """Those that a token is computed with.
+        """The number of parameters that a token is computed with.
 
         All but those of the experts that it does not go through, and the embeddings of layers, of which it
         reads a row.

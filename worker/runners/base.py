@@ -137,7 +137,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class PageKind:
-    """What a page holds for the layers of one kind: their keys and values of `tokens` consecutive tokens.
+    """A kind of page: it holds keys and values of `tokens` consecutive tokens for the layers of that kind.
 
     window  a token sees so many, itself included; None: all before it
     tokens  a multiple of the runner's `page_size`

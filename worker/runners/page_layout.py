@@ -1,4 +1,4 @@
-"""How a model's keys and values lie in pages: which layers share a kind, and where each has its part.
+"""The layout of keys and values in pages: which layers share a kind, and where each has its part.
 
 A kind is of layers that need the same tokens of a sequence, all or those of a window, and keep as much of
 each. All pages have one size, so that there is one pool of them: the kind that keeps the most of a token says
@@ -26,7 +26,7 @@ _MOST_PARTS = 8
 
 @dataclass(frozen=True, slots=True)
 class LayerPart:
-    """Where a layer's keys and values begin in a page, in numbers, and of which kind this is."""
+    """The place of a layer's keys and values in a page, in numbers, and the kind of that page."""
 
     kind: int
     keys: int
@@ -46,7 +46,7 @@ class PageLayout:
 
     @property
     def apart(self) -> bool:
-        """Whether each layer has its parts apart from those of others, since there is one kind of pages."""
+        """True if each layer has its parts apart from those of others, since there is one kind of pages."""
         return len(self.kinds) == 1
 
     def pages_for(self, tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""What this worker spends its time on, sampled, and written to SQL in groups."""
+"""Samples what this worker spends its time on, and writes it to SQL in groups."""
 
 from collections import Counter
 from datetime import datetime, timedelta

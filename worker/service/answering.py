@@ -230,7 +230,7 @@ def key_of(answer: Request | DrawnTokens) -> JobKey:
 
 
 def costs_of(unfinished: Sequence[DrawnTokens]) -> dict[JobKey, Cost]:
-    """What jobs cost that the engine has dropped: the sums over their answers."""
+    """Return the costs of jobs that the engine has dropped: sums over their answers."""
     costs: dict[JobKey, Cost] = {}
     for report in unfinished:
         seconds, joules = costs.get(key_of(report), (0.0, None))

@@ -39,7 +39,7 @@ class _Leader:
 
 
 class Reusing:
-    """What of claimed jobs need not be computed. Safe to share between threads.
+    """Finds claimed jobs that need not be computed. Safe to share between threads.
 
     find  looks for answers in SQL
     drop  forgets the requests of a job that is not computed

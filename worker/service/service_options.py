@@ -1,4 +1,4 @@
-"""How much a worker's service takes at once, and how long it goes on at its end."""
+"""Options of a worker's service: how much it takes at once, and how long it goes on at its end."""
 
 from dataclasses import dataclass
 

@@ -28,7 +28,7 @@ def deepseek2(keys: Keys) -> ModelSpec:
 
 
 def _scores(keys: Keys) -> RouterScores:
-    """What files mean that do not say it: softmax, but for GLM-4.7-Flash."""
+    """Return the scores of files that do not name them: softmax, but for GLM-4.7-Flash."""
     layers, tokens = _FLASH
     flash = keys.block_count() in layers and keys.vocab() == tokens
     return RouterScores.SIGMOID if flash else RouterScores.SOFTMAX

@@ -38,7 +38,7 @@ def networks(keys: Keys, experts: Callable[[int], Experts], dense: Callable[[int
 
 
 def leading_dense(keys: Keys) -> int:
-    """How many of the first layers have no experts."""
+    """Return how many of the first layers have no experts."""
     most = keys.block_count()
     return keys.file.integer(keys.name("leading_dense_block_count"), minimum=0, maximum=most, default=0)
 

@@ -59,7 +59,7 @@ def gemma4(keys: Keys) -> ModelSpec:
 
 
 def _layers_with_keys(keys: Keys) -> int:
-    """How many of the first layers make keys and values; what files hold of the others' is not used."""
+    """Return how many of the first layers make keys and values; files' tensors of others are not used."""
     name, layers = keys.name("attention.shared_kv_layers"), keys.block_count()
     kept = layers - keys.file.integer(name, minimum=0, maximum=layers - 1, default=0)
     for index in range(kept, layers):

@@ -22,7 +22,7 @@ def refusal(spec: ModelSpec) -> str | None:
 
 
 def _lacking(spec: ModelSpec) -> Iterator[str]:
-    """What whole layers have that no kernel computes."""
+    """List what whole layers have that no kernel computes."""
     mixers = [layer.mixer for layer in spec.layers]
     for field, title in _OF_ATTENTION.items():
         if any(getattr(attention, field) is not None for attention in spec.attentions):

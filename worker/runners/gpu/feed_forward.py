@@ -238,7 +238,7 @@ class ExpertAlone:
 
 @dataclass(frozen=True, slots=True)
 class MixtureAddition:
-    """What becomes of the sum of experts: x += scale * after(sum), and `then` the norm of what comes next."""
+    """The end of the sum of experts: x += scale * after(sum), and `then` the norm of what comes next."""
 
     after: NormWeight
     scale: float

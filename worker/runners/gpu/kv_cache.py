@@ -107,7 +107,7 @@ class KvCache:
 
 
 def kinds_layout(spec: ModelSpec, kv: KvFormat = KvFormat.ELEMENT) -> PageLayout | None:
-    """How pages of several kinds lie; None: there is one kind, and each layer has its pages apart.
+    """Return the layout of pages of several kinds; None: one kind, and each layer has its pages apart.
 
     So it is, too, in FP8, whose pages become elements by one table, and where all layers have windows: what
     is behind these may be asked about.

@@ -94,7 +94,7 @@ class Layer:
 
     @property
     def feeds(self) -> bool:
-        """Whether it has a feed-forward network, or experts."""
+        """True if it has a feed-forward network, or experts."""
         return self.fed is not None or self.combined is not None
 
     @property

@@ -1,4 +1,4 @@
-"""What mixes the tokens of a layer, between the norm before it and the product that is added afterwards.
+"""Mixers of a layer's tokens, between the norm before them and the product that is added afterwards.
 
 `enter` makes of the layer's input what is mixed; of attention it also puts keys and values into the pages.
 `mix` does the rest.

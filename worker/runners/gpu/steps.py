@@ -106,7 +106,7 @@ class StepInputs:
     further: tuple["StepInputs", ...] = ()  # the same with rows and tables of the other kinds of pages
 
     def of(self, kind: int) -> "StepInputs":
-        """Those for layers whose pages are of a kind."""
+        """Return the inputs of layers whose pages are of a kind."""
         return self.further[kind - 1] if kind else self
 
 

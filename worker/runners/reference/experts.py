@@ -52,7 +52,7 @@ def mix_experts(
     experts: Experts, weights: Weights, x: FloatArray, linear: Linear,
     activate: Callable[[FloatArray], FloatArray], routed: tuple[npt.NDArray[np.intp], FloatArray],
 ) -> FloatArray:  # fmt: skip
-    """What the chosen experts add to T tokens x (T, columns of EXPERTS_GATE_UP), in its size.
+    """Return what the chosen experts add to T tokens x (T, columns of EXPERTS_GATE_UP), in its size.
 
     linear    a product, whose rows do not depend on each other
     activate  of gate and up
@@ -78,7 +78,7 @@ def _gate_up(experts: Experts, weights: Weights, x: FloatArray, linear: Linear, 
     """Gate and up of one expert for tokens x: their products, times their scales, plus their biases."""
 
     def of_expert(role: Role) -> list[FloatArray]:
-        """Of gate and up what the expert has: one part if the file has both in one tensor."""
+        """Return an expert's parts of gate and up: one part if the file has both in one tensor."""
         stacked = weights.get(role)
         return [] if stacked is None else list(stacked[expert :: experts.count])
 

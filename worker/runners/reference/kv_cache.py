@@ -56,7 +56,7 @@ class KindPlaces:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where a step's tokens are in their sequences, and in the pages of each kind."""
+    """The places of a step's tokens in their sequences, and in the pages of each kind."""
 
     positions: npt.NDArray[np.int32]  # (T,)
     single: RowArray  # indices of the tokens that were drawn

@@ -141,7 +141,7 @@ class ReferenceModel:
     def _own_input(
         self, inputs: LayerInputs, weights: Weights, x: ops.FloatArray, row: ops.FloatArray
     ) -> ops.FloatArray:
-        """What a layer adds for its input (T, columns)."""
+        """Return what a layer adds for its input (T, columns)."""
         activate = _ACTIVATIONS[inputs.activation, False]
         gated = activate(self._linear(x, weights[Role.INPUT_GATE])) * row
         added = self._linear(gated, weights[Role.INPUT_UP])
@@ -234,7 +234,7 @@ class ReferenceModel:
         self, index: int, network: FeedForward | Experts, weights: Weights, x: ops.FloatArray,
         stream: ops.FloatArray,
     ) -> ops.FloatArray:  # fmt: skip
-        """What a network adds for x, which the layer's norm made of the residual stream."""
+        """Return what a network adds for x, which the layer's norm made of the residual stream."""
         activate = _ACTIVATIONS[network.activation, network.gated]
         if isinstance(network, Experts):
             return self._experts(index, network, weights, x, stream)

@@ -23,7 +23,7 @@ once: fewer would be done before it is loaded, or soon after."""
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the settings say.
+    """The rules that the settings give.
 
     stay                  how long a model that has rows is kept before more urgent ones unload it
     swap_for_interactive  whether an interactive job swaps
@@ -44,7 +44,7 @@ class Loadable:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What there is to decide by.
+    """The facts that a decision is made by.
 
     queues  of all models that have rows; under None those that any model may answer
     held    by model, the rows that other workers which have it loaded compute at once

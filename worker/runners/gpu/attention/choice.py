@@ -47,7 +47,7 @@ class Attentions:
 
 
 def _kind(attention: Attention | LatentAttention) -> tuple[object, ...]:
-    """What layers with equal heads differ in."""
+    """Return the parameters in which layers with equal heads differ."""
     if isinstance(attention, LatentAttention):
         return (attention.scale,)
     return score_arguments(attention), attention.sinks

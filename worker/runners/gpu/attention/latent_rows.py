@@ -41,7 +41,7 @@ class LatentRoom:
 
     @classmethod
     def of(cls, attention: LatentAttention, queries: int, work: int, rows: int) -> "LatentRoom":
-        """Those for steps of up to so many rows: queries at one address, all others in `workspace`."""
+        """Lay out buffers for steps of up to so many rows: queries at one address, others in `workspace`."""
 
         def buffer(address: int, width: int) -> Buffer:
             return Buffer(address, (rows, width), ELEMENT)
@@ -97,7 +97,7 @@ class LatentRows:
         )  # fmt: skip
 
     def angles(self, positions: int) -> "Angles":
-        """How the rotated parts of queries at these positions are rotated."""
+        """Return the angles by which the rotated parts of queries at these positions are turned."""
         return Angles(positions, self._table, self._table_rows, self._sizes[1], self._neighbours)
 
 
@@ -167,7 +167,7 @@ def _first_bytes(attention: LatentAttention, rows: int) -> int:
 
 
 def _second_bytes(attention: LatentAttention, rows: int) -> int:
-    """What is kept and what queries are made of; in their place, later, what is mixed."""
+    """Return the bytes of kept rows and of what queries are made of; mixed rows take their place later."""
     before = sum(
         aligned(rows * width * ELEMENT.itemsize) for width in (attention.kept, attention.query_latent or 0)
     )

@@ -1,4 +1,4 @@
-"""What a GPU can do, by its compute capability: the one place where code asks for that.
+"""The features of a GPU, by its compute capability: the one place where code asks for them.
 
 Launchers ask `Device.features`. A GPU may be taken for another one (`known_cards`): then its features are
 those of the other, as far as code for that one runs on it.
@@ -21,7 +21,7 @@ _LAST_BEFORE_HOPPER: Capability = (8, 9)
 
 
 class _Room(NamedTuple):
-    """Of a multiprocessor: KiB of shared memory for a block and for all, threads and blocks at once."""
+    """Limits of a multiprocessor: KiB of shared memory for a block and for all, threads, blocks at once."""
 
     block: int
     shared: int
@@ -48,7 +48,7 @@ _RESERVED = 1 << 10  # bytes of a multiprocessor's shared memory that each block
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What kernels may use of a GPU.
+    """The features and sizes of a GPU that kernels may use.
 
     target        what nvcc compiles for: "sm_90a"; or "compute_86/sm_90", code for compute capability 8.6
                   made into instructions of 9.0

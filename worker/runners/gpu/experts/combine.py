@@ -1,4 +1,4 @@
-"""What experts give, added up and to the residual stream, and the norm of what comes next."""
+"""Adds up what experts give, to the residual stream, and computes the norm of what comes next."""
 
 from dataclasses import dataclass
 
@@ -66,7 +66,7 @@ class Combine:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What becomes of a sum: the norm after it, a factor, and the norm of the residual stream with it."""
+    """The treatment of a sum: the norm after it, a factor, and the norm of the residual stream with it."""
 
     after: NormWeight = NO_NORM
     scale: float = 1.0
@@ -75,7 +75,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class _Others:
-    """What is added beside experts' outputs; ABSENT what there is not.
+    """Terms that are added beside experts' outputs; ABSENT those that there are not.
 
     base    (T, width) elements; shared (T, width), times the sigmoid of a gate each, if there are gates
     part    rows of a part of the router's product

@@ -78,7 +78,7 @@ _ON_HOPPER = (
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a product is given beside rows and a matrix; ABSENT what there is not.
+    """Operands of a product beside rows and a matrix; ABSENT those that there are not.
 
     bias    as long as the matrix has rows
     first   factors of experts, float (E,); `second` of the other half of gate and up
@@ -191,7 +191,7 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """Where a product goes.
+    """The place that a product is written to.
 
     stride  rows of the matrix from one expert to the next; side: from a gate to its up
     other   ups that were multiplied before

@@ -1,4 +1,4 @@
-"""What kernels of layers with states are given: pieces of sequences, states by slot, a layer's weights."""
+"""Operands of kernels of layers with states: pieces of sequences, states by slot, a layer's weights."""
 
 from dataclasses import dataclass
 from typing import Protocol

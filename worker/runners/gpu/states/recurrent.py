@@ -1,4 +1,4 @@
-"""What launchers of recurrences token by token share: blocks that take one head after the other."""
+"""Shared parts of launchers of recurrences token by token: blocks that take one head after the other."""
 
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import KernelPairs

@@ -76,7 +76,7 @@ class ExpertWeights:
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
-        """Those that may be in any format, in the order of their use."""
+        """The matrices that may be in any format, in the order of their use."""
         shared = self.shared_gate_up, self.shared_down
         return (self.latent_down, self.gate_up, self.down, self.latent_up, *shared)
 

@@ -235,7 +235,7 @@ def _sources(kinds: Collection[Kind]) -> dict[Kind, Source]:
 
 
 def _of_experts(network: FeedForward | Experts) -> list[tuple[str, int]]:
-    """What products read around experts, and their own, with their sizes."""
+    """List what products read around experts, and in experts, with their sizes."""
     if not isinstance(network, Experts):
         return []
     shared = [] if network.shared is None else [("a shared expert", network.shared.width)]
