@@ -3,9 +3,10 @@
     python -m benchmarks.page_kinds
 
 Computes, and measures nothing: the bytes that a sequence keeps of models with windows, in 16 bits, as the
-layout of pages has it; before, every layer kept all tokens.
+layout of pages has it; before, every layer kept all tokens. Takes a second.
 """
 
+import argparse
 from dataclasses import dataclass
 
 from nightmill.worker.model.rope import Rope, RopeStyle
@@ -75,6 +76,9 @@ def numbers(mixer: Attention | LatentAttention) -> int:
 
 
 def main() -> None:
+    """Print the table."""
+    style = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=style).parse_args()
     print(f"| model | tokens | KiB a sequence | before | times | sequences in {CACHE >> 30} GiB | before |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for name, layers in MODELS.items():
