@@ -70,6 +70,7 @@ class NightEndpoints(BatchEndpoints):
     async def limited(self, request: Request) -> Response:
         """POST /v1/night/ID/limits: change the budget, or the share of rows that may fail."""
         caller = self._service.keys.caller(request)
+        caller.need_to_submit()
         given = await self._service.bodies.object(request, caller.name)
         for name in given:
             if name not in LIMIT_KEYS:

@@ -21,7 +21,16 @@ PAGES = (
     *TYPED_IN,
     *(
         ROOT / "docs" / f"{name}.md"
-        for name in ("file-formats", "settings", "models", "cards", "page", "architecture", "glossary")
+        for name in (
+            "file-formats",
+            "settings",
+            "models",
+            "embeddings",
+            "cards",
+            "page",
+            "architecture",
+            "glossary",
+        )
     ),
 )
 """Every page of docs/ is one of these."""

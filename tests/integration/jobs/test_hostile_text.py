@@ -115,6 +115,10 @@ def test_every_command_prints_hostile_text_harmlessly(
             ["run", short, "-o", short],
             ["try", short],
             ["try", "f.jsonl", "--template", text],
+            ["embed", short, "-o", short],
+            ["embed", "f.csv", "-o", "e.csv", "--column", text],
+            ["night", text],
+            ["benchmark", short, "-o", str(tmp_path / "report.json")],
         ]
         commands += [["check", "--model", short], ["check", "--model", f"hf:{short}"]]
         commands += [["pull", short], ["pull", f"hf:{short}"], ["models", "--gpu", text]]
@@ -196,6 +200,20 @@ def test_a_screen_without_unicode_gets_escapes_and_no_error(
 def test_every_command_was_tried() -> None:
     """A new command belongs into the test above."""
     assert set(main.list_commands(click.Context(main))) == {
-        *("batch", "cancel", "check", "demo", "enqueue", "list", "migrate", "models", "plan", "prune"),
-        *("pull", "retry", "run", "serve", "show", "stats", "stop", "try", "verify", "worker"),
+        *("batch", "benchmark", "cancel", "check", "demo", "embed", "enqueue", "list", "migrate", "models"),
+        *(
+            "night",
+            "plan",
+            "prune",
+            "pull",
+            "retry",
+            "run",
+            "serve",
+            "show",
+            "stats",
+            "stop",
+            "try",
+            "verify",
+            "worker",
+        ),
     }

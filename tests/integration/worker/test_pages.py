@@ -52,6 +52,13 @@ NOT_RUN = [
     'pg_dump --format=custom --file=nightmill.dump "$DATABASE_URL"',
     "export NIGHTMILL_BROKER_URL=redis://redis.example:6379/0",
     "nightmill pull hf:Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q8_0",
+    "nightmill embed papers.parquet --column abstract -o embedded.parquet "
+    "--model qwen3-embedding-0.6b-q8_0.gguf",
+    'first, second = jobs.embed_many(["a mill", "a river"], dimensions=256)',
+    'client = OpenAI(base_url="http://localhost:8000/v1", api_key="...")',
+    "def relevance(query: str, documents: list[str]) -> list[float]:",
+    "curl http://localhost:8000/v1/rerank -H 'Content-Type: application/json' -d '{",
+    "nightmill benchmark                 # the bundled model: whether the card computes right",
 ]
 ROWS = (
     '{"custom_id": "q-1", "prompt": "1", "max_tokens": 4}\n{"prompt": 2}\n{"prompt": "3", "max_tokens": 4}\n'

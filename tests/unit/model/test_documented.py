@@ -10,6 +10,7 @@ from nightmill.worker.model.families import FAMILIES
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.catalogue import check_spec
 from nightmill.worker.runners.gpu.weights.dequantizer import SUPPORTED
+from tests.support.expert_cases import GPU_EXPERT_FILES
 from tests.support.family_cases import FILES
 from tests.support.hybrid_cases import GPU_HYBRID_FILES
 
@@ -25,7 +26,7 @@ def test_every_family_is_named() -> None:
 
 @pytest.mark.parametrize("family", sorted({spec.family for _, spec in FILES.values()}))
 def test_the_page_says_which_families_the_gpu_takes(family: str) -> None:
-    files = FILES | GPU_HYBRID_FILES
+    files = FILES | GPU_HYBRID_FILES | GPU_EXPERT_FILES
     taken = {gpu_takes(spec) for _, spec in files.values() if spec.family == family}
     assert taken == {"yes": {True}, "no": {False}, "those": {True, False}}[ON_A_GPU[family]]
 

@@ -64,6 +64,7 @@ def test_a_key_that_may_only_read_is_refused_on_all_paths_that_change_something(
             "input_file_id": batch.input_file_id, "endpoint": "/v1/completions", "completion_window": "24h",
         },
         "/v1/night": {"file": batch.input_file_id},
+        "/v1/night/{batch_id}/limits": {"budget": {"tokens": 1000}},
         "/v1/responses": {"model": "model", "input": "x"},
         "/v1/embeddings": {"model": "model", "input": "x"},
         "/v1/rerank": {"query": "x", "documents": ["x"]},
