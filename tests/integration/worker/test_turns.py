@@ -54,6 +54,7 @@ def texts_alone(file: Path, keys: Sequence[tuple[str, int]]) -> dict[tuple[str, 
     return {key: done[str(key[1])].text for key in keys}
 
 
+@pytest.mark.slow  # takes its turn: one commit of four
 @on_sqlite
 def test_interleaved_rows_load_each_model_once_and_a_broken_one_fails_only_its_own(
     jobs_client: Client, start_worker: StartWorker, tmp_path: Path

@@ -82,6 +82,7 @@ def test_weights_in_all_formats_are_launched_as_they_were_compiled(
     assert hopper.launches.keys() - {"library"} <= hopper.checked
 
 
+@pytest.mark.slow  # takes its turn: one commit of four
 def test_benchmarks_count_experts(
     hopper: RecordedDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

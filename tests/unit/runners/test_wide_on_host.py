@@ -57,6 +57,7 @@ def test_prefill_in_chunks_gives_the_bits_of_the_whole(
     assert launched == {kernel}
 
 
+@pytest.mark.slow  # takes its turn: one commit of four
 @pytest.mark.heavy
 def test_heads_of_512(launched: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostDevice, "compute_capability", (9, 0))
@@ -76,6 +77,7 @@ def test_heads_of_512(launched: set[str], monkeypatch: pytest.MonkeyPatch) -> No
     assert launched == {"wide_decode_2", "wide_merge", "wide_prefill_64", "hopper_wide"}
 
 
+@pytest.mark.slow  # takes its turn: one commit of four
 @pytest.mark.heavy
 def test_general_kernels_rows_and_products_of_heads(launched: set[str]) -> None:
     device: Any = HostDevice()
