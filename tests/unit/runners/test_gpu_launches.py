@@ -24,7 +24,6 @@ from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.base import FROM_SLOT, Admission, IntArray, StepBatch, make_draws, mask_words
-from nightmill.worker.runners.gpu import kv_cache
 from nightmill.worker.runners.gpu.activations import Activations
 from nightmill.worker.runners.gpu.attention.choice import (
     Decode,
@@ -462,7 +461,6 @@ def test_layers_read_the_tables_of_their_kind_of_pages(
         mix(self, layer, inputs, shape)
 
     monkeypatch.setattr(AttentionMixer, "mix", noting)
-    monkeypatch.setattr(kv_cache, "KINDS", True)
     tokens, pages = [1] * CONTEXT, Pages(2, CONTEXT // 16)
     options = {"slots": 2, "context": CONTEXT, "kv_pages": 32, "max_tokens": 64}
     with closing(cuda_runner(file, spec, **options)) as runner:  # type: ignore[arg-type]
