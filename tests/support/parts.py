@@ -1,4 +1,4 @@
-"""Specs of layers that families have with experts alone, here with other feed-forward networks."""
+"""Specs of layers that few families have, or with experts alone, here with other feed-forward networks."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.rope import Rope, RopeStyle
 from nightmill.worker.model.spec import LatentAttention, Mixer, ModelSpec, Norm
 from tests.support.ggufs import spec_tensors, write_file
-from tests.support.specs import variant
+from tests.support.specs import GEMMAS, variant
 
 __all__ = ["PARTS", "file_of_halves", "file_of_q8_0", "latent_of"]
 
@@ -39,6 +39,7 @@ PARTS = {
     "latents": _of(_LATENT, _LATENT, replace(_LATENT, query_latent=None)),
     "latents of older files": _of(*[replace(_LATENT, fused=True)] * 2),
     "small latents": _of(_SMALL, _SMALL),
+    "layers that read others' keys": GEMMAS["layers that read others' keys"],
 }
 
 

@@ -40,7 +40,15 @@ from nightmill.worker.runners.gpu.products import agreeing
 from nightmill.worker.runners.gpu.products.elements import mma_gemm
 from nightmill.worker.runners.gpu.products.fp8 import mma_fp8, quantise
 from nightmill.worker.runners.gpu.products.packed import packed_mma, packed_rows
-from nightmill.worker.runners.gpu.rows import activate, embedding, logits, norms, pooling, rotation
+from nightmill.worker.runners.gpu.rows import (
+    activate,
+    embedding,
+    layer_inputs,
+    logits,
+    norms,
+    pooling,
+    rotation,
+)
 from nightmill.worker.runners.gpu.states import chunks, convolution, delta_net, mamba2, recurrent
 from nightmill.worker.runners.gpu.weights import repacker
 from nightmill.worker.runners.kv_format import KvFormat
@@ -271,7 +279,9 @@ def run_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
 
 def run_rows_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     """The same of launchers of rows."""
-    modules = (activate, embedding, logits, norms, pooling, quantise, rotation)
+    modules = (activate, embedding, layer_inputs, logits, norms, pooling, quantise, rotation)
+    patch.setattr(repacker, "Module", HostModule)
+    patch.setattr(packed_weights, "Staging", Staged)
     return _launch_on_host(patch, folder, "rows", modules)
 
 
