@@ -28,7 +28,7 @@ from tests.support.driving import BLOCK, Chunk, Cuda, Pages, Reference, logits_o
 from tests.support.engines import NoText
 from tests.support.expert_cases import GPU_EXPERT_FILES
 from tests.support.family_cases import file_of
-from tests.support.ggufs import spec_tensors
+from tests.support.ggufs import half_tensors
 from tests.tiny import EXPERTS, expected, unpacked
 
 CONTEXT, PROMPT, DECODED = 256, 80, 8
@@ -45,8 +45,7 @@ Bits = dict[str, tuple[tuple[int, ...], bytes]]
 def test_logits_agree_with_the_reference_runner(name: str, prompt: str, tmp_path: Path) -> None:
     """A prompt, then a few tokens one by one, of weights that half holds exactly."""
     keys, like = GPU_EXPERT_FILES[name]
-    halves = {one: array.astype(np.float16).astype(np.float32) for one, array in spec_tensors(like).items()}
-    file = file_of(tmp_path, keys, like, **halves)
+    file = file_of(tmp_path, keys, like, **half_tensors(like))
     spec = read_spec(file)
     text = clear_text(file, spec, PROMPT + DECODED)
     chunks, start = [], 0

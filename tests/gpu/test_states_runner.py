@@ -32,7 +32,7 @@ from tests.support.cuda_runners import cuda_runner
 from tests.support.driving import BLOCK, GREEDY, Chunk, Cuda, Pages, Reference, logits_of
 from tests.support.engines import NoText
 from tests.support.family_cases import file_of
-from tests.support.ggufs import spec_tensors
+from tests.support.ggufs import half_tensors
 from tests.support.hybrid_cases import GPU_HYBRID_FILES
 from tests.tiny import FILES, expected, unpacked
 
@@ -50,8 +50,7 @@ def halved(path: Path, name: str, **changes: Any) -> GgufFile:
     """A family's file with weights that half holds exactly: what the GPU has of them is all there is."""
     keys, like = GPU_HYBRID_FILES[name]
     like = replace(like, **changes)
-    halves = {one: array.astype(np.float16).astype(np.float32) for one, array in spec_tensors(like).items()}
-    return file_of(path, keys, like, **halves)
+    return file_of(path, keys, like, **half_tensors(like))
 
 
 def logits_in(subject: Any, pages: Pages, chunks: list[Chunk]) -> npt.NDArray[np.float32]:
