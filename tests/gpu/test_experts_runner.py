@@ -32,6 +32,7 @@ from tests.support.ggufs import half_tensors
 from tests.tiny import EXPERTS, expected, unpacked
 
 CONTEXT, PROMPT, DECODED = 256, 80, 8
+CLEAR = 6e-3  # least distance
 Array = npt.NDArray[Any]
 TINY = EXPERTS
 PRECISIONS = {"half": Precision(), "weights as in the file": Precision(weights=WeightsFormat.FILE)}
@@ -91,13 +92,15 @@ def clear_text(file: GgufFile, spec: ModelSpec, length: int) -> list[int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference_model, "choose", noting)
         reference = Reference(file, spec, kv_pages=CONTEXT // BLOCK, page_size=BLOCK, slots=1)
-        for seed in range(16):
+        for seed in range(64):
+            if seed >= 16 and best > CLEAR:
+                break
             text = np.random.default_rng(seed).integers(0, spec.vocab, length).tolist()
             margins.clear()
             logits_of(reference, Pages(1, CONTEXT // BLOCK), [Chunk(0, text, 0, length, length)], admit=True)
             if min(margins) > best:
                 best, found = min(margins), text
-    assert best > 6e-3, "no text is clear"
+    assert best > CLEAR, "no text is clear"
     return found
 
 
