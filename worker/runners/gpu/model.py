@@ -66,10 +66,10 @@ class Model:
         self._history = history
         self._at = at
         self._has_few = all(layer.kernels.few is not None for layer in layers)
-        self._projection: Product | None = None
+        self.projection: Product | None = None
         if shared.inputs is not None:
             table = weights.layer_projection
-            self._projection = products.of(Kind.PLAIN, table.rows, spec.width, table.format)
+            self.projection = products.of(Kind.PLAIN, table.rows, spec.width, table.format)
         self._last_mixing = max(index for index, layer in enumerate(layers) if layer.attended is not None)
         self._last_keeping = max(
             index
@@ -146,8 +146,8 @@ class Model:
                 gates, ups = zip(*((w.input_gate, w.input_up) for w in weights), strict=True)
                 kernels.input_gate.tune(at.entering, gates, at.input_gate, rows, norm)
                 kernels.input_up.tune(at.input_gate, ups, at.added, rows, norm)
-        if self._projection is not None:
-            self._projection.tune(at.entering, [self._weights.layer_projection], at.inputs, rows, norm)
+        if self.projection is not None:
+            self.projection.tune(at.entering, [self._weights.layer_projection], at.inputs, rows, norm)
 
     def forward(self, inputs: StepInputs, shape: StepShape) -> None:
         """Queue a step's layers, up to the norm of the rows that draw."""
@@ -162,10 +162,10 @@ class Model:
             tokens,
         )
         self.shared.embedding.embed(at.tokens, self._weights.embedding, at.x, tokens)
-        if self._projection is not None and (given := self.shared.inputs) is not None:
+        if self.projection is not None and (given := self.shared.inputs) is not None:
             weights = self._weights
             self.shared.norms(at.x, NO_NORM, at.entering, tokens)
-            self._projection(at.entering, weights.layer_projection, at.inputs, tokens)
+            self.projection(at.entering, weights.layer_projection, at.inputs, tokens)
             norm = weights.layer_projection_norm
             given.make(at.tokens, weights.layer_embedding, at.inputs, norm, tokens)
         few = self._has_few and shape.decodes and tokens <= MAX_ROWS
