@@ -1,7 +1,7 @@
 """Models with mixtures of experts: computed as by the reference runner, with the same bits in any company."""
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,11 @@ from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import Experts, ModelSpec, RouterScores
 from nightmill.worker.runners.gpu.computed import refusal
+from nightmill.worker.runners.gpu.device.operands import INT, Buffer
+from nightmill.worker.runners.gpu.feed_forward import Mixture
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.runner import CudaRunner
+from nightmill.worker.runners.gpu.weights.layout import LayerWeights
 from nightmill.worker.runners.reference import model as reference_model
 from nightmill.worker.runners.reference import ops
 from nightmill.worker.runners.reference.experts import choose
@@ -37,6 +40,9 @@ TINY = EXPERTS
 PRECISIONS = {"half": Precision(), "weights as in the file": Precision(weights=WeightsFormat.FILE)}
 """In others tokens of so small models go to other experts than those of float."""
 CHUNKS = {"whole": [80], "in pieces": [64, 16], "with rows that do not draw": [64, 16]}
+NEAR = 0.02
+"""Logits of a router that are no further apart may change places in half."""
+LEAST = -1e30
 Bits = dict[str, tuple[tuple[int, ...], bytes]]
 
 
@@ -105,20 +111,76 @@ def clear_text(file: GgufFile, spec: ModelSpec, length: int) -> list[int]:
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", TINY)
 def test_a_tiny_models_answers_are_those_of_two_engines(name: str, precision: str, tmp_path: Path) -> None:
+    """Of the prompts none of whose tokens a router sends elsewhere: in half some scores change places.
+
+    That those are few and near ties, and that all else is right in the other prompts, too, says the reference
+    runner, which is made to choose as the kernels did.
+    """
     file, spec = opened(name, tmp_path)
-    numbers = PRECISIONS[precision]
     answers = expected(name)["prompts"]
     blocks = 512 // BLOCK
     cuda = Cuda(
-        file, spec, slots=1, kv_pages=blocks, max_tokens=512, context=512, tune=False, precision=numbers
-    )
+        file, spec, slots=1, kv_pages=blocks, max_tokens=512, max_draws=512, context=512, tune=False,
+        precision=PRECISIONS[precision],
+    )  # fmt: skip
+    alike = []
     with closing(cuda.runner):
-        found = [
-            logits_of(cuda, Pages(1, blocks), [Chunk(0, one["prompt"], 0, len(one["prompt"]))], admit=True)
-            for one in answers
-        ]
-    theirs = np.array([one["logits_all"] for one in answers], dtype=np.float32)
-    compare_logits(np.concatenate(found), theirs).check(same_top=0.0)
+        for one in answers:
+            chunks = [Chunk(0, one["prompt"], 0, len(one["prompt"]), len(one["prompt"]))]
+            with chosen_by_kernels() as theirs:
+                ours = logits_of(cuda, Pages(1, blocks), chunks, admit=True)
+            reference = Reference(file, spec, kv_pages=blocks, page_size=BLOCK, slots=1)
+            with choosing(theirs) as moved:
+                same = logits_of(reference, Pages(1, blocks), chunks, admit=True)
+            compare_logits(ours, same).check()
+            assert max(moved, default=0.0) < NEAR
+            if not moved:
+                alike.append((ours[-1], one["logits_all"]))
+    assert len(alike) >= len(answers) // 2
+    found, wanted = (np.array(logits, dtype=np.float32) for logits in zip(*alike, strict=True))
+    compare_logits(found, wanted).check(same_top=0.0)
+
+
+@contextmanager
+def chosen_by_kernels() -> Iterator[list[Array]]:
+    """The experts (T, used) of each layer, as the kernels choose them in the meantime."""
+    chosen: list[Array] = []
+    queue = Mixture._queue
+
+    def noting(self: Mixture, x: Buffer, layer: LayerWeights, rows: int, slots: int) -> None:
+        queue(self, x, layer, rows, slots)
+        device, at = self._launchers.device, self._room.chosen
+        chosen.append(device.download(at.address, (rows, at.shape[1]), INT))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Mixture, "_queue", noting)
+        yield chosen
+
+
+@contextmanager
+def choosing(given: list[Array]) -> Iterator[list[float]]:
+    """Have the reference runner take these experts in each layer; by how much it had scored others higher."""
+    moved: list[float] = []
+    layers = iter(given)
+
+    def taking(experts: Experts, logits: Array, bias: Array | None = None) -> tuple[Array, Array]:
+        assert experts.normalise or experts.scores is RouterScores.SOFTMAX_OF_CHOSEN
+        chosen, weights = choose(experts, logits, bias)
+        taken = next(layers)[: len(chosen)]
+        for row in np.nonzero((np.sort(chosen) != np.sort(taken)).any(axis=1))[0]:
+            mine, others = (set(some[row].tolist()) for some in (chosen, taken))
+            left, instead = sorted(mine - others), sorted(others - mine)
+            moved.append(float(logits[row, left].max() - logits[row, instead].min()))
+        same = (np.sort(chosen) == np.sort(taken)).all(axis=1)
+        scores = np.where(same[:, None], logits, LEAST)
+        rows = np.arange(len(scores))[:, None]
+        scores[rows, taken] = logits[rows, taken]
+        again = choose(experts, scores, bias)
+        return np.where(same[:, None], chosen, again[0]), np.where(same[:, None], weights, again[1])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference_model, "choose", taking)
+        yield moved
 
 
 @pytest.mark.parametrize("graphs", [True, False])
