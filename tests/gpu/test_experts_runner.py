@@ -27,7 +27,7 @@ from nightmill.worker.runners.reference import model as reference_model
 from nightmill.worker.runners.reference import ops
 from nightmill.worker.runners.reference.experts import choose
 from tests.support.comparing import compare_logits
-from tests.support.cuda_runners import cuda_runner
+from tests.support.cuda_runners import cuda_runner, need_fp8
 from tests.support.driving import BLOCK, Chunk, Cuda, HasLogits, Pages, Reference, logits_of
 from tests.support.engines import NoText
 from tests.support.expert_cases import GPU_EXPERT_FILES
@@ -309,6 +309,8 @@ def bits(done: dict[str, Completion]) -> Bits:
 @pytest.fixture(scope="module", params=[WeightsFormat.FILE, WeightsFormat.ELEMENT, WeightsFormat.FP8])
 def weights(request: pytest.FixtureRequest) -> WeightsFormat:
     kind: WeightsFormat = request.param
+    if kind is WeightsFormat.FP8:
+        need_fp8()
     return kind
 
 
