@@ -192,8 +192,8 @@ def layer_weights(spec: ModelSpec, index: int) -> dict[Role, Weight]:
         half = queries, (mixer.queries, spec.width)
         weights |= {Role.QKV: Weight((half, *others)), Role.ATTN_GATE: Weight((half,))}
     elif isinstance(mixer, GatedDeltaNet):
-        qkv, gate, *controls = weights[Role.MIXER_INPUT].parts
-        weights |= {Role.MIXER_INPUT: Weight((qkv, gate)), Role.MIXER_CONTROLS: Weight(tuple(controls))}
+        parts = weights[Role.MIXER_INPUT].parts
+        weights |= {Role.MIXER_INPUT: Weight(parts[:2]), Role.MIXER_CONTROLS: Weight(parts[2:])}
     elif isinstance(mixer, Mamba2):
         ((name, _),) = weights[Role.MIXER_INPUT].parts
         first, steps = (
