@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from nightmill.worker.model.spec import Attention, Experts, FeedForward, GatedDeltaNet, LayerSpec, ModelSpec
+from nightmill.worker.model.spec import Attention, Experts, FeedForward, LayerSpec, ModelSpec
 
 __all__ = ["refusal"]
 
@@ -21,11 +21,8 @@ def refusal(spec: ModelSpec) -> str | None:
 
 def _lacking(spec: ModelSpec) -> Iterator[str]:
     """List what whole layers have that no kernel computes."""
-    mixers = [layer.mixer for layer in spec.layers]
     if any(layer.inputs is not None for layer in spec.layers) and spec.layer_inputs is None:
         yield "some layers with inputs of their own"
-    if any(isinstance(mixer, GatedDeltaNet) and mixer.by_key_head for mixer in mixers):
-        yield "delta nets in the order of key heads"
 
 
 def _computed(spec: ModelSpec) -> ModelSpec:
