@@ -16,9 +16,10 @@ from nightmill.worker.runners.gpu.precision import HALF, Precision, WeightsForma
 from nightmill.worker.runners.kv_format import KvFormat
 from tests.support.comparing import compare_logits
 from tests.support.cuda_runners import cuda_runner
-from tests.support.driving import BLOCK, Chunk, Cuda, Pages, generate, logits_of
+from tests.support.driving import BLOCK, Chunk, Cuda, Pages, Reference, generate, logits_of
 from tests.support.family_cases import file_of
-from tests.support.gemma4_cases import GEMMA4_FILES
+from tests.support.gemma4_cases import GEMMA4_FILES, LARGE_HEADS
+from tests.support.parts import file_of_halves
 from tests.tiny import GEMMAS, expected, unpacked
 
 CONTEXT = 480
@@ -50,6 +51,30 @@ def test_a_tiny_models_texts_are_those_of_two_engines(name: str, graphs: bool, t
     assert [list(done[f"j{n}"]) for n in range(len(answers))] == [one["greedy"] for one in answers]
 
 
+@pytest.mark.parametrize("pieces", [[200], [130, 70], [64, 64, 72]], ids=str)
+def test_layers_with_heads_of_256_and_of_512_agree_with_the_reference_runner(
+    pieces: list[int], tmp_path: Path
+) -> None:
+    """A prompt in pieces, then drawn tokens: keys that are values, and layers that read them."""
+    file = file_of_halves(tmp_path, LARGE_HEADS)
+    text = np.random.default_rng(5).integers(0, LARGE_HEADS.vocab, 212).tolist()
+    starts = np.cumsum([0, *pieces])
+    chunks = [Chunk(0, text, int(start), size, 20) for start, size in zip(starts, pieces, strict=False)]
+    chunks += [Chunk(0, text, 200 + index, 1, drawn=True) for index in range(12)]
+    blocks = 256 // BLOCK
+    options: dict[str, Any] = {"slots": 1, "kv_pages": blocks}
+    cuda = Cuda(file, LARGE_HEADS, max_tokens=256, max_draws=64, context=256, tune=False, **options)
+    with closing(cuda.runner):
+        reference = Reference(file, LARGE_HEADS, page_size=BLOCK, **options)
+        ours, theirs = (
+            np.concatenate(
+                [logits_of(subject, pages, [chunk], admit=index == 0) for index, chunk in enumerate(chunks)]
+            )
+            for subject, pages in ((cuda, Pages(1, blocks)), (reference, Pages(1, blocks)))
+        )
+    compare_logits(ours, theirs).check()
+
+
 def requests(vocab: int) -> list[Request]:
     """Some begin alike, by more than a segment of any kind of pages; most are longer than the window."""
     rng = np.random.default_rng(3)
@@ -69,16 +94,21 @@ PRECISIONS = {
 }
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", ["tiny", *GEMMA4_FILES])
+CASES = [("tiny", precision) for precision in PRECISIONS]
+CASES += [(name, "16 bits") for name in (*GEMMA4_FILES, "large heads")]
+
+
+@pytest.mark.parametrize(("name", "precision"), CASES)
 def test_a_text_has_the_bits_that_it_has_alone(name: str, precision: str, tmp_path: Path) -> None:
     """In company, in pieces, with shared beginnings, and where sequences give way for want of pages."""
     if name == "tiny":
         file = GgufFile.open(unpacked(GEMMAS[0], tmp_path))
+    elif name == "large heads":
+        file = file_of_halves(tmp_path, LARGE_HEADS)
     else:
         keys, like = GEMMA4_FILES[name]
         file = file_of(tmp_path, keys | {"attention.sliding_window": 20}, like)
-    spec, numbers = read_spec(file), PRECISIONS[precision]
+    spec, numbers = LARGE_HEADS if name == "large heads" else read_spec(file), PRECISIONS[precision]
     layout = kinds_layout(spec, numbers.kv)
     assert (layout is not None) == (numbers.kv is KvFormat.ELEMENT)
     whole = CONTEXT // BLOCK if layout is None else layout.pages_for(CONTEXT)

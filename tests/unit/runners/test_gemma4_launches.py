@@ -28,7 +28,7 @@ from nightmill.worker.runners.kv_format import KvFormat
 from tests.support.cuda_runners import cuda_runner
 from tests.support.driving import Chunk, Pages
 from tests.support.family_cases import file_of
-from tests.support.gemma4_cases import GEMMA4_FILES
+from tests.support.gemma4_cases import GEMMA4_FILES, LARGE_HEADS
 from tests.support.parts import file_of_halves, file_of_q8_0
 from tests.support.specs import GEMMAS
 from tests.unit.runners.recorded_cuda import RecordedDriver
@@ -116,6 +116,22 @@ def test_a_table_of_layers_embeddings_stays_as_it_is_in_the_file(
         assert runner._model.weights.layer_projection.format is not Format.FP8
     assert hopper.launches["repack_Q8_0"] > 0
     assert hopper.launches["layer_inputs_Q8_0"] == 2
+    assert hopper.launches.keys() - {"library"} <= hopper.checked
+
+
+@pytest.mark.slow
+def test_layers_with_large_heads_have_fast_attention_each(hopper: RecordedDriver, tmp_path: Path) -> None:
+    """Those with a window that of other models, those without that of heads of 512; also in a graph."""
+    file = file_of_halves(tmp_path, LARGE_HEADS)
+    with closing(cuda_runner(file, LARGE_HEADS, **OPTIONS)) as runner:
+        launched = hopper.launches.copy()
+        launch(runner, [Chunk(0, [1] * CONTEXT, 0, 100)], [Chunk(0, [1] * CONTEXT, 100, 1, drawn=True)])
+        new = hopper.launches - launched
+        assert (new["hopper_attention"], new["hopper_wide"]) == (2, 2)
+        assert hopper.launches["wide_decode_2"] > 0
+        assert any(name.startswith("decode_attention_8") for name in hopper.launches)
+        assert len(runner._plans) == 2
+        assert {len(rooms) for _, rooms in runner._graphs} == {2}
     assert hopper.launches.keys() - {"library"} <= hopper.checked
 
 
