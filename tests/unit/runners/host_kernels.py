@@ -96,6 +96,7 @@ class HostDevice:
     compute_capability = (8, 0)
     features = features_of((8, 0))
     multiprocessors = 40
+    name = "host"
 
     def __init__(self, element: Element = Element.F16, kv: KvFormat = KvFormat.ELEMENT) -> None:
         self.element = element
@@ -187,7 +188,10 @@ class HostFunction:
     ) -> None:
         module = self._module
         names = tuple(sorted({*module.names})) if module.together else (self._name,)
-        library = _compiled(*module.source, names, module.folder, module.stands)
+        stands = module.stands
+        if stands == "models":
+            stands = "rows" if module.source[0].parent.name == "rows" else "warps"
+        library = _compiled(*module.source, names, module.folder, stands)
         packed = [
             ctypes.create_string_buffer(struct.pack(f"@{letter}", value), 128)
             for letter, value in zip(self._letters, arguments, strict=True)
@@ -325,6 +329,16 @@ def run_experts_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
         patch.setattr(module, "Module", HostModule)
     patch.setattr(HostModule, "together", True)
     patch.setattr(packed_weights, "Staging", Staged)
+    return launched
+
+
+def run_models_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
+    """The same of whole models, but for products and layers with states."""
+    rows = (activate, embedding, layer_inputs, logits, norms, rotation)
+    attention = (decode, prefill, general, wide)
+    launched = _launch_on_host(patch, folder, "models", (*rows, *attention, route, combine))
+    for module in (grouped, prefill, repacker):
+        patch.setattr(module, "Module", HostModule)
     return launched
 
 
