@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from nightmill.worker.model.families import read_spec
-from nightmill.worker.model.spec import Attention, FeedForward, LayerInputs, LayerSpec, ModelSpec, Role
+from nightmill.worker.model.spec import Role
 from nightmill.worker.runners.gpu.attention.pieces import NO_PIECES
 from nightmill.worker.runners.gpu.attention.plans import AttentionPlans
 from nightmill.worker.runners.gpu.device.device import Device
@@ -29,6 +29,7 @@ from tests.support.cuda_runners import cuda_runner
 from tests.support.driving import Chunk, Pages
 from tests.support.family_cases import file_of
 from tests.support.gemma4_cases import GEMMA4_FILES, LARGE_HEADS
+from tests.support.gemma4_shapes import GEMMA4_SHAPES, quantised
 from tests.support.parts import file_of_halves, file_of_q8_0
 from tests.support.specs import GEMMAS
 from tests.unit.runners.recorded_cuda import RecordedDriver
@@ -200,34 +201,13 @@ def test_every_division_of_a_step_has_a_graph() -> None:
             assert [own is NO_PIECES for own in least] == [held == 0 for held in room]
 
 
-def like_e2b() -> ModelSpec:
-    """Sizes as of Gemma 4 E2B, all matrices in Q4_K."""
-    local = replace(SHARING.layers[0].attention, heads=8, kv_heads=1, head_dim=256, window=512)
-    whole = replace(SHARING.layers[1].attention, heads=8, kv_heads=1, head_dim=512)
-    plain, norm = SHARING.layers[0], SHARING.output_norm
-
-    def layer(index: int) -> LayerSpec:
-        attention: Attention = whole if index % 5 == 4 else local
-        if index >= 15:
-            attention = replace(attention, keys_of=14 if index % 5 == 4 else 13)
-        network = FeedForward(width=12_288 if index >= 15 else 6144, activation=plain.dense.activation)
-        inputs = LayerInputs(width=256, norm=norm)
-        return replace(plain, mixer=attention, feed_forward=network, inputs=inputs)
-
-    spec = replace(
-        SHARING, width=1536, vocab=262_144, context_length=131_072, layers=tuple(map(layer, range(35)))
-    )
-    names = [name for _, weight in spec.all_weights() if len(weight.shape) > 1 for name in weight.names]
-    return replace(spec, tensor_types=dict.fromkeys(names, "Q4_K"))
-
-
 def test_a_model_like_e2b_fits_a_card_of_8_gb() -> None:
-    spec, in_file = like_e2b(), Precision(weights=WeightsFormat.FILE)
+    spec, in_file = quantised(GEMMA4_SHAPES["gemma4-e2b"]), Precision(weights=WeightsFormat.FILE)
     table = spec.weights()[Role.LAYER_EMBEDDING]
-    packed = 262_144 * 35 * 256 * 144 // 256
+    packed = 262_144 * 35 * 256 * 176 // 256
     for precision in (in_file, HALF):
         (run,) = runs_of(spec, Role.LAYER_EMBEDDING, table, precision)
-        assert (run.format, run.bytes) == (Format.Q4_K, packed)
+        assert (run.format, run.bytes) == (Format.Q5_K, packed)
     small = replace(spec, layers=tuple(replace(one, inputs=None) for one in spec.layers))
     added = weight_bytes(spec, in_file) - weight_bytes(small, in_file)
     assert packed < added < 1.03 * packed
@@ -237,3 +217,14 @@ def test_a_model_like_e2b_fits_a_card_of_8_gb() -> None:
     assert layout is not None and len(layout.kinds) == 2
     assert plan.memory.kv_pages == 8 * layout.pages_for(8192)
     assert plan.memory.cache < 16 * 8192 * 8 * (12 * 2 * 256 + 3 * 2 * 512) * 2 // 8
+
+
+def test_a_model_like_26b_a4b_is_as_large_as_its_file_and_keeps_little_of_long_texts() -> None:
+    """Its parameters are those of its name, of which a token is computed with 4 billion."""
+    spec = quantised(GEMMA4_SHAPES["gemma4-26b-a4b"])
+    assert round(spec.parameters / 1e9) == 25 and round(spec.active_parameters / 1e9) == 4
+    assert 15.5 < weight_bytes(spec, Precision(weights=WeightsFormat.FILE)) / 2**30 < 15.8
+    layout = kinds_layout(spec)
+    assert layout is not None
+    before = 8192 * 2 * 2 * spec.keys
+    assert before / (layout.pages_at(8192) * layout.numbers * 2) > 4
