@@ -11,6 +11,7 @@ import pytest
 
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.spec import Role
+from nightmill.worker.runners.base import PageKind
 from nightmill.worker.runners.gpu.attention.pieces import NO_PIECES
 from nightmill.worker.runners.gpu.attention.plans import AttentionPlans
 from nightmill.worker.runners.gpu.device.device import Device
@@ -22,7 +23,7 @@ from nightmill.worker.runners.gpu.mixers import AttentionMixer
 from nightmill.worker.runners.gpu.planning import RunnerPlanner
 from nightmill.worker.runners.gpu.precision import HALF, Precision, WeightsFormat
 from nightmill.worker.runners.gpu.runner import CudaRunner
-from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
+from nightmill.worker.runners.gpu.steps import StepInputs, StepShape, drawing_rows
 from nightmill.worker.runners.gpu.weights.layout import runs_of, weight_bytes
 from nightmill.worker.runners.kv_format import KvFormat
 from tests.support.cuda_runners import cuda_runner
@@ -66,7 +67,8 @@ def test_layers_with_other_heads_have_tiles_of_their_own(
     with closing(cuda_runner(file, SHARING, graphs=False, **OPTIONS)) as runner:
         launch(runner, [Chunk(0, [1] * CONTEXT, 0, 100), Chunk(1, [1] * CONTEXT, 0, 5)])
         (first, _, count, plan), (other, place, more, its) = seen[:2]
-        assert seen[2:] == seen[:2], "layers that read others' keys do so with the same tiles"
+        behind = [(kind, tiles, plan) for kind, _, tiles, plan in seen[2:]]
+        assert behind == [(first, 2, 0), (other, 2, 1)], "layers that keep nothing have the rows that draw"
         assert (count, plan, more, its) == (3, 0, 5, 1)
         assert {first, other} == {0, 1}
         words = runner._steps._host[(runner._turn - 1) % runner.depth]
@@ -78,6 +80,32 @@ def test_layers_with_other_heads_have_tiles_of_their_own(
         assert [layer.cache for layer in layers[2:]] == [layer.cache for layer in layers[:2]]
         tables = {id(one.kernels.mixer.qkv._rotation.table) for one in layers}  # type: ignore[union-attr]
         assert len(tables) == 2, "layers that rotate alike share a table"
+
+
+def test_rows_that_draw_are_a_step_of_their_own() -> None:
+    """Each sees what it saw before: its own position, and the pages of its sequence, of every kind."""
+    kinds = (PageKind(None, 32, 2), PageKind(20, 16, 1))
+    text = list(range(1, 200))
+    chunks = [
+        Chunk(1, text, 50, 1, drawn=True), Chunk(0, text, 9, 1, draws=0, drawn=True),
+        Chunk(2, text, 0, 40, draws=2), Chunk(3, text, 30, 7, draws=0), Chunk(4, text, 30, 3),
+    ]  # fmt: skip
+    batch = Pages(5, 8).batch(chunks, admit=True, kinds=kinds)
+    own = drawing_rows(batch, 8)
+    assert own is not None
+    assert (own.drawn, len(own.draws), own.sequence_starts.tolist()) == (1, 0, [0, 1, 2, 3, 4])
+    assert own.positions.tolist() == [50, 38, 39, 32]
+    assert own.context_lengths.tolist() == [51, 39, 40, 33]
+    assert own.slots.tolist() == [1, 2, 2, 4]
+    for mine, its in zip(own.kinds, batch.kinds, strict=True):
+        assert (mine.page_tables == its.page_tables[[0, 2, 2, 4]]).all()
+        assert (mine.cache_rows == its.cache_rows[[0, 40, 41, 51]]).all()
+        entries = mine.page_tables[np.arange(4), own.positions // 16]
+        assert (entries * 16 + own.positions % 16 == mine.cache_rows).all()
+    assert drawing_rows(batch, 3) is None, "more than there is room for"
+    turned = replace(batch, draws=batch.draws[::-1].copy())
+    assert drawing_rows(turned, 8) is None, "a drawn token behind others"
+    assert drawing_rows(replace(batch, draws=batch.draws[:0]), 8) is None
 
 
 def test_a_step_that_draws_nothing_ends_with_the_last_layer_that_keeps_something(
