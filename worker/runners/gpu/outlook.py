@@ -60,4 +60,4 @@ def _products(spec: ModelSpec, precision: Precision, *, hopper: bool) -> Iterato
         yield "products in 16 bits", f"{tiles}, or algorithms of cuBLASLt with the same bits"
     elements = (precision.element.format,) if not in_file else tuple(in_file)
     if all(FewRows.suits(layer, spec.width, elements, hopper=hopper) for layer in spec.layers):
-        yield "few sequences", "layers in four kernels that overlap"
+        yield "few sequences", f"layers in four kernels{' that overlap' if hopper else ''}"
