@@ -19,7 +19,7 @@ from nightmill.worker.runners.gpu.weights.router import router_rows
 
 __all__ = ["SLICE", "ExpertRoom", "most_tiles"]
 
-SLICE = 2048
+SLICE = 8192
 """Tokens that go through experts at once."""
 _LEAST_TILE = 16  # rows of a tile of the products
 _TILE = np.dtype("V16")
