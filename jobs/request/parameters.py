@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Annotated, Any, Self
 
 from pydantic import (
@@ -344,17 +345,20 @@ class GenerationParams(BaseModel):
                 ) from None
             raise InvalidParameterError(f"{name}: {sentence(first)}", field=name) from None
 
+    def with_seed(self, seed: int) -> Self:
+        """Return a copy with a seed, which has been checked."""
+        return self.model_copy(update={"seed": seed})
+
     def stored(self) -> JsonObject:
         """Return the JSON object that a row stores; the seed has its own column.
 
         Newer parameters are omitted unless set. So a worker of an older version runs what it can, and the
         fingerprint of a job that an older version entered stays the same.
         """
-        values = self.model_dump(mode="json", exclude={"seed"})
-        for name in _LATER:
-            if getattr(self, name) == getattr(DEFAULTS, name):
-                del values[name]
-        return values
+        try:
+            return dict(_stored(self))
+        except TypeError:  # it has a mapping, by which nothing can be remembered
+            return _stored.__wrapped__(self)
 
     @classmethod
     def read(cls, values: Any) -> Self:
@@ -368,6 +372,16 @@ class GenerationParams(BaseModel):
             return cls.model_validate(known)
         except ValidationError:
             return cls.model_construct(**known)
+
+
+@lru_cache(maxsize=128)
+def _stored(params: GenerationParams) -> JsonObject:
+    """Build what a row stores; most rows of a batch have the same parameters."""
+    values = params.model_dump(mode="json", exclude={"seed"})
+    for name in _LATER:
+        if getattr(params, name) == getattr(DEFAULTS, name):
+            del values[name]
+    return values
 
 
 def _token_id(key: Any) -> Any:
