@@ -345,10 +345,6 @@ class GenerationParams(BaseModel):
                 ) from None
             raise InvalidParameterError(f"{name}: {sentence(first)}", field=name) from None
 
-    def with_seed(self, seed: int) -> Self:
-        """Return a copy with a seed, which has been checked."""
-        return self.model_copy(update={"seed": seed})
-
     def stored(self) -> JsonObject:
         """Return the JSON object that a row stores; the seed has its own column.
 

@@ -30,7 +30,7 @@ class Claim:
     attempt: int
     prompt: str | None
     messages: list[JsonObject] | None
-    params: GenerationParams  # with its seed
+    params: GenerationParams  # one object for many rows, without their seeds
     priority: int
     deadline_at: datetime | None
     requested_at: datetime | None = None  # submission of the job or its batch: the date for the chat template
@@ -40,6 +40,7 @@ class Claim:
     constrained: Constrained | None = None  # the constraint on the answer
     reuse: str | None = None  # which earlier answers may stand for its own (`jobs.request.reuse`)
     content_key: str | None = None
+    seed: int = 0
     unreadable: str | None = None  # why this version cannot run it, for example as a newer one wrote it
 
 
@@ -51,7 +52,7 @@ def requested_at(created_at: datetime, batch_created_at: datetime | None) -> dat
 def read_claim(row: Any, saved: SavedTokens | None) -> Claim:
     """Parse a claimed row. An unreadable row is a claim, too: it fails alone, and the others of its shard
     run."""
-    params, fault = _params_of(row)
+    params, seed, fault = _params_of(row)
     if not isinstance(row.messages, list | None):
         fault = "messages: not a list"
     if row.prompt_ids is not None and not is_token_ids(row.prompt_ids):
@@ -82,6 +83,7 @@ def read_claim(row: Any, saved: SavedTokens | None) -> Claim:
         prompt_ids=row.prompt_ids,
         rendering=rendering,
         params=params,
+        seed=seed,
         priority=row.priority,
         deadline_at=row.deadline_at,
         requested_at=requested_at(row.created_at, row.batch_created_at),
@@ -93,20 +95,22 @@ def read_claim(row: Any, saved: SavedTokens | None) -> Claim:
     )
 
 
-def _params_of(row: Any) -> tuple[GenerationParams, str | None]:
-    """Return the parameters of a claimed row, with its seed, and what is wrong with them."""
+def _params_of(row: Any) -> tuple[GenerationParams, int, str | None]:
+    """Return the parameters of a claimed row, its seed, and what is wrong with them."""
     stored, seed = row.stored_params, row.seed
     # Most rows of a batch have the same text of parameters: it is parsed once.
     parse = _parsed if isinstance(stored, str) and len(stored) <= _REMEMBERED else _parsed.__wrapped__
     try:
-        if type(seed) is int and 0 <= seed <= MAX_SEED:
-            return parse(stored).with_seed(seed), None
-        return GenerationParams.parse({**parse(stored).stored(), "seed": seed}), None
+        params = parse(stored)
+        if type(seed) is not int or not 0 <= seed <= MAX_SEED:
+            GenerationParams.parse({"seed": seed})  # which says what is wrong with it
+            raise InvalidParameterError(f"seed: must be a number from 0 to {MAX_SEED} (got {seed})")
+        return params, seed, None
     except InvalidParameterError as error:
-        return DEFAULTS, f"params: {error}"
+        return DEFAULTS, 0, f"params: {error}"
     except Exception as error:
         log.exception("the parameters of job %s could not be read", row.id)
-        return DEFAULTS, f"params: {type(error).__name__}: {error}"
+        return DEFAULTS, 0, f"params: {type(error).__name__}: {error}"
 
 
 @lru_cache(maxsize=128)

@@ -128,7 +128,7 @@ class Answering:
     @staticmethod
     def embed(request: Request, places: range) -> Request:
         """The request of a job that embeds its prompt: the hidden states at these places count."""
-        params = GenerationParams(embed=True, dimensions=request.params.dimensions, seed=request.params.seed)
+        params = GenerationParams(embed=True, dimensions=request.params.dimensions)
         return replace(request, params=params, embeds=places, generated_ids=(), constrained=None, banned=())
 
     def _echo(self, request: Request, count: int) -> list[Request]:
@@ -265,7 +265,7 @@ def unpack(packed: Tokens, count: int) -> list[Tokens]:
 
 def _drawing(params: GenerationParams) -> GenerationParams:
     """With which an engine computes a prompt of which it is to tell: it always draws a token."""
-    return GenerationParams(max_tokens=1, temperature=0.0, logprobs=params.logprobs, seed=params.seed)
+    return GenerationParams(max_tokens=1, temperature=0.0, logprobs=params.logprobs)
 
 
 def _saved(key: JobKey, noted: Noted, drawn: Tokens) -> SavedTokens | None:

@@ -111,13 +111,12 @@ class Requesting:
         deadline = None
         if claim.deadline_at is not None:  # the engine counts on this host's clock, the row on the database's
             deadline = time.time() + (claim.deadline_at - self._now()).total_seconds()
-        assert claim.params.seed is not None
         return Request(
             job_id=claim.job_id,
             attempt=claim.attempt,
             prompt_ids=prompt_ids,
             params=claim.params,
-            seed=claim.params.seed,
+            seed=claim.seed,
             deadline=deadline,
             priority=claim.priority,
             interactive=claim.priority == INTERACTIVE,
