@@ -22,7 +22,7 @@ PAGE = 16
 """Tokens in a page, as in `kv_cache.cuh`."""
 
 KINDS = True
-"""Whether layers with a window have pages of a kind of their own."""
+"""True if layers with a window have pages of a kind of their own."""
 
 _NUMBERS = {KvFormat.ELEMENT: ELEMENT, KvFormat.FP8: np.dtype(np.uint8)}
 
@@ -37,7 +37,7 @@ class LayerCache:
     keys: Buffer
     values: Buffer
     kind: int = field(default=0, kw_only=True)
-    """Of its pages, and so of the tables that name them."""
+    """The kind of its pages, and so of the tables that name them."""
 
     @property
     def pages(self) -> int:

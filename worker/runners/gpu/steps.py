@@ -143,7 +143,7 @@ class StepInputs:
 
 
 NO_INPUTS = StepInputs(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
-"""Those of no step."""
+"""Inputs whose addresses are all null, for launches outside a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
