@@ -51,7 +51,7 @@ from nightmill.worker.runners.reference import ReferenceRunner
 from tests.support.engines import NoText
 
 KINDS = ("summary", "edit", "json")
-AT_LEAST = 8  # texts that are computed, however few at once
+AT_LEAST = 16  # texts that are computed, however few at once
 SPARE_SLOTS = 32  # rows of a step for guesses, beside those of sequences
 
 
@@ -147,32 +147,37 @@ def play_once(
     runner: Runner, texts: Sequence[RecordedText], count: int, drafts: str, vocabulary: Vocabulary,
     grammars: Grammars,
 ) -> dict[str, float]:  # fmt: skip
-    """Compute the texts, so many at a time; what it took."""
-    seconds, steps, tokens, guessed, right = 0.0, 0, 0, 0, 0
-    for first in range(0, max(AT_LEAST, count), count):
-        own = {number: texts[(first + number) % len(texts)] for number in range(count)}
-        engine = Engine(
-            RecordedRunner(runner, own),
-            Detokenizer(text_stream=NoText, eos_ids=vocabulary.eos_ids),
-            EngineSizes(
-                context_length=max(len(one.prompt_ids) + len(one.token_ids) for one in texts) + 1,
-                max_sequences=runner.slots,
-                token_budget=runner.slots + 2048,
-            ),
-            constraints=grammars,
-            prefix_sharing=False,
-            drafts=drafts != "off",
-        )
-        requests = begun([text.request(number) for number, text in own.items()], grammars)
+    """Compute texts, so many at a time, on one engine as a worker does; what it took."""
+    total = max(AT_LEAST, count)
+    own = {number: texts[number % len(texts)] for number in range(total)}
+    engine = Engine(
+        RecordedRunner(runner, own),
+        Detokenizer(text_stream=NoText, eos_ids=vocabulary.eos_ids),
+        EngineSizes(
+            context_length=max(len(one.prompt_ids) + len(one.token_ids) for one in texts) + 1,
+            max_sequences=runner.slots,
+            token_budget=runner.slots + 2048,
+        ),
+        constraints=grammars,
+        prefix_sharing=False,
+        drafts=drafts != "off",
+    )
+    seconds = 0.0
+    for first in range(0, total, count):
+        some = {number: own[number] for number in range(first, min(first + count, total))}
+        requests = begun([text.request(number) for number, text in some.items()], grammars)
         took, done = run(engine, requests)
-        for text, request in zip(own.values(), requests, strict=True):
-            assert done[request.job_id].token_ids == text.token_ids, "a text is another than was recorded"
-            tokens += len(text.token_ids)
         seconds += took
-        steps += engine.stats.steps
-        guessed += engine.stats.guessed_tokens
-        right += engine.stats.guessed_right
-    return {"seconds": seconds, "tokens": tokens, "steps": steps, "guessed": guessed, "right": right}
+        for text, request in zip(some.values(), requests, strict=True):
+            assert done[request.job_id].token_ids == text.token_ids, "a text is another than was recorded"
+    stats = engine.stats
+    return {
+        "seconds": seconds,
+        "tokens": sum(len(text.token_ids) for text in own.values()),
+        "steps": stats.steps,
+        "guessed": stats.guessed_tokens,
+        "right": stats.guessed_right,
+    }
 
 
 def runner_of(

@@ -4,7 +4,9 @@ A guessed token is computed as a drawn one is, at its place, by itself; and the 
 by the seed and its place, as it would be without the draft. So the draws of a draft count up to the first
 that differs from what was guessed, which is the token that the text goes on with. A wrong guess costs time.
 
-Guesses come of the text itself: summaries, edits, code and data in JSON repeat what stands before.
+Guesses come of the text itself: summaries, edits, code and data in JSON repeat what stands before. Of answers
+under a constraint they come of other answers under it, too, and of what has to follow: keys of an object, the
+rest of a choice. Each draw of a draft then has a mask of its own, that of the text with the guesses up to it.
 
 A sequence with a draft cannot run ahead: its last token has to be known. So only those that have something to
 guess wait for it (`Sequence.holds`), and only while few run: with many a step's rows are not nearly free.
@@ -12,7 +14,9 @@ guess wait for it (`Sequence.holds`), and only while few run: with many a step's
 
 from dataclasses import dataclass, replace
 
-from nightmill.worker.engine.ngrams import Guesses
+from nightmill.jobs.base.contract import Constrained
+from nightmill.worker.engine.constraints import GrammarBackend
+from nightmill.worker.engine.ngrams import Guesses, Habits
 from nightmill.worker.engine.request import Sequence
 
 __all__ = ["Draft", "Drafter"]
@@ -22,6 +26,8 @@ MOST_GUESSES = 7
 MOST_ROWS = 32
 """Tokens that all drafts of a step may compute."""
 MOST_SEQUENCES = 8
+MOST_HABITS = 16
+"""Constraints whose answers' habits are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +54,9 @@ class Draft:
 class Drafter:
     """Says which sequences wait for their last token, and what is guessed to follow it."""
 
-    def __init__(self) -> None:
+    def __init__(self, constraints: GrammarBackend) -> None:
+        self._constraints = constraints
+        self._habits: dict[Constrained, Habits] = {}
         self.guessed = 0
         self.right = 0
         self.holding = False
@@ -61,7 +69,7 @@ class Drafter:
 
     def draft(self, sequence: Sequence, most: int) -> Draft:
         """Guess at most so many tokens after a sequence's last one; none of its draws may be under way."""
-        guesses = _guesses(sequence, min(most, MOST_GUESSES))
+        guesses = self.guesses(sequence, min(most, MOST_GUESSES))
         return Draft(sequence, len(sequence.tokens) - 1, guesses)
 
     def settle(self, drafts: list[Draft], launch: int) -> None:
@@ -81,17 +89,35 @@ class Drafter:
         """Sequences have drawn tokens: let those wait for their last one for which more may be guessed."""
         self.holding = False
         for sequence in sequences:
-            holds = active and bool(_guesses(sequence, 1))
+            under_way = sequence.drawing
+            holds = active and len(self.guesses(sequence, under_way + 1)) > under_way
             if holds or sequence.holds:
                 sequence.holds = holds
                 sequence.let_run()
             self.holding |= holds
 
+    def guesses(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+        """At most so many guesses at what follows; none where penalties look at the tokens before.
 
-def _guesses(sequence: Sequence, most: int) -> tuple[int, ...]:
-    """At most so many guesses at what follows; none where masks or penalties look at the tokens before."""
-    if most < 1 or sequence.masked_until or not sequence.request.drawn_freely:
-        return ()
-    if sequence.guesses is None:
-        sequence.guesses = Guesses()
-    return tuple(sequence.guesses.at(sequence.tokens, most))
+        Of an answer under a constraint: what its like have there, or it has itself, as far as that may
+        follow; then what has to follow.
+        """
+        if most < 1 or not sequence.may_be_guessed:
+            return ()
+        if sequence.guesses is None:
+            sequence.guesses = Guesses(read=sequence.prompt_length)
+        known, constraint = sequence.guesses, sequence.constraint
+        if constraint is None:
+            return tuple(known.at(sequence.tokens, most))
+        guessed = known.at(sequence.tokens, most, self._habits_of(sequence))
+        return tuple(self._constraints.guess(constraint, guessed, most))
+
+    def _habits_of(self, sequence: Sequence) -> Habits | None:
+        """Those of all answers that obey the same as this one."""
+        if (asked := sequence.request.constrained) is None:
+            return None
+        habits = self._habits.pop(asked, None) or Habits()
+        self._habits[asked] = habits  # the last: what was asked for longest ago is first
+        if len(self._habits) > MOST_HABITS:
+            del self._habits[next(iter(self._habits))]
+        return habits

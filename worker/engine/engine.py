@@ -24,7 +24,7 @@ from nightmill.worker.engine.kv_cache import CacheIntegrityError, PagePool
 from nightmill.worker.engine.launches import Launch
 from nightmill.worker.engine.limits import RequestLimits
 from nightmill.worker.engine.logprobs import Records
-from nightmill.worker.engine.masking import FailedSequences, TokenMasks
+from nightmill.worker.engine.masking import FailedSequences, MaskedDraw, TokenMasks
 from nightmill.worker.engine.metering import Metering
 from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.plan import StepPlan
@@ -118,7 +118,7 @@ class Engine:
             snapshots=runner.snapshots,
         )  # fmt: skip
         # States have no way back from a guess that was wrong.
-        self._drafter = Drafter() if drafts and runner.prompt_grid == 1 else None
+        self._drafter = Drafter(self.constraints) if drafts and runner.prompt_grid == 1 else None
         self._scheduler.drafter = self._drafter
         self._groups = PrefixGroups() if prefix_sharing else None
         self._builder = BatchBuilder(self._pool, slots=runner.slots, context=self._limits.cache_context)
@@ -385,15 +385,21 @@ class Engine:
         """
         while len(self._outstanding) > 1:
             self._apply(self._collect())
-        places = enumerate(launch.masked)
-        wanted = [(number, launch.wanting(place)) for number, place in places]
-        masked = [(number, sequence) for number, sequence in wanted if sequence is not None]
+        before = launch.before()
+        masked = [
+            MaskedDraw(number, sequence, before.get(place, ()))
+            for number, place in enumerate(launch.masked)
+            if (sequence := launch.wanting(place)) is not None
+        ]
         masks = self._runner.mask_room(len(launch.masked))
-        failed = self._token_masks.write(masks, masked)
+        written = self._token_masks.write(masks, masked)
         self._failed = True  # unless the runner returns
         self._runner.draw(masks)
         self._failed = False
-        self._fail(failed)
+        launch.ahead = {launch.masked[number]: constraint for number, constraint in written.ahead.items()}
+        for draw in written.unmasked:
+            draw.sequence.computed -= launch.drop_from(launch.masked[draw.number], draw.sequence)
+        self._fail(written.failed)
 
     def _fail(self, failed: FailedSequences) -> None:
         for sequence, fault in failed:
@@ -435,16 +441,18 @@ class Engine:
             self._generated += 1
             tokens = sequence.tokens
             tokens.append(token)
+            if launch.ahead:
+                sequence.constraint = launch.ahead.get(place, sequence.constraint)
             if records is not None and sequence.likely != NO_LOGPROBS:
                 sequence.records += records.of(place, sequence.likely)
             if sequence.watch is not None or len(tokens) >= sequence.length_limit or token in sequence.ends:
                 self._finish_if_over(sequence)  # in other cases there is no reason to stop
                 self._follow_budget(sequence)
-        self._follow_drafts(launch)
         if launch.masked:
             drew = [launch.wanting(place) for place in launch.masked if ids[place] != not_a_number]
-            if obeying := [sequence for sequence in drew if sequence is not None]:
+            if obeying := [*dict.fromkeys(sequence for sequence in drew if sequence is not None)]:
                 self._fail(self._token_masks.accept(obeying))
+        self._follow_drafts(launch)
 
     def _follow_drafts(self, launch: Launch) -> None:
         """Go on from what was right of a launch's drafts, and see who may have guesses next."""

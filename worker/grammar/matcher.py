@@ -102,6 +102,19 @@ class Matcher:
         self.matcher = self.grammar.compile(most_states)
         return self.matcher.try_consume_tokens(self.drawn) == len(self.drawn)
 
+    def ahead(self, token_ids: Sequence[int]) -> "Matcher | None":
+        """The same text with these tokens, by itself; None if one of them cannot follow."""
+        copy = Matcher(self.grammar, self.matcher.deep_copy())
+        if copy.matcher.try_consume_tokens(list(token_ids)) < len(token_ids):
+            return None
+        copy.drawn = [*self.drawn, *token_ids]
+        return copy
+
+    def forced(self) -> list[int]:
+        """Tokens that spell the text that has to follow: the longest that there are, as models mostly do."""
+        text = self.matcher.compute_ff_bytes().decode(errors="ignore")  # a character may be cut
+        return self.grammar.tokens.tokenizer.greedy_tokenize(text) if text else []
+
 
 class Matchers:
     """Asks texts of `Grammar` together, on several cores and without Python's lock."""
@@ -147,6 +160,19 @@ class Matchers:
                 if not one.renewed(_OWN_STATES, until) and not one.renewed(None, until):
                     faults[place] = one.said(reason)
         return faults
+
+    def guess(self, constraint: Matcher, guesses: Sequence[int], most: int, /) -> Sequence[int]:
+        """See `nightmill.worker.engine.constraints`."""
+        may_follow = constraint.matcher.validate_tokens(list(guesses[:most])) if guesses else 0
+        taken = list(guesses[:may_follow])
+        if len(taken) == most:
+            return taken
+        end = constraint.ahead(taken) if taken else constraint
+        return taken if end is None else [*taken, *end.forced()][:most]
+
+    def ahead(self, constraint: Matcher, token_ids: Sequence[int], /) -> Matcher | None:
+        """See `nightmill.worker.engine.constraints`."""
+        return constraint.ahead(token_ids)
 
     def _fill(self, matchings: Iterable[tuple[int, Matcher]], masks: IntArray) -> None:
         if matchers := [(one.matcher, place) for place, one in matchings]:
