@@ -52,7 +52,7 @@ from tests.support.engines import NoText
 
 KINDS = ("summary", "edit", "json")
 AT_LEAST = 16  # texts that are computed, however few at once
-SPARE_SLOTS = 32  # rows of a step for guesses, beside those of sequences
+SPARE_SLOTS = 64  # rows of a step for guesses, beside those of sequences
 
 
 def record(options: argparse.Namespace) -> None:

@@ -23,9 +23,9 @@ __all__ = ["Draft", "Drafter"]
 
 MOST_GUESSES = 7
 """With the token before them they are as many rows as the fastest products take."""
-MOST_ROWS = 32
+MOST_ROWS = 64
 """Tokens that all drafts of a step may compute."""
-MOST_SEQUENCES = 8
+MOST_SEQUENCES = 16
 MOST_HABITS = 16
 """Constraints whose answers' habits are kept."""
 

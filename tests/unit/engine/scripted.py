@@ -132,10 +132,15 @@ def expected_records(request: Request, answer: tuple[int, ...], likely: int) -> 
     return records
 
 
+NARROW = range(4, 8)
+"""Keys of constraints that mostly allow one token."""
+
+
 class Rule:
     """A constraint: about half of the tokens may be next, which hangs on all that were drawn.
 
-    Now and then none at all. Accepts nothing that it did not allow.
+    Now and then none at all. Accepts nothing that it did not allow. A key of NARROW mostly allows one token,
+    which hangs on the last one.
     """
 
     def __init__(self, key: int) -> None:
@@ -145,6 +150,8 @@ class Rule:
     def allowed(self, drawn: list[int]) -> list[int]:
         """What may follow these."""
         number = hashed(self.key, drawn)
+        if self.key in NARROW and number % 8:
+            return [hashed(self.key, drawn[-1:]) % EOS]
         return [] if number % 31 == 0 else [token for token in range(VOCAB) if number >> token & 1]
 
     def mask(self, row: IntArray, /) -> None:

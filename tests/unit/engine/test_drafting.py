@@ -5,10 +5,13 @@ from typing import Any
 
 import pytest
 
-from nightmill.worker.engine.ngrams import FIRST_PAUSE, LONGEST_PAUSE, Guesses, Ngrams
+from nightmill.jobs.base.contract import Constrained, ConstraintKind
+from nightmill.worker.engine.drafting import MOST_SEQUENCES
+from nightmill.worker.engine.ngrams import FIRST_PAUSE, LONGEST_PAUSE, Guesses, Habits, Ngrams
 from nightmill.worker.engine.request import Completion, Request
 from tests.support.engines import complete
-from tests.unit.engine.scripted import ScriptedRunner, make_engine, make_request
+from tests.support.one_by_one import OneByOne
+from tests.unit.engine.scripted import EOS, NARROW, Rule, ScriptedRunner, make_engine, make_request
 
 CYCLE = [1, 2, 3, 4, 5]
 
@@ -90,9 +93,9 @@ def test_a_draft_takes_no_place_of_another() -> None:
 
 
 def test_nobody_guesses_while_many_run() -> None:
-    requests = [cyclic(f"j{number}") for number in range(12)]
-    done, stats = run(requests, drafts=True, slots=32, kv_pages=256)
-    assert stats.guessed_tokens == 0 and len(done) == 12
+    requests = [cyclic(f"j{number}") for number in range(MOST_SEQUENCES + 1)]
+    done, stats = run(requests, drafts=True, slots=64, kv_pages=512)
+    assert len(done) == len(requests) and stats.guessed_tokens < 20  # as the last of them end
 
 
 @pytest.mark.parametrize(
@@ -109,12 +112,73 @@ def test_draws_that_look_at_tokens_before_are_not_guessed(params: dict[str, Any]
     assert stats.guessed_tokens == 0
 
 
-def test_masked_draws_and_banned_words_are_not_guessed() -> None:
+def test_banned_words_are_not_guessed() -> None:
+    _, stats = complete_with_stats([replace(cyclic("banned"), banned=((9, 9),))])
+    assert stats.guessed_tokens == 0
+
+
+def complete_with_stats(requests: list[Request], **options: Any) -> tuple[dict[str, Completion], Any]:
+    """What becomes of requests with hashed tokens, and the engine's statistics."""
+    engine = make_engine(ScriptedRunner(**options), drafts=True)
+    return complete(engine, requests), engine.stats
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("min_tokens", [0, 25])
+def test_tokens_that_a_constraint_forces_are_drafted(depth: int, min_tokens: int) -> None:
+    requests = [
+        make_request(f"j{seed}", rule=rule, seed=seed, max_tokens=40, min_tokens=min_tokens)
+        for seed, rule in enumerate([*NARROW, *NARROW], start=1)
+    ]
+    engine = make_engine(ScriptedRunner(slots=16, depth=depth))
+    plain = complete(engine, [fresh(one) for one in requests])
+    drafted, stats = complete_with_stats([fresh(one) for one in requests], slots=16, depth=depth)
+    assert drafted == plain
+    assert stats.guessed_right > 20
+    assert stats.steps < engine.stats.steps
+    assert any(one.error for one in plain.values())  # where a constraint leaves nothing, behind guesses, too
+
+
+def fresh(request: Request) -> Request:
+    """The same with its constraint at the beginning."""
+    assert isinstance(request.constraint, Rule)
+    return replace(request, constraint=Rule(request.constraint.key))
+
+
+def test_a_guess_that_a_constraint_does_not_allow_ends_a_draft() -> None:
+    constraints, rule = OneByOne(), Rule(NARROW[0])
+    forced = constraints.guess(rule, (), 4)
+    assert rule.drawn == [] and len(forced) > 1
+    assert constraints.guess(rule, [*forced[:1], EOS], 4) == forced
+    assert constraints.ahead(rule, [*forced[:1], EOS]) is None
+
+
+def test_what_followed_a_run_twice_in_texts_alike_is_guessed() -> None:
+    habits = Habits()
+    habits.read([1, 2, 3, 4, 5, 6, 7, 8], 0)
+    assert habits.guess([1, 2, 3, 4], 3) == []
+    habits.read([1, 2, 3, 4, 5, 6, 9, 8], 0)
+    assert habits.guess([0, 1, 2, 3, 4], 3) == [5, 6]
+    assert habits.guess([0, 1, 2, 3, 4], 1) == [5]
+    habits.read([1, 2, 3, 4, 9], 0)
+    assert habits.guess([1, 2, 3, 4], 3) == []
+
+
+def test_answers_under_one_constraint_are_guessed_from_each_other() -> None:
+    """The second answer repeats the first: no word of its own says what comes."""
+    asked = Constrained(ConstraintKind.REGEX, "anything")
+    alike = [
+        make_request(f"j{number}", (0, 1), rule=1, seed=9, max_tokens=40, min_tokens=40)
+        for number in range(3)
+    ]
+    alike = [replace(one, constrained=asked) for one in alike]
     engine = make_engine(ScriptedRunner(), drafts=True)
-    requests = [make_request(f"j{seed}", rule=seed, seed=5 * seed, max_tokens=40) for seed in range(1, 4)]
-    requests.append(replace(cyclic("banned"), banned=((9, 9),)))
-    complete(engine, requests)
-    assert engine.stats.guessed_tokens == 0
+    steps = []
+    for request in alike:
+        before = engine.stats.steps
+        complete(engine, [request])
+        steps.append(engine.stats.steps - before)
+    assert steps[2] < steps[0] / 2
 
 
 def test_a_runner_with_states_is_given_no_guesses() -> None:

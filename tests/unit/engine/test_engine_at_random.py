@@ -3,7 +3,8 @@
 Many prompts begin alike, so that pages are shared, evicted and waited for; work is abandoned at any step and
 goes on from the tokens that it had. Some texts repeat, and drafts guess what they go on
 with. In some runs a token cannot be computed with: only requests that have it fail. In some the runner has
-states, and snapshots of them. Some requests obey a constraint, which may leave them nothing to draw.
+states, and snapshots of them. Some requests obey a constraint, which may leave them nothing to draw, or one
+token after another that is forced.
 """
 
 from dataclasses import replace
@@ -21,6 +22,7 @@ from nightmill.worker.runners.base import PageKind
 from tests.unit.engine.scripted import (
     EOS,
     LOOPING,
+    NARROW,
     VOCAB,
     Clock,
     Rule,
@@ -125,7 +127,7 @@ class EngineMachine(RuleBasedStateMachine):
         min_tokens=st.sampled_from([0, 0, 0, 3, 12]),
         priority=st.integers(0, 2),
         patience=st.sampled_from([None, None, None, 0, 1, 5]),
-        obeys=st.sampled_from([None, None, 1, 2, 3]),
+        obeys=st.sampled_from([None, None, 1, 2, *NARROW[:2]]),
         logprobs=st.sampled_from([None, None, 0, 2]),
         told=st.sampled_from([None, None, 0.0, 0.3, 0.9, 1.0]),
         pooling=st.sampled_from([None, None, None, *Pooling]),
