@@ -8,6 +8,9 @@ Guesses come of the text itself: summaries, edits, code and data in JSON repeat 
 under a constraint they come of other answers under it, too, and of what has to follow: keys of an object, the
 rest of a choice. Each draw of a draft then has a mask of its own, that of the text with the guesses up to it.
 
+Layers with states go through guesses, too. So the states are copied before, and taken back where a guess was
+wrong; the tokens since then are computed again in the step of the next draft, each as it was drawn.
+
 A sequence with a draft cannot run ahead: its last token has to be known. So only those that have something to
 guess wait for it (`Sequence.holds`), and only while few run: with many a step's rows are not nearly free.
 """
@@ -16,8 +19,10 @@ from dataclasses import dataclass, replace
 
 from nightmill.jobs.base.contract import Constrained
 from nightmill.worker.engine.constraints import GrammarBackend
+from nightmill.worker.engine.kv_cache import CacheIntegrityError
 from nightmill.worker.engine.ngrams import Guesses, Habits
 from nightmill.worker.engine.request import Sequence
+from nightmill.worker.runners.base import NO_SNAPSHOT
 
 __all__ = ["Draft", "Drafter"]
 
@@ -35,32 +40,79 @@ class Draft:
     """The last token of a sequence, at place `start`, and guesses at those after it, computed in one step.
 
     Without guesses it is a plain step of a sequence whose slot does not have its last token.
+
+    again     tokens before the last one that are computed again, since states went through wrong guesses
+    keeps     the place that the slot's states are copied to before, if they are
+    restores  the place that they are taken back from before, if they are
     """
 
     sequence: Sequence
     start: int
     guesses: tuple[int, ...] = ()
+    again: int = 0
+    keeps: int = NO_SNAPSHOT
+    restores: int = NO_SNAPSHOT
 
     def within(self, room: int) -> "Draft":
         """The same without the guesses at places from `room` on."""
-        return replace(self, guesses=self.guesses[: max(0, room - self.start - 1)])
+        guesses = self.guesses[: max(0, room - self.start - 1)]
+        return replace(self, guesses=guesses, keeps=self.keeps if guesses else NO_SNAPSHOT)
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The tokens that are computed: the last one, and the guesses."""
+        """The tokens that draws follow: the last one, and the guesses."""
         return (self.sequence.tokens[self.start], *self.guesses)
+
+    @property
+    def known(self) -> list[int]:
+        """The tokens that are computed again, before these."""
+        return self.sequence.tokens[self.start - self.again : self.start]
+
+    @property
+    def spare_rows(self) -> int:
+        """Rows of a step that it takes beside one for its sequence."""
+        return self.again + len(self.guesses)
+
+
+class StateCopies:
+    """Places of copies of states, one for each sequence that guesses.
+
+    first, places  the runner's snapshots with numbers from `first` on, so many of them
+    """
+
+    def __init__(self, first: int, places: int) -> None:
+        self._first, self._places = first, places
+        self._free = list(range(first + places - 1, first - 1, -1))
+
+    def take(self, sequence: Sequence) -> bool:
+        """Give a sequence a place, if there is one and it has none; true if it has one then."""
+        if sequence.copy == NO_SNAPSHOT and self._free:
+            sequence.copy = self._free.pop()
+        return sequence.copy != NO_SNAPSHOT
+
+    def leave(self, sequence: Sequence) -> None:
+        """Take the place back, if a sequence has one. Launches run in order: another may have it at once."""
+        if sequence.copy != NO_SNAPSHOT:
+            self._free.append(sequence.copy)
+            sequence.copy = NO_SNAPSHOT
+
+    def check_integrity(self, holders: list[Sequence]) -> None:
+        """Audit the places; raises CacheIntegrityError."""
+        places = sorted([*self._free, *(one.copy for one in holders if one.copy != NO_SNAPSHOT)])
+        if places != list(range(self._first, self._first + len(places))) or len(places) != self._places:
+            raise CacheIntegrityError(f"places of copies are lost or given twice: {places}")
 
 
 class Drafter:
     """Says which sequences wait for their last token, and what is guessed to follow it."""
 
-    def __init__(self, constraints: GrammarBackend) -> None:
+    def __init__(self, constraints: GrammarBackend, copies: StateCopies | None = None) -> None:
+        self.copies = copies
         self._constraints = constraints
         self._habits: dict[Constrained, Habits] = {}
         self.guessed = 0
         self.right = 0
-        self.holding = False
-        """Some sequence may hold."""
+        self._holding: set[Sequence] = set()
 
     @staticmethod
     def rows(running: int, waiting: int) -> int:
@@ -68,9 +120,31 @@ class Drafter:
         return MOST_ROWS - running if running <= MOST_SEQUENCES and not waiting else 0
 
     def draft(self, sequence: Sequence, most: int) -> Draft:
-        """Guess at most so many tokens after a sequence's last one; none of its draws may be under way."""
-        guesses = self.guesses(sequence, min(most, MOST_GUESSES))
-        return Draft(sequence, len(sequence.tokens) - 1, guesses)
+        """Guess at most so many tokens after a sequence's last one; none of its draws may be under way.
+
+        Where there are states, also say what is computed again; without a place for a copy guess nothing.
+        """
+        start, copies = len(sequence.tokens) - 1, self.copies
+        if copies is None:
+            return Draft(sequence, start, self.guesses(sequence, min(most, MOST_GUESSES)))
+        again = self.again(sequence)
+        most = min(most, MOST_GUESSES) - again if copies.take(sequence) else 0
+        draft = Draft(sequence, start, self.guesses(sequence, most), again)
+        if sequence.stale:
+            return replace(draft, restores=sequence.copy)
+        return replace(draft, keeps=sequence.copy) if draft.guesses else draft
+
+    @staticmethod
+    def again(sequence: Sequence) -> int:
+        """Return how many tokens before its last one are computed again."""
+        return len(sequence.tokens) - 1 - sequence.copied if sequence.stale else 0
+
+    def launched(self, draft: Draft) -> None:
+        """A draft is computed: its states are those of all guesses."""
+        sequence = draft.sequence
+        if draft.keeps != NO_SNAPSHOT:
+            sequence.copied = draft.start
+        sequence.stale = False
 
     def settle(self, drafts: list[Draft], launch: int) -> None:
         """The draws of a launch are told: go on from what was right of its drafts."""
@@ -82,19 +156,34 @@ class Drafter:
             self.guessed += len(draft.guesses)
             self.right += right
             sequence.computed = len(sequence.tokens) - 1
+            sequence.stale = self.copies is not None and right < len(draft.guesses)
+            sequence.let_run()
             if sequence.guesses is not None:
                 sequence.guesses.learn(len(draft.guesses), right, len(sequence.tokens))
 
-    def follow(self, sequences: list[Sequence], *, active: bool) -> None:
+    def follow(self, sequences: list[Sequence]) -> None:
         """Sequences have drawn tokens: let those wait for their last one for which more may be guessed."""
-        self.holding = False
+        self._holding = {one for one in self._holding if one.holds}
         for sequence in sequences:
             under_way = sequence.drawing
-            holds = active and len(self.guesses(sequence, under_way + 1)) > under_way
-            if holds or sequence.holds:
-                sequence.holds = holds
-                sequence.let_run()
-            self.holding |= holds
+            holds = len(self.guesses(sequence, under_way + 1)) > under_way
+            self._hold(sequence, holds)
+
+    def let_run(self) -> None:
+        """Too many run: nobody waits for its last token, but for draws of drafts that are under way."""
+        for sequence in [one for one in self._holding if not (one.unsettled and one.drawing)]:
+            self._hold(sequence, False)
+
+    def _hold(self, sequence: Sequence, holds: bool) -> None:
+        if holds:
+            self._holding.add(sequence)
+        else:
+            self._holding.discard(sequence)
+            if self.copies is not None and not sequence.stale:
+                self.copies.leave(sequence)
+        if holds or sequence.holds:
+            sequence.holds = holds
+            sequence.let_run()
 
     def guesses(self, sequence: Sequence, most: int) -> tuple[int, ...]:
         """At most so many guesses at what follows; none where penalties look at the tokens before.

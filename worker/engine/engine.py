@@ -18,7 +18,7 @@ from nightmill.worker.engine.batch import BatchBuilder
 from nightmill.worker.engine.completing import completion, not_computed, snapshot
 from nightmill.worker.engine.constraints import GrammarBackend, NoGrammars, nothing_left
 from nightmill.worker.engine.deltas import FollowedTexts
-from nightmill.worker.engine.drafting import Drafter
+from nightmill.worker.engine.drafting import MOST_SEQUENCES, Drafter, StateCopies
 from nightmill.worker.engine.embeddings import normalised
 from nightmill.worker.engine.kv_cache import CacheIntegrityError, PagePool
 from nightmill.worker.engine.launches import Launch
@@ -111,14 +111,18 @@ class Engine:
         self._token_masks = TokenMasks(self.constraints, runner.vocab)
         self._clock = clock
         self._metering = metering or Metering(None, time.monotonic)
+        # Of the runner's snapshots, drafts have some to take states back from.
+        places = min(MOST_SEQUENCES, runner.snapshots // 2) if drafts and grid > 1 else 0
+        copies = StateCopies(runner.snapshots - places, places) if grid > 1 else None
+        if copies is not None and self._pool.needs.windowed:
+            drafts = False  # tokens that are computed again may need pages that were given back
         self._scheduler = Scheduler(
             self._pool, max_sequences=max_sequences, token_budget=sizes.token_budget,
             prefix_sharing=prefix_sharing, interactive_slots=sizes.interactive_slots,
             max_given=max(1, runner.max_draws - max_sequences), prompt_grid=runner.prompt_grid,
-            snapshots=runner.snapshots,
+            snapshots=runner.snapshots - places,
         )  # fmt: skip
-        # States have no way back from a guess that was wrong.
-        self._drafter = Drafter(self.constraints) if drafts and runner.prompt_grid == 1 else None
+        self._drafter = Drafter(self.constraints, copies) if drafts else None
         self._scheduler.drafter = self._drafter
         self._groups = PrefixGroups() if prefix_sharing else None
         self._builder = BatchBuilder(self._pool, slots=runner.slots, context=self._limits.cache_context)
@@ -460,10 +464,11 @@ class Engine:
             return
         self._drafter.settle(launch.plan.drafts, launch.number)
         active = self._drafter.rows(self.running, self.waiting) > 0
-        if not active and not self._drafter.holding:
+        if not active:
+            self._drafter.let_run()
             return
         drew = dict.fromkeys(one for one in launch.drawing if one is not None)
-        self._drafter.follow([one for one in drew if one.state is SequenceState.RUNNING], active=active)
+        self._drafter.follow([one for one in drew if one.state is SequenceState.RUNNING])
 
     def _tell(self, launch: Launch, ids: list[int], records: Records | None) -> None:
         """Give sequences the log-probabilities of tokens of their prompts."""

@@ -125,12 +125,12 @@ class Metering:
         """A step has ended: charge those that it computed and that are still there."""
         now = self._clock()
         seconds, self._until = max(0.0, now - self._until), now
-        drafted = sum(len(draft.tokens) for draft in plan.drafts)
+        drafted = sum(1 + draft.spare_rows for draft in plan.drafts)
         prompts, drawn = sum(chunk.length for chunk in plan.chunks), len(plan.decodes) + drafted
         share = self._costs.prompt_share
         costs = [
             *((sequence, 1.0) for sequence in plan.decodes),
-            *((draft.sequence, float(len(draft.tokens))) for draft in plan.drafts),
+            *((draft.sequence, 1.0 + draft.spare_rows) for draft in plan.drafts),
             *((chunk.sequence, share * chunk.length) for chunk in plan.chunks),
         ]
         live = [(one, cost) for one, cost in costs if one.state is not SequenceState.FINISHED]

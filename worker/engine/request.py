@@ -204,6 +204,10 @@ class Sequence:
     holds: bool = False  # it waits for its last token, since more may be guessed
     unsettled: bool = False  # its slot may not have its last token: a draft was drawn behind it
 
+    copy: int = NO_SNAPSHOT  # the place for a copy of its states
+    copied: int = 0  # tokens that the copy has gone through
+    stale: bool = False  # its states went through wrong guesses: the copy is what it goes on from
+
     snapshot: int = NO_SNAPSHOT  # the place of the states that it goes on from, if it has_shared_pages any
     marks: set[int] = field(default_factory=set)  # tokens of its prompt after which its states are copied
 

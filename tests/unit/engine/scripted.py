@@ -230,7 +230,16 @@ class ScriptedRunner:
         assert len(self.queue) < self.depth
         assert self.undrawn is None, "the masks of the launch before are missing"
         for field in fields(batch):
-            if field.name not in ("admissions", "draws", "drawn", "snapshots", "further", "pools"):
+            if field.name not in (
+                "admissions",
+                "draws",
+                "drawn",
+                "snapshots",
+                "further",
+                "pools",
+                "keeps",
+                "restores",
+            ):
                 assert getattr(batch, field.name).dtype == np.int32
         self.batches.append(batch)
         busy = set().union(*(slots for _, slots in self.queue)) if self.queue else set()
@@ -242,6 +251,12 @@ class ScriptedRunner:
             saved = self.saved[admission.snapshot] if admission.snapshot >= 0 else []
             self.states[admission.slot] = [*saved]
         assert len(batch.slots) <= self.slots
+        for slot, place in batch.restores:
+            self.states[slot] = [*self.saved[place]]
+        for slot, place in batch.keeps:
+            self.saved[place] = [*self.states[slot]]
+        touched = [slot for slot, _ in (*batch.restores, *batch.keeps)]
+        assert len({*touched}) == len(touched) and {*touched} <= {*batch.slots[: batch.drawn].tolist()}
         prompts = batch.slots[batch.drawn :].tolist()
         assert len(set(prompts)) == len(prompts)
         assert (np.diff(batch.sequence_starts)[: batch.drawn] == 1).all()

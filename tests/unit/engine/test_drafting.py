@@ -181,6 +181,19 @@ def test_answers_under_one_constraint_are_guessed_from_each_other() -> None:
     assert steps[2] < steps[0] / 2
 
 
-def test_a_runner_with_states_is_given_no_guesses() -> None:
-    _, stats = run([cyclic()], drafts=True, grid=4, snapshots=2)
+@pytest.mark.parametrize("depth", [1, 3])
+def test_states_that_went_through_a_wrong_guess_are_taken_back(depth: int) -> None:
+    """The scripted runner compares its states with the tokens that it reads in pages."""
+    requests = [replace(cyclic("right"), prompt_ids=(0, 1, 2, 3, 4)), cyclic("alone", tokens=9)]
+    requests.append(replace(cyclic(tokens=20), prompt_ids=(1, 2, 3, 9, 9, 2, 3, 4, 9, 9, 3, 4, 5, 9, 9)))
+    states: dict[str, Any] = {"grid": 4, "snapshots": 8, "slots": 16, "depth": depth}
+    plain, before = run(requests, drafts=False, **states)
+    drafted, stats = run(requests, drafts=True, **states)
+    assert drafted == plain
+    assert stats.guessed_tokens > stats.guessed_right > 20
+    assert stats.steps < before.steps
+
+
+def test_without_places_for_copies_states_are_given_no_guesses() -> None:
+    _, stats = run([cyclic()], drafts=True, grid=4, snapshots=1)
     assert stats.guessed_tokens == 0

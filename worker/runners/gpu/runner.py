@@ -238,7 +238,7 @@ class CudaRunner:
             )
         turn, self._turn = self._turn, (self._turn + 1) % self.depth
         self._slots.admit(batch.admissions, turn)
-        self._states.begin(batch.admissions, turn)
+        self._states.begin(batch, turn)
         self._waits_for_masks = len(masked_draws(batch.draws)) > 0
         replays = self._graphs and len(batch.slots) == batch.drawn == len(batch.draws)
         launch = self._replay(turn, batch) if replays else self._launch_kernels(turn, batch)
@@ -381,7 +381,7 @@ class CudaRunner:
         graph = None if apart or again else self._graphs.get((size, room))
         if graph is None:
             graph = self._rarer_graph(size, room, not apart, again)
-        inputs = self._steps.write_padded(turn, batch, size, pieces, room)
+        inputs = self._steps.write_padded(turn, batch, size, pieces, room, again=again)
         shape = _decode_shape(size, room, again=again)
         graph.launch()
         if apart and not self._waits_for_masks:
