@@ -37,6 +37,7 @@ from benchmarks.common.recorded_texts import (
 )
 from nightmill.jobs.base.settings import Settings
 from nightmill.worker.assembly.model import load_model
+from nightmill.worker.engine.drafting import Drafts
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import Completion, Request
@@ -160,7 +161,7 @@ def play_once(
         ),
         constraints=grammars,
         prefix_sharing=False,
-        drafts=drafts != "off",
+        drafts=Drafts(drafts),
     )
     seconds = 0.0
     for first in range(0, total, count):
@@ -222,7 +223,7 @@ def main() -> None:
     playing.add_argument("texts")
     playing.add_argument("model", nargs="?")
     playing.add_argument("--sequences", default="1,4,16,64", help="how many at once: one or several")
-    playing.add_argument("--drafts", default="off,ngram", help="kinds of drafts: one or several")
+    playing.add_argument("--drafts", default="off,ngram,auto", help="kinds of drafts: one or several")
     playing.add_argument("--kinds", default=",".join(KINDS), help="of rows: one or several")
     playing.add_argument("--repeat", type=int, default=3, help="times that count, after one that does not")
     add_formats(playing)

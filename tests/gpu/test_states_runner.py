@@ -15,6 +15,7 @@ import pytest
 
 from nightmill.jobs.base.contract import StopReason
 from nightmill.jobs.request.parameters import GenerationParams
+from nightmill.worker.engine.drafting import Drafts
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import Completion, Request
@@ -162,7 +163,7 @@ class Schedule:
             Detokenizer(text_stream=NoText, eos_ids=frozenset()),
             EngineSizes(CONTEXT, max_sequences=sequences or runner.slots, token_budget=budget),
             prefix_sharing=sharing,
-            drafts=drafts,
+            drafts=Drafts.NGRAM if drafts else Drafts.OFF,
         )
 
     def complete(self, requests: list[Request], steps_between: int = 0) -> dict[str, Completion]:

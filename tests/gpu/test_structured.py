@@ -13,6 +13,7 @@ from nightmill.jobs.base.contract import StopReason
 from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.jobs.request.spec import JobSpec
 from nightmill.worker.assembly.model import demo_model
+from nightmill.worker.engine.drafting import Drafts
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import Completion, Request
@@ -73,7 +74,7 @@ class Held:
             ),
             EngineSizes(context_length=CONTEXT, max_sequences=runner.slots, token_budget=512),
             constraints=self.grammars,
-            drafts=drafts,
+            drafts=Drafts.NGRAM if drafts else Drafts.OFF,
         )
         begun = [
             one

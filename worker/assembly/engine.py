@@ -19,6 +19,7 @@ from nightmill.worker.assembly.sizes import (
     precision_of,
     runner_sizes,
 )
+from nightmill.worker.engine.drafting import Drafts
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.metering import Metering
 from nightmill.worker.engine.options import Detokenizer, EngineSizes
@@ -100,7 +101,7 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
             ),
             prefix_sharing=settings.prefix_sharing,
             constraints=grammars,
-            drafts=settings.drafts == "ngram",
+            drafts=Drafts(settings.drafts),
             metering=Metering(None if gpu is None else GpuProbe(gpu), time.monotonic),
         )
 

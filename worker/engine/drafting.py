@@ -16,15 +16,28 @@ guess wait for it (`Sequence.holds`), and only while few run: with many a step's
 """
 
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from nightmill.jobs.base.contract import Constrained
 from nightmill.worker.engine.constraints import GrammarBackend
 from nightmill.worker.engine.kv_cache import CacheIntegrityError
 from nightmill.worker.engine.ngrams import Guesses, Habits
+from nightmill.worker.engine.payoff import Payoff
 from nightmill.worker.engine.request import Sequence
 from nightmill.worker.runners.base import NO_SNAPSHOT
 
-__all__ = ["Draft", "Drafter"]
+__all__ = ["MOST_SEQUENCES", "Draft", "Drafter", "Drafts", "StateCopies"]
+
+
+class Drafts(StrEnum):
+    """Whether tokens are guessed."""
+
+    OFF = "off"
+    NGRAM = "ngram"
+    """Always while few sequences run."""
+    AUTO = "auto"
+    """While few run and steps with guesses are found to give more tokens per second (`payoff`)."""
+
 
 MOST_GUESSES = 7
 """With the token before them they are as many rows as the fastest products take."""
@@ -104,20 +117,38 @@ class StateCopies:
 
 
 class Drafter:
-    """Says which sequences wait for their last token, and what is guessed to follow it."""
+    """Says which sequences wait for their last token, and what is guessed to follow it.
 
-    def __init__(self, constraints: GrammarBackend, copies: StateCopies | None = None) -> None:
+    constraints  the engine's
+    copies       places of copies of states, if the runner has states
+    payoff       says whether drafts pay; None: they do
+    """
+
+    def __init__(
+        self, constraints: GrammarBackend, copies: StateCopies | None = None, payoff: Payoff | None = None
+    ) -> None:
         self.copies = copies
+        self._payoff = payoff
         self._constraints = constraints
         self._habits: dict[Constrained, Habits] = {}
         self.guessed = 0
         self.right = 0
         self._holding: set[Sequence] = set()
 
-    @staticmethod
-    def rows(running: int, waiting: int) -> int:
+    def rows(self, running: int, waiting: int) -> int:
         """Return how many tokens may be guessed in a step with so many sequences: none where many run."""
-        return MOST_ROWS - running if running <= MOST_SEQUENCES and not waiting else 0
+        if running > MOST_SEQUENCES or waiting or (self._payoff is not None and not self._payoff.drafting):
+            return 0
+        return MOST_ROWS - running
+
+    def drew(self, running: int, waiting: int, tokens: int, *, prompts: bool) -> None:
+        """A launch was collected, by which sequences got so many tokens; `prompts`: it computed some, too."""
+        if self._payoff is None:
+            return
+        if prompts or waiting or not 0 < running <= MOST_SEQUENCES:
+            self._payoff.interrupt()
+        else:
+            self._payoff.drew(running, tokens)
 
     def draft(self, sequence: Sequence, most: int) -> Draft:
         """Guess at most so many tokens after a sequence's last one; none of its draws may be under way.

@@ -18,7 +18,7 @@ from nightmill.worker.engine.batch import BatchBuilder
 from nightmill.worker.engine.completing import completion, not_computed, snapshot
 from nightmill.worker.engine.constraints import GrammarBackend, NoGrammars, nothing_left
 from nightmill.worker.engine.deltas import FollowedTexts
-from nightmill.worker.engine.drafting import MOST_SEQUENCES, Drafter, StateCopies
+from nightmill.worker.engine.drafting import MOST_SEQUENCES, Drafter, Drafts, StateCopies
 from nightmill.worker.engine.embeddings import normalised
 from nightmill.worker.engine.kv_cache import CacheIntegrityError, PagePool
 from nightmill.worker.engine.launches import Launch
@@ -27,6 +27,7 @@ from nightmill.worker.engine.logprobs import Records
 from nightmill.worker.engine.masking import FailedSequences, MaskedDraw, TokenMasks
 from nightmill.worker.engine.metering import Metering
 from nightmill.worker.engine.options import Detokenizer, EngineSizes
+from nightmill.worker.engine.payoff import Payoff
 from nightmill.worker.engine.plan import StepPlan
 from nightmill.worker.engine.request import (
     Completion,
@@ -71,7 +72,7 @@ class Engine:
     prefix_sharing  compute equal beginnings of requests once, and keep such requests together;
                     not where a runner has states and no snapshots of them
     constraints     makes constraints, and asks those of a step together
-    drafts          guess tokens while few requests run; not where a runner has states
+    drafts          guess tokens while few requests run; not where a runner has states and no snapshots
     metering        what steps cost; by default their seconds alone
 
     Raises ValueError for sizes that contradict each other.
@@ -85,7 +86,7 @@ class Engine:
         *,
         prefix_sharing: bool = True,
         constraints: GrammarBackend | None = None,
-        drafts: bool = False,
+        drafts: Drafts = Drafts.OFF,
         clock: Callable[[], float] = time.time,
         metering: Metering | None = None,
     ) -> None:
@@ -111,18 +112,21 @@ class Engine:
         self._token_masks = TokenMasks(self.constraints, runner.vocab)
         self._clock = clock
         self._metering = metering or Metering(None, time.monotonic)
-        # Of the runner's snapshots, drafts have some to take states back from.
-        places = min(MOST_SEQUENCES, runner.snapshots // 2) if drafts and grid > 1 else 0
-        copies = StateCopies(runner.snapshots - places, places) if grid > 1 else None
-        if copies is not None and self._pool.needs.windowed:
-            drafts = False  # tokens that are computed again may need pages that were given back
+        # Of the runner's snapshots, drafts have some to take states back from. Where windows give pages back,
+        # the tokens that are computed again then may need them.
+        drafting = drafts is not Drafts.OFF and not (grid > 1 and needs.windowed)
+        places = min(MOST_SEQUENCES, runner.snapshots // 2) if drafting and grid > 1 else 0
         self._scheduler = Scheduler(
             self._pool, max_sequences=max_sequences, token_budget=sizes.token_budget,
             prefix_sharing=prefix_sharing, interactive_slots=sizes.interactive_slots,
             max_given=max(1, runner.max_draws - max_sequences), prompt_grid=runner.prompt_grid,
             snapshots=runner.snapshots - places,
         )  # fmt: skip
-        self._drafter = Drafter(self.constraints, copies) if drafts else None
+        self._drafter: Drafter | None = None
+        if drafting:
+            copies = StateCopies(runner.snapshots - places, places) if grid > 1 else None
+            payoff = Payoff(self._metering.clock) if drafts is Drafts.AUTO else None
+            self._drafter = Drafter(self.constraints, copies, payoff)
         self._scheduler.drafter = self._drafter
         self._groups = PrefixGroups() if prefix_sharing else None
         self._builder = BatchBuilder(self._pool, slots=runner.slots, context=self._limits.cache_context)
@@ -423,6 +427,7 @@ class Engine:
     def _apply(self, drawn: Drawn) -> None:
         """Give each sequence its token; those that stopped in the meantime get none."""
         launch = self._outstanding.popleft()
+        generated = self._generated
         self._metering.end(launch.plan)
         self._scheduler.collected = launch.number
         finished, not_a_number = SequenceState.FINISHED, NOT_A_NUMBER
@@ -456,13 +461,14 @@ class Engine:
             drew = [launch.wanting(place) for place in launch.masked if ids[place] != not_a_number]
             if obeying := [*dict.fromkeys(sequence for sequence in drew if sequence is not None)]:
                 self._fail(self._token_masks.accept(obeying))
-        self._follow_drafts(launch)
+        self._follow_drafts(launch, self._generated - generated)
 
-    def _follow_drafts(self, launch: Launch) -> None:
+    def _follow_drafts(self, launch: Launch, tokens: int) -> None:
         """Go on from what was right of a launch's drafts, and see who may have guesses next."""
         if self._drafter is None:
             return
         self._drafter.settle(launch.plan.drafts, launch.number)
+        self._drafter.drew(self.running, self.waiting, tokens, prompts=bool(launch.plan.chunks))
         active = self._drafter.rows(self.running, self.waiting) > 0
         if not active:
             self._drafter.let_run()

@@ -114,6 +114,11 @@ class Metering:
         """Joules charged so far; None if the device does not tell."""
         return None if self._joules is None else self._bill.charged
 
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Its clock."""
+        return self._clock
+
     def begin(self) -> None:
         """A step is launched. Before the first one there was no work, which is charged to nobody."""
         if self._resting:

@@ -7,6 +7,7 @@ import codecs
 from collections import deque
 from dataclasses import fields
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from nightmill.jobs.base.arithmetic import Arithmetic
 from nightmill.jobs.base.contract import StopReason
 from nightmill.jobs.errors import RunnerError
 from nightmill.jobs.request.parameters import GenerationParams
+from nightmill.worker.engine.drafting import Drafts
 from nightmill.worker.engine.embeddings import normalised
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.logprobs import of_nothing
@@ -424,6 +426,16 @@ class ScriptedRunner:
         pass
 
 
+CYCLE = [1, 2, 3, 4, 5]
+
+
+class RepeatingRunner(ScriptedRunner):
+    """Draws a cycle of tokens, whatever the prompt."""
+
+    def choose(self, seed: int, tokens: list[int], allowed: list[int] | None) -> int:
+        return CYCLE[len(tokens) % len(CYCLE)]
+
+
 class Clock:
     """Time that stands still until told otherwise."""
 
@@ -435,18 +447,19 @@ class Clock:
 
 
 def make_engine(
-    runner: ScriptedRunner, clock: Clock | None = None, metering: Metering | None = None, **limits: int
+    runner: ScriptedRunner, clock: Clock | None = None, metering: Metering | None = None, **limits: Any
 ) -> Engine:
     settings = {"context_length": 64, "max_sequences": runner.slots, "token_budget": 32} | limits
     text, sharing = Detokenizer(PieceStream, frozenset({EOS})), settings.pop("prefix_sharing", True)
     drafts = settings.pop("drafts", False)
+    drafts = drafts if isinstance(drafts, Drafts) else Drafts.NGRAM if drafts else Drafts.OFF
     return Engine(
         runner,
         text,
         EngineSizes(**settings),
         prefix_sharing=bool(sharing),
         constraints=OneByOne(),
-        drafts=bool(drafts),
+        drafts=drafts,
         clock=clock or Clock(),
         metering=metering,
     )
@@ -464,6 +477,10 @@ def make_request(
         job_id, attempt, prompt, parsed, seed, deadline, priority, generated, constraint,
         interactive=interactive, prompt_logprobs_from=prompt_logprobs_from, embeds=embeds,
     )  # fmt: skip
+
+
+def cyclic(job_id: str = "j", tokens: int = 40, **params: Any) -> Request:
+    return make_request(job_id, (0, 1), max_tokens=tokens, ignore_eos=True, **params)
 
 
 def run(engine: Engine, steps: int = 10_000) -> list[Completion]:

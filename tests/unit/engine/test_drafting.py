@@ -11,20 +11,16 @@ from nightmill.worker.engine.ngrams import FIRST_PAUSE, LONGEST_PAUSE, Guesses, 
 from nightmill.worker.engine.request import Completion, Request
 from tests.support.engines import complete
 from tests.support.one_by_one import OneByOne
-from tests.unit.engine.scripted import EOS, NARROW, Rule, ScriptedRunner, make_engine, make_request
-
-CYCLE = [1, 2, 3, 4, 5]
-
-
-class RepeatingRunner(ScriptedRunner):
-    """Draws a cycle of tokens, whatever the prompt."""
-
-    def choose(self, seed: int, tokens: list[int], allowed: list[int] | None) -> int:
-        return CYCLE[len(tokens) % len(CYCLE)]
-
-
-def cyclic(job_id: str = "j", tokens: int = 40, **params: Any) -> Request:
-    return make_request(job_id, (0, 1), max_tokens=tokens, ignore_eos=True, **params)
+from tests.unit.engine.scripted import (
+    EOS,
+    NARROW,
+    RepeatingRunner,
+    Rule,
+    ScriptedRunner,
+    cyclic,
+    make_engine,
+    make_request,
+)
 
 
 def run(requests: list[Request], *, drafts: bool, **options: Any) -> tuple[dict[str, Completion], Any]:

@@ -9,6 +9,7 @@ import pytest
 from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.jobs.request.spec import JobSpec
 from nightmill.worker.assembly.model import demo_model
+from nightmill.worker.engine.drafting import Drafts
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import Completion, Request
@@ -52,7 +53,7 @@ def run(
         Detokenizer(text_stream=NoText, eos_ids=Vocabulary.from_gguf(file).eos_ids),
         EngineSizes(context_length=128, max_sequences=24, token_budget=256),
         constraints=grammars,
-        drafts=drafts,
+        drafts=Drafts.NGRAM if drafts else Drafts.OFF,
     )
     if grammars is not None:
         asked = [

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from nightmill.jobs.base.contract import StopReason
 from nightmill.jobs.request.parameters import GenerationParams
+from nightmill.worker.engine.drafting import Drafts
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import Completion, Request
@@ -46,7 +47,7 @@ class Schedule:
             Detokenizer(text_stream=NoText, eos_ids=frozenset()),
             EngineSizes(context_length=400, max_sequences=slots, token_budget=budget),
             prefix_sharing=sharing,
-            drafts=drafts,
+            drafts=Drafts.NGRAM if drafts else Drafts.OFF,
         )
 
     def complete(self, requests: list[Request], steps_between: int = 0) -> dict[str, Completion]:
