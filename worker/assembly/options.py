@@ -91,6 +91,12 @@ def worker_options() -> list[click.Option]:
             "changes. Off by default [NIGHTMILL_DRAFTS].",
         ),
         click.Option(
+            ["--draft"],
+            metavar="FILE",
+            help="With --drafts, a GGUF file of a small model with the same vocabulary, which guesses where a "
+            "text's own words say nothing [NIGHTMILL_DRAFT].",
+        ),
+        click.Option(
             ["--hours"],
             metavar="WINDOWS",
             help="Serve at these times of day only, such as 22:00-06:00 or 22:00-06:00/Europe/Berlin; sleep "
@@ -183,6 +189,7 @@ WORKER_SETTINGS = frozenset(
         "context",
         "prefix_sharing",
         "drafts",
+        "draft",
         "hours",
         "idle_seconds",
         "drain_seconds",

@@ -17,6 +17,7 @@ guess wait for it (`Sequence.holds`), and only while few run: with many a step's
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Protocol
 
 from nightmill.jobs.base.contract import Constrained
 from nightmill.worker.engine.constraints import GrammarBackend
@@ -26,7 +27,7 @@ from nightmill.worker.engine.payoff import Payoff
 from nightmill.worker.engine.request import Sequence
 from nightmill.worker.runners.base import NO_SNAPSHOT
 
-__all__ = ["MOST_SEQUENCES", "Draft", "Drafter", "Drafts", "StateCopies"]
+__all__ = ["MOST_SEQUENCES", "Draft", "Drafter", "Drafts", "Guesser", "StateCopies"]
 
 
 class Drafts(StrEnum):
@@ -116,6 +117,18 @@ class StateCopies:
             raise CacheIntegrityError(f"places of copies are lost or given twice: {places}")
 
 
+class Guesser(Protocol):
+    """A model that goes on with texts (`draft_model`)."""
+
+    def guess(self, sequences: list[Sequence], most: int, /) -> list[tuple[int, ...]]:
+        """At most so many guesses for each text; none for one that it cannot read. Raises RunnerError."""
+        ...
+
+    def close(self) -> None:
+        """Release what it holds; safe to call twice."""
+        ...
+
+
 class Drafter:
     """Says which sequences wait for their last token, and what is guessed to follow it.
 
@@ -128,6 +141,8 @@ class Drafter:
         self, constraints: GrammarBackend, copies: StateCopies | None = None, payoff: Payoff | None = None
     ) -> None:
         self.copies = copies
+        self.model: Guesser | None = None
+        """Is asked where a text's own words say nothing."""
         self._payoff = payoff
         self._constraints = constraints
         self._habits: dict[Constrained, Habits] = {}
@@ -149,6 +164,16 @@ class Drafter:
             self._payoff.interrupt()
         else:
             self._payoff.drew(running, tokens)
+
+    def ask(self, sequences: list[Sequence], most: int) -> None:
+        """Have the model guess for those of these that have nothing to guess by their own words."""
+        if self.model is None or most < 1:
+            return
+        asking = [one for one in sequences if one.holds and one.may_be_guessed and not self._own(one, 1)]
+        if not asking:
+            return
+        for sequence, guesses in zip(asking, self.model.guess(asking, MOST_GUESSES), strict=True):
+            sequence.asked = len(sequence.tokens), guesses
 
     def draft(self, sequence: Sequence, most: int) -> Draft:
         """Guess at most so many tokens after a sequence's last one; none of its draws may be under way.
@@ -197,7 +222,8 @@ class Drafter:
         self._holding = {one for one in self._holding if one.holds}
         for sequence in sequences:
             under_way = sequence.drawing
-            holds = len(self.guesses(sequence, under_way + 1)) > under_way
+            holds = self.model is not None and sequence.may_be_guessed
+            holds = holds or len(self.guesses(sequence, under_way + 1)) > under_way
             self._hold(sequence, holds)
 
     def let_run(self) -> None:
@@ -219,11 +245,26 @@ class Drafter:
     def guesses(self, sequence: Sequence, most: int) -> tuple[int, ...]:
         """At most so many guesses at what follows; none where penalties look at the tokens before.
 
-        Of an answer under a constraint: what its like have there, or it has itself, as far as that may
-        follow; then what has to follow.
+        By the text's own words or, where these say nothing, as the model has said when it was asked.
         """
         if most < 1 or not sequence.may_be_guessed:
             return ()
+        guesses = self._own(sequence, most)
+        length, asked = sequence.asked
+        if guesses or length != len(sequence.tokens):
+            return guesses
+        if sequence.guesses is not None:
+            sequence.guesses.own = False
+        if sequence.constraint is None:
+            return asked[:most]
+        return tuple(self._constraints.guess(sequence.constraint, asked, most))
+
+    def _own(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+        """Guesses by words of the text.
+
+        Of an answer under a constraint: what its like have there, or it has itself, as far as that may
+        follow; then what has to follow.
+        """
         if sequence.guesses is None:
             sequence.guesses = Guesses(read=sequence.prompt_length)
         known, constraint = sequence.guesses, sequence.constraint

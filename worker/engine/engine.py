@@ -18,7 +18,7 @@ from nightmill.worker.engine.batch import BatchBuilder
 from nightmill.worker.engine.completing import completion, not_computed, snapshot
 from nightmill.worker.engine.constraints import GrammarBackend, NoGrammars, nothing_left
 from nightmill.worker.engine.deltas import FollowedTexts
-from nightmill.worker.engine.drafting import MOST_SEQUENCES, Drafter, Drafts, StateCopies
+from nightmill.worker.engine.drafting import MOST_SEQUENCES, Drafter, Drafts, Guesser, StateCopies
 from nightmill.worker.engine.embeddings import normalised
 from nightmill.worker.engine.kv_cache import CacheIntegrityError, PagePool
 from nightmill.worker.engine.launches import Launch
@@ -189,6 +189,11 @@ class Engine:
         """Complete a request that is not computed."""
         self._done.append(not_computed(request, reason, error))
 
+    def guess_by(self, model: Guesser) -> None:
+        """Let a model guess, too, where drafts are made; it is closed with the engine."""
+        if self._drafter is not None:
+            self._drafter.model = model
+
     def cancel(self, job_id: str) -> None:
         """Stop a job at the next step; it keeps what it has. Unknown and finished jobs are ignored."""
         if (sequence := self._sequences.get(job_id)) is not None:
@@ -321,6 +326,8 @@ class Engine:
     def close(self) -> None:
         """Release the runner; the engine is of no use afterwards. Safe to call twice."""
         self.constraints.close()
+        if self._drafter is not None and self._drafter.model is not None:
+            self._drafter.model.close()
         self._runner.close()
 
     def check_integrity(self) -> None:

@@ -201,6 +201,7 @@ class Sequence:
 
     # What `Drafter` knows of it.
     guesses: Guesses | None = None
+    asked: tuple[int, tuple[int, ...]] = (0, ())  # its tokens when a model was asked, and what that guessed
     holds: bool = False  # it waits for its last token, since more may be guessed
     unsettled: bool = False  # its slot may not have its last token: a draft was drawn behind it
 

@@ -306,6 +306,7 @@ class Scheduler:
         rows = min(self.drafter.rows(running, self._waiting_count), room)
         plain: list[Sequence] = []
         drafts: list[Draft] = []
+        self.drafter.ask(decodes, rows)
         for sequence in decodes:
             if not sequence.holds and not sequence.unsettled:
                 plain.append(sequence)

@@ -6,20 +6,24 @@ from typing import Any
 import pytest
 
 from nightmill.jobs.base.contract import Constrained, ConstraintKind
+from nightmill.worker.engine.draft_model import DraftModel
 from nightmill.worker.engine.drafting import MOST_SEQUENCES
 from nightmill.worker.engine.ngrams import FIRST_PAUSE, LONGEST_PAUSE, Guesses, Habits, Ngrams
-from nightmill.worker.engine.request import Completion, Request
+from nightmill.worker.engine.request import Completion, Request, Sequence
 from tests.support.engines import complete
 from tests.support.one_by_one import OneByOne
 from tests.unit.engine.scripted import (
     EOS,
     NARROW,
+    GuessingRunner,
     RepeatingRunner,
     Rule,
     ScriptedRunner,
     cyclic,
+    hasty_model,
     make_engine,
     make_request,
+    next_token,
 )
 
 
@@ -193,3 +197,35 @@ def test_states_that_went_through_a_wrong_guess_are_taken_back(depth: int) -> No
 def test_without_places_for_copies_states_are_given_no_guesses() -> None:
     _, stats = run([cyclic()], drafts=True, grid=4, snapshots=1)
     assert stats.guessed_tokens == 0
+
+
+@pytest.mark.parametrize("states", [{}, {"grid": 4, "snapshots": 16}], ids=["pages", "states"])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_model_guesses_what_no_word_of_a_text_says(depth: int, states: dict[str, int]) -> None:
+    requests = [make_request(f"j{seed}", seed=seed, max_tokens=40, ignore_eos=True) for seed in range(1, 5)]
+    options: dict[str, Any] = {"slots": 32, "depth": depth, "kv_pages": 128, **states}
+    plain = make_engine(ScriptedRunner(**options), token_budget=64)
+    drafting = make_engine(ScriptedRunner(**options), drafts=True, token_budget=64)
+    drafting.guess_by(hasty_model(64))
+    assert complete(drafting, requests) == complete(plain, requests)
+    assert drafting.stats.guessed_tokens > drafting.stats.guessed_right > 60
+    assert drafting.stats.steps < 0.7 * plain.stats.steps
+    drafting.close()
+
+
+def test_a_model_reads_what_is_new_of_a_text_and_nothing_of_one_that_is_too_long() -> None:
+    runner = GuessingRunner(slots=2)
+    model = DraftModel(runner, context=20, token_budget=64)
+    texts = [
+        Sequence(make_request(seed=7), 1, [*range(12)], 40),
+        Sequence(make_request(seed=8), 2, [1] * 30, 40),
+    ]
+    guesses = model.guess(texts, 4)
+    text, drawn = [*range(12)], []
+    for _ in range(4):
+        drawn.append(next_token(7, text + drawn))
+    assert guesses == [tuple(drawn), ()]
+    before = sum(len(batch.tokens) for batch in runner.batches)
+    texts[0].tokens += drawn[:2]
+    assert len(model.guess(texts[:1], 1)[0]) == 1
+    assert sum(len(batch.tokens) for batch in runner.batches) - before <= 2 + runner.page_size

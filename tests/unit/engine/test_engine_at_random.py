@@ -1,10 +1,10 @@
 """The engine under random use: each request completes once, with the text it would have alone.
 
 Many prompts begin alike, so that pages are shared, evicted and waited for; work is abandoned at any step and
-goes on from the tokens that it had. Some texts repeat, and drafts guess what they go on
-with. In some runs a token cannot be computed with: only requests that have it fail. In some the runner has
-states, and snapshots of them. Some requests obey a constraint, which may leave them nothing to draw, or one
-token after another that is forced.
+goes on from the tokens that it had. Some texts repeat, and drafts guess what they go on with, or a model.
+In some runs a token cannot be computed with: only requests that have it fail. In some the runner has states,
+and snapshots of them. Some requests obey a constraint, which may leave them nothing to draw, or one token
+after another that is forced.
 """
 
 from dataclasses import replace
@@ -30,6 +30,7 @@ from tests.unit.engine.scripted import (
     expected,
     expected_embedding,
     expected_records,
+    hasty_model,
     make_engine,
     make_request,
 )
@@ -73,11 +74,13 @@ class EngineMachine(RuleBasedStateMachine):
         snapshots=st.sampled_from([0, 1, 2, 3, 10]),
         kinds=st.sampled_from(KINDS),
         drafts=st.booleans(),
+        model=st.booleans(),
     )
     def build(
         self, depth: int, blocks: int, page_size: int, slots: int, spare: int, sharing: bool,
         poison: int | None, reserved: int, grid: int,
         snapshots: int, kinds: tuple[tuple[int | None, int], ...], drafts: bool,
+        model: bool,
     ) -> None:  # fmt: skip
         self.clock = Clock()
         self.poison = poison
@@ -107,6 +110,8 @@ class EngineMachine(RuleBasedStateMachine):
             interactive_slots=min(reserved, slots - 1),
             drafts=drafts,
         )
+        if model:
+            self.engine.guess_by(hasty_model(CONTEXT))
         self.requests: dict[tuple[str, int], Request] = {}
         self.attempts: dict[str, int] = {}
         self.cancelled: set[str] = set()
