@@ -43,8 +43,8 @@ def open_draft_model(settings: Settings, model: OpenModel) -> tuple[GgufFile, Mo
     for token, (their, our) in enumerate(zip_longest(theirs, ours)):
         if their != our:
             raise SettingsError(
-                f"--draft {path}: has another vocabulary than the model: token {token} is {their!r} there and "
-                f"{our!r} in the model. Take a smaller model of the same family"
+                f"--draft {path}: has another vocabulary than the model: token {token} is {their!r} there, "
+                f"and {our!r} in the model. Take a smaller model of the same family"
             )
     if spec.state_bytes:
         raise SettingsError(

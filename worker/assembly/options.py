@@ -93,8 +93,8 @@ def worker_options() -> list[click.Option]:
         click.Option(
             ["--draft"],
             metavar="FILE",
-            help="With --drafts, a GGUF file of a small model with the same vocabulary, which guesses where a "
-            "text's own words say nothing [NIGHTMILL_DRAFT].",
+            help="With --drafts, a GGUF file of a small model with the same vocabulary, which guesses where "
+            "a text's own words say nothing [NIGHTMILL_DRAFT].",
         ),
         click.Option(
             ["--hours"],
