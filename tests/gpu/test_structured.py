@@ -119,14 +119,28 @@ def test_every_finished_answer_obeys_its_schema_however_steps_are_computed(
     assert finished > COUNT // 2
 
 
+LONG_KEYS = {
+    "type": "object",
+    "properties": {
+        "headline of the text": {"type": "string", "maxLength": 8},
+        "category of the text": {"enum": ["first of all", "second of all"]},
+    },
+    "required": ["headline of the text", "category of the text"],
+    "additionalProperties": False,
+}
+
+
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "kernels"])
 def test_drafts_change_no_answer(
     make: Make, held: Held, monkeypatch: pytest.MonkeyPatch, graphs: bool
 ) -> None:
     """By guesses of the engine's own, and by others of which most are right and some may not follow."""
-    made = [schema for _, schema in schemas(seed=31, count=6)]
+    made = [schema for _, schema in schemas(seed=31, count=3)]
     asked: list[dict[str, Any]] = [{"json_schema": schema} for schema in [*made, made[0]]]
-    requests = held.requests([*asked, {}], max_tokens=80)
+    asked += [{"regex": "(only this and )+nothing more"}, {"choice": ["a rather long answer", "a short one"]}]
+    requests = held.requests(
+        [*asked, {"json_schema": LONG_KEYS}, {"json_schema": LONG_KEYS}, {}], max_tokens=80
+    )
     plain = outcomes(held.run(make(graphs=graphs), requests))
     assert outcomes(held.run(make(graphs=graphs), requests, drafts=True)) == plain
     guess_truly(monkeypatch, {name: one[0] for name, one in plain.items()}, vocab=held.vocab)

@@ -42,6 +42,8 @@ class Drafts(StrEnum):
 
 MOST_GUESSES = 7
 """With the token before them they are as many rows as the fastest products take."""
+WORTH_A_WAIT = 3
+"""Fewest guesses for which a sequence that runs ahead begins to wait: that takes as long as a step or two."""
 MOST_ROWS = 64
 """Tokens that all drafts of a step may compute."""
 MOST_SEQUENCES = 16
@@ -222,8 +224,9 @@ class Drafter:
         self._holding = {one for one in self._holding if one.holds}
         for sequence in sequences:
             under_way = sequence.drawing
+            fewest = under_way + WORTH_A_WAIT if under_way else 1
             holds = self.model is not None and sequence.may_be_guessed
-            holds = holds or len(self.guesses(sequence, under_way + 1)) > under_way
+            holds = holds or len(self.guesses(sequence, fewest)) == fewest
             self._hold(sequence, holds)
 
     def let_run(self) -> None:
@@ -267,11 +270,13 @@ class Drafter:
         """
         if sequence.guesses is None:
             sequence.guesses = Guesses(read=sequence.prompt_length)
-        known, constraint = sequence.guesses, sequence.constraint
+        known, constraint, length = sequence.guesses, sequence.constraint, len(sequence.tokens)
         if constraint is None:
             return tuple(known.at(sequence.tokens, most))
-        guessed = known.at(sequence.tokens, most, self._habits_of(sequence))
-        return tuple(self._constraints.guess(constraint, guessed, most))
+        if known.followed[0] != length:  # it is asked when it has drawn, and again for its next step
+            guessed = known.at(sequence.tokens, MOST_GUESSES, self._habits_of(sequence))
+            known.followed = length, tuple(self._constraints.guess(constraint, guessed, MOST_GUESSES))
+        return known.followed[1][:most]
 
     def _habits_of(self, sequence: Sequence) -> Habits | None:
         """Those of all answers that obey the same as this one."""

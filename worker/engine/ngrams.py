@@ -81,6 +81,8 @@ class Guesses:
     """No guess of its own before the text has so many tokens."""
     read: int = 0
     """Tokens that the habits of its like were told of."""
+    followed: tuple[int, tuple[int, ...]] = (0, ())
+    """The tokens of the text when it was last asked, and what may follow under its constraint."""
     own: bool = True
     """The last guesses were of its own words."""
 
