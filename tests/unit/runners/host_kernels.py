@@ -33,7 +33,7 @@ from nightmill.worker.runners.gpu.attention import (
 )
 from nightmill.worker.runners.gpu.device.compiler import kernel_directory
 from nightmill.worker.runners.gpu.device.element import Element
-from nightmill.worker.runners.gpu.device.features import features_of
+from nightmill.worker.runners.gpu.device.features import Capability, Features, features_of
 from nightmill.worker.runners.gpu.device.sources import Source, for_element
 from nightmill.worker.runners.gpu.experts import combine, grouped, route
 from nightmill.worker.runners.gpu.products import agreeing
@@ -93,8 +93,7 @@ class HostDevice:
     """In place of `Device`."""
 
     hopper = False  # there are no clusters
-    compute_capability = (8, 0)
-    features = features_of((8, 0))
+    compute_capability: Capability = (8, 0)
     multiprocessors = 40
     name = "host"
 
@@ -102,6 +101,11 @@ class HostDevice:
         self.element = element
         self.kv = kv
         self._held: dict[int, npt.NDArray[np.uint8]] = {}
+
+    @property
+    def features(self) -> Features:
+        """Those of its compute capability."""
+        return features_of(self.compute_capability)
 
     def allocate(self, size: int, purpose: str = "") -> int:
         room = np.empty(size + 16, dtype=np.uint8)

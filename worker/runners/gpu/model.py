@@ -37,6 +37,11 @@ __all__ = ["Model", "Shared"]
 _FEWEST_ROWS = 2
 
 
+def _few_adds_down(kernels: LayerKernels, rows: int) -> bool:
+    """True if `FewRows` computes `down` in a step of a few, not a `Product`."""
+    return kernels.few is not None and kernels.few.adds_down and rows <= _FEWEST_ROWS
+
+
 @dataclass(frozen=True, slots=True)
 class Shared:
     """The launchers that all layers share."""
@@ -135,8 +140,12 @@ class Model:
                 kernels.gate_up.tune(at.entering, weights, own.activated, rows, norm)
             if kernels.mixture is not None:
                 kernels.mixture.tune(at.entering, weights, rows, norm)
-            down = kernels.down if not few or rows > _FEWEST_ROWS else None
-            if down is not None and first_layer.fed is not None:
+            down = kernels.down
+            if (
+                down is not None
+                and not (few and _few_adds_down(kernels, rows))
+                and first_layer.fed is not None
+            ):
                 sums = first_layer.fed.added or at.x
                 down.tune(own.activated, [w.ffn_down for w in weights], sums, rows, norm)
             if kernels.input_gate is not None and kernels.input_up is not None:
@@ -269,7 +278,8 @@ class Model:
             mixer.mix(layer, pages, shape)
             few.residual(own.mixed, weights.attn_output, x, rows)
             few.swiglu(x, weights, own.activated, rows)
-            (few.residual if rows <= _FEWEST_ROWS else down)(own.activated, weights.ffn_down, x, rows)
+            add = few.residual if _few_adds_down(kernels, rows) else down
+            add(own.activated, weights.ffn_down, x, rows)
         x = self._gathered(inputs, shape) if shape.gathers else x
         self.shared.norms(x, self._weights.output_norm, self._at.normed, shape.draws)
 

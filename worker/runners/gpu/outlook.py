@@ -68,5 +68,5 @@ def _products(spec: ModelSpec, precision: Precision, *, hopper: bool) -> Iterato
         tiles = "tiles by wgmma" if hopper else "tiles by mma.sync"
         yield "products in 16 bits", f"{tiles}, or algorithms of cuBLASLt with the same bits"
     elements = (precision.element.format,) if not in_file else tuple(in_file)
-    if all(FewRows.suits(layer, spec.width, elements, hopper=hopper) for layer in spec.layers):
-        yield "few sequences", "layers in four kernels that overlap"
+    if all(FewRows.suits_products(layer, spec.width, elements, hopper=hopper) for layer in spec.layers):
+        yield "few sequences", f"layers in four kernels{' that overlap' if hopper else ''}"

@@ -250,7 +250,7 @@ class CudaRunner:
             )
         turn, self._turn = self._turn, (self._turn + 1) % self.depth
         self._slots.admit(batch.admissions, turn)
-        self._states.begin(batch.admissions, turn)
+        self._states.begin(batch, turn)
         self._waits_for_masks = len(masked_draws(batch.draws)) > 0
         replays = self._graphs and len(batch.slots) == batch.drawn == len(batch.draws)
         launch = self._replay(turn, batch) if replays else self._launch_kernels(turn, batch)
@@ -394,7 +394,7 @@ class CudaRunner:
         graph = None if apart or again else self._graphs.get((size, rooms))
         if graph is None:
             graph = self._rarer_graph(size, rooms, not apart, again)
-        inputs = self._steps.write_padded(turn, batch, size, pieces, rooms)
+        inputs = self._steps.write_padded(turn, batch, size, pieces, rooms, again=again)
         shape = decode_shape(size, rooms, again=again)
         graph.launch()
         if apart and not self._waits_for_masks:
