@@ -97,6 +97,7 @@ class BatchReader:
                 func.coalesce(func.sum(JobRow.reasoning_tokens), 0).label("reasoning_tokens"),
                 func.coalesce(func.sum(JobRow.gpu_seconds), 0.0).label("gpu_seconds"),
                 func.sum(JobRow.energy_joules).label("energy_joules"),
+                func.coalesce(func.sum(JobRow.uncounted_attempts), 0).label("uncounted_attempts"),
             )
             .where(JobRow.batch == name)
             .group_by(*columns)
@@ -113,6 +114,7 @@ class BatchReader:
                     int(row.reasoning_tokens),
                     float(row.gpu_seconds),
                     row.energy_joules,
+                    int(row.uncounted_attempts),
                 )
                 for row in connection.execute(query)
             ]

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from nightmill.jobs.request.parameters import GenerationParams
+from nightmill.worker.engine.drafting import Drafts
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import Completion, Request
@@ -47,14 +48,16 @@ def complete(engine: Engine, requests: Sequence[Request], *, check: bool = True)
 
 
 def engine_of(
-    runner: Runner, context: int, *, budget: int = 1000, sequences: int | None = None, sharing: bool = True
-) -> Engine:
+    runner: Runner, context: int, *, budget: int = 1000, sequences: int | None = None, sharing: bool = True,
+    drafts: Drafts = Drafts.OFF,
+) -> Engine:  # fmt: skip
     """An engine under these limits, without text; as many sequences as the runner has slots by default."""
     return Engine(
         runner,
         Detokenizer(text_stream=NoText, eos_ids=frozenset()),
         EngineSizes(context, max_sequences=sequences or runner.slots, token_budget=budget),
         prefix_sharing=sharing,
+        drafts=drafts,
     )
 
 
