@@ -1,4 +1,4 @@
-"""`few_rows.cu`, compiled for the host, as it is on other cards than Hopper: by the tests that hold it on a GPU."""
+"""`few_rows.cu`, compiled for the host, as on other cards than Hopper, by the tests that hold it on a GPU."""
 
 from pathlib import Path
 from typing import Any
