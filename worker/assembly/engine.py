@@ -58,6 +58,8 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
     if gpu is None:
         sequences = choose_slots(spec, sequences)
         token_budget = REFERENCE.tokens_of_a_step(sequences + STATE_CHUNK)
+        if spec.encoder is not None:
+            token_budget = max(token_budget, context)
         runner = _reference_runner(settings, model, sequences=sequences, context=context)
     else:
         from nightmill.worker.assembly.forecast import forecast_of
@@ -96,6 +98,7 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
                 max_sequences=sequences,
                 token_budget=token_budget,
                 interactive_slots=interactive_slots(sequences),
+                encodes=spec.encoder is not None,
                 model_context=spec.context_length,
             ),
             prefix_sharing=settings.prefix_sharing,

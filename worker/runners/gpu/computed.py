@@ -27,6 +27,8 @@ def _lacking(spec: ModelSpec) -> Iterator[str]:
     for field, title in _OF_ATTENTION.items():
         if any(getattr(attention, field) is not None for attention in spec.attentions):
             yield title
+    if spec.encoder is not None:
+        yield "an encoder, whose tokens see those behind them"
     if any(attention.values_are_keys for attention in spec.attentions):
         yield "values made of keys"
     if any(experts.beside is not None for experts in spec.experts):
