@@ -10,6 +10,8 @@ from gguf import TokenType
 
 from tests.support.ggufs import write_file
 
+ENCODERS = frozenset({"bert", "nomic-bert", "modern-bert"})
+"""Families that embed texts, and write none."""
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WORDS = ("night", "mill", "river", "wheel", "grain", "stone", "the", ".", ",")
 PIECES = [*SPECIAL, *(f"▁{word}" for word in WORDS), "▁w", "ing", "s", "hee", "l"]
