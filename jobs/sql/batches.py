@@ -33,6 +33,7 @@ from nightmill.jobs.sql.jobs import (
     tokens_read,
 )
 from nightmill.jobs.sql.locks import hold_batches, lock_jobs, refuse_deleting
+from nightmill.jobs.sql.many import insert_jobs
 from nightmill.jobs.sql.patience import long_lasting
 from nightmill.jobs.sql.retrying import retried
 from nightmill.jobs.sql.snapshots import read_jobs
@@ -119,10 +120,7 @@ class BatchStore:
                 rows = _with_known(connection, name, rows)
             priors = sorted({row["prior"] for row in rows if row.get("prior")})
             followers.lock_priors(connection, priors)
-            statement = dialect_insert(connection, JOBS).on_conflict_do_nothing(
-                index_elements=["batch", "row"], index_where=JobRow.row.is_not(None)
-            )
-            connection.execute(statement, rows)
+            insert_jobs(connection, rows, unless_there="row")
             due = followers.settle(connection, priors, self.database.now(), announced=True)
         return None if cancelled else due
 

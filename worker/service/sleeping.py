@@ -39,7 +39,7 @@ log = logging.getLogger("nightmill.worker")
 
 _MODULE = "nightmill.worker.service.sleeping"
 LOOK_SECONDS = 1.0
-"""How often a sleeping worker looks whether it is to wake."""
+"""Seconds between the looks of a sleeping worker whether it is to wake."""
 
 
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)

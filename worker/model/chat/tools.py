@@ -94,12 +94,12 @@ _SHAPES_OF_ARGUMENTS: Final[tuple[tuple[CallFormat, re.Pattern[str]], ...]] = (
     ),
     (CallFormat.PYTHONIC, re.compile(rf"(?<!>)\[{_NAME}\({_KEY}=['\"]{_VALUE}['\"]\)\]")),
 )
-"""How calls are written whose arguments are no JSON."""
+"""Patterns of calls whose arguments are not JSON, in the order in which they are tried."""
 _SIGNS: Final = (
     ("<|tool_call|>", CallFormat.GRANITE),
     ("<|tool_list_start|>", CallFormat.LFM2),
 )
-"""What templates say to their model that show no calls of earlier messages."""
+"""Signs in templates that show no calls of earlier messages, with the format that each tells of."""
 _BARE = re.compile(rf"\s*(?:<\|python_tag\|>)?{_CALL}\s*\}}")
 REMEDY: Final = (
     "serve the model with --tool-format json, by which a system message describes tools, or remove them"
