@@ -241,15 +241,15 @@ def empty_postgres_url(postgres_server: PostgresServer) -> Iterator[str]:
 # -- settings and clients ------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["embedded", "sqlite", "postgresql"])
+@pytest.fixture(params=["embedded", "postgresql"])
 def settings(request: pytest.FixtureRequest, directory: Path, broker_url: str) -> Iterator[Settings]:
-    """Migrated databases: the embedded SQLite, a SQLite that a URL names, PostgreSQL. With a real Redis."""
+    """Migrated databases: the embedded SQLite, PostgreSQL. With a real Redis."""
     yield from _settings(request.param, request, directory, broker_url)
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def server_settings(request: pytest.FixtureRequest, directory: Path, broker_url: str) -> Iterator[Settings]:
-    """As `settings`, without the embedded one: for tests where that adds nothing but time."""
+    """As `settings`, but a SQLite that a URL names in place of the embedded one."""
     yield from _settings(request.param, request, directory, broker_url)
 
 
