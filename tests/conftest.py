@@ -42,7 +42,10 @@ from tests.support.servers import (
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 _LONGEST_NAME = 20
-LONG = Path(__file__).parent / "integration" / "worker"  # tests that start workers
+# Tests that start workers or wait for what hangs: begun last, one would keep its process for a minute.
+LONG = tuple(
+    Path(__file__).parent / one for one in ("integration/worker", "integration/server", "unit/campaign")
+)
 
 _SERVERS = {"redis_url", "redis_server", "postgres_server", "chromium"}
 _SERVED = Path(__file__).parent / "unit" / "server"
@@ -119,8 +122,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if processes == 1:
         return
-    long = [item for item in items if LONG in item.path.parents]
-    short = [item for item in items if LONG not in item.path.parents]
+    long = [item for item in items if any(map(item.path.is_relative_to, LONG))]
+    short = [item for item in items if not any(map(item.path.is_relative_to, LONG))]
     ordered: list[pytest.Item] = []
     for process in range(processes):
         share = long[process::processes]
