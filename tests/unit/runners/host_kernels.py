@@ -241,7 +241,9 @@ def _compiled(
 ) -> ctypes.CDLL:
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     assert compiler is not None
-    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
+    # To optimise more would take longer than it saves: most of the time goes into compiling.
+    flags = ["-std=c++17", "-Og", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
+    flags.append("-fno-gnu-unique")  # statics of templates would be one for all libraries of a process
     flags.append("-U_FORTIFY_SOURCE")  # which forbids jumps from one stack to another
     flags.append("-D__CUDA_ARCH_FEAT_SM90_ALL")
     made_of = repr((_sources_digest(), compiler, path.name, flags, options, kernels, stands))

@@ -100,5 +100,5 @@ class AttentionPlans:
 
 
 def _largest(rooms: list[int]) -> list[int]:
-    """Of rooms none, if that is among them, and the largest."""
+    """Return the largest of some rooms, behind none if that is among them."""
     return [0, rooms[-1]] if rooms[0] == 0 and rooms[-1] else rooms[-1:]

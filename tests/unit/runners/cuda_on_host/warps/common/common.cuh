@@ -63,7 +63,7 @@ inline void multiply(float (&c)[4], int columns, B b) {
     }
 }
 inline void tell(const uint32_t (&a)[4], uint32_t b0 = 0, uint32_t b1 = 0) {
-    std::copy(a, a + 4, told[now]);
+    host::copy(a, a + 4, told[now]);
     told[now][4] = b0, told[now][5] = b1;
     meet_warp();
 }
