@@ -145,7 +145,8 @@ class Settings(BaseModel):
     """Format of the KV cache."""
     tool_format: Literal[
         "auto", "hermes", "llama", "mistral", "mistral-named", "qwen-xml", "glm-xml", "gemma", "pythonic",
-        "lfm2", "granite", "phi", "nemotron", "tool-calls", "harmony", "json",
+        "lfm2", "granite", "phi", "nemotron", "tool-calls", "harmony", "deepseek", "deepseek-r1", "kimi",
+        "minimax", "seed", "cohere", "json",
     ] = "auto"  # fmt: skip
     """Syntax of the model's tool calls; auto: detected from its template. json: tools are described in
     words."""

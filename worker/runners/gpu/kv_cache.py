@@ -21,12 +21,8 @@ __all__ = ["PAGE", "KvCache", "LayerCache", "kinds_layout", "page_bytes", "part_
 PAGE = 16
 """Tokens in a page, as in `kv_cache.cuh`."""
 
-KINDS = False
-"""Whether layers with a window have pages of a kind of their own.
-
-Off until `tests/gpu/test_page_kinds.py`, which turns it on, has passed on a GPU: so far tables, addresses and
-launches are held to recorded ones alone.
-"""
+KINDS = True
+"""True if layers with a window have pages of a kind of their own."""
 
 _NUMBERS = {KvFormat.ELEMENT: ELEMENT, KvFormat.FP8: np.dtype(np.uint8)}
 
@@ -41,7 +37,7 @@ class LayerCache:
     keys: Buffer
     values: Buffer
     kind: int = field(default=0, kw_only=True)
-    """Of its pages, and so of the tables that name them."""
+    """The kind of its pages, and so of the tables that name them."""
 
     @property
     def pages(self) -> int:
