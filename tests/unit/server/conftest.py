@@ -34,7 +34,7 @@ STATS = {"context": 200, "arithmetic": str(ARITHMETIC)}
 
 @pytest.fixture(scope="session", autouse=True)
 def _certificates_are_read_once() -> Iterator[None]:
-    """A client of HTTP reads 140 certificates when it is made, a third of a test's time, and uses none."""
+    """Clients of HTTP read 140 certificates when they are made, a third of a test, and use none here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
         yield
