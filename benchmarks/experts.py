@@ -148,7 +148,7 @@ def measure(
 
     line: dict[str, Any] = {
         "shape": shape, "formats": "/".join(one.name for one in formats), "rows": rows,
-        "tile": f"{first.tile.rows}{' wgmma' if first.tile.wgmma else ''}",
+        "tile": f"{first.tile.rows} {first.tile.by.value}",
         "touched": round(touched), "most": int(first.sent.max()),
     }  # fmt: skip
     for name, launch, matrix in (

@@ -53,16 +53,24 @@ def test_what_a_tokens_bits_depend_on(launched: set[str]) -> None:
     assert launched >= {f"experts_{name}_{tiles}" for name, tiles in (("two", 4), ("two", 1))}
 
 
-@pytest.mark.parametrize(
-    "kept", [None, Format.FP8, Format.MXFP4, pytest.param(Format.Q4_K, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("kept", [Format.MXFP4, pytest.param(Format.Q4_K, marks=pytest.mark.slow)])
+def test_blocks_that_stay_have_the_bits_of_others(launched: set[str], kept: Format) -> None:
+    """A multiprocessor's blocks go through several items each."""
+    device: Any = HostDevice(Element.F16)
+    device.hopper, device.compute_capability, device.multiprocessors = True, (9, 0), 1
+    step = 256 if kept is Format.Q4_K else 160
+    on_gpu.tiles_agree(device, Experts(count=3, used=2, width=step), 2 * step, kept, 20)
+    assert launched >= {
+        f"packed_{name}_{rows}" for name in ("two", "floats") for rows in (8, 16, 32, 64, 128)
+    }
+
+
+@pytest.mark.parametrize("kept", [None, Format.FP8])
 def test_wgmma_has_the_bits_of_mma(launched: set[str], kept: Format | None) -> None:
     """On Hopper many rows go through other kernels: sums on the host have no order of their own."""
     device: Any = HostDevice(Element.F16)
     device.hopper, device.compute_capability = True, (9, 0)
-    step = 256 if kept is Format.Q4_K else 32
-    experts = Experts(count=2, used=2, width=step)
-    trial = ExpertTrial(device, experts, 2 * step if kept else 72, kept)
+    trial = ExpertTrial(device, Experts(count=2, used=2, width=32), 64 if kept else 72, kept)
     x, logits = trial.inputs(70)
     found = {rows: trial.check(x[:rows], logits[:rows]) for rows in (3, 20, 40, 70)}
     for rows in (20, 40, 70):
