@@ -27,6 +27,7 @@ from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import Attention, Experts, FeedForward, LatentAttention, ModelSpec
 from nightmill.worker.runners.base import StepBatch
+from nightmill.worker.runners.gpu.attention.pieces import NO_PIECES
 from nightmill.worker.runners.gpu.device.graphs import Graph
 from nightmill.worker.runners.gpu.device.operands import Matrix
 from nightmill.worker.runners.gpu.feed_forward import Mixture
@@ -36,8 +37,8 @@ from nightmill.worker.runners.gpu.layers import Addition, Layer, LayerKernels
 from nightmill.worker.runners.gpu.memory import RunnerSizes
 from nightmill.worker.runners.gpu.mixers import AttentionMixer, LatentMixer, LayerMixer, StateMixer
 from nightmill.worker.runners.gpu.model import Model, Shared
-from nightmill.worker.runners.gpu.runner import CudaRunner, Launching
-from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
+from nightmill.worker.runners.gpu.runner import CudaRunner, Launching, decode_shape
+from nightmill.worker.runners.gpu.steps import Division, StepInputs, StepShape
 from nightmill.worker.runners.gpu.weights.layout import LayerWeights
 from tests.support.limits import BYTES_PER_S, FLOPS, flops_of_state
 
@@ -205,14 +206,18 @@ def prepared(runner: CudaRunner, batch: StepBatch) -> tuple[StepInputs, StepShap
     if len(batch.tokens) == batch.drawn:
         runner._model.tune(size, size)
         pieces = runner._decode_pieces(batch, size)
-        shape = StepShape(tokens=size, sequences=size, drawn=size, draws=size, tiles=0, pieces=len(pieces))
-        inputs = runner._steps.write_padded(0, batch, size, pieces, len(pieces))
+        shape = decode_shape(size, rooms := tuple(map(len, pieces)))
+        inputs = runner._steps.write_padded(0, batch, size, pieces, rooms)
     else:
-        tiles, groups = runner._prefill.stage(
+        staged = runner._plans.stage(
             0, batch.page_tables, batch.sequence_starts, batch.context_lengths, batch.drawn
         )
-        shape = StepShape(len(batch.tokens), size, 0, len(batch.draws), len(tiles), groups=groups)
-        inputs = runner._steps.write(0, batch, shape, tiles, np.zeros((0, 4), dtype=np.int32))
+        (tiles, _, groups), *further = (Division(len(own), 0, grouped) for own, grouped in staged)
+        shape = StepShape(
+            len(batch.tokens), size, 0, len(batch.draws), tiles, groups=groups, further=tuple(further)
+        )
+        none = [NO_PIECES] * len(staged)
+        inputs = runner._steps.write(0, batch, shape, [own for own, _ in staged], none)
     return inputs, shape
 
 

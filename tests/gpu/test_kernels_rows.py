@@ -12,6 +12,7 @@ from nightmill.worker.model.spec import Activation, Attention, Norm, Temperature
 from nightmill.worker.runners.base import POOL
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, Buffer, Matrix
+from nightmill.worker.runners.gpu.kinds import made_heads
 from nightmill.worker.runners.gpu.products.fp8.quantise import Quantise
 from nightmill.worker.runners.gpu.rows.activate import COMPUTED, Activate
 from nightmill.worker.runners.gpu.rows.embedding import Embedding
@@ -397,6 +398,69 @@ def test_qkv_is_normed_rotated_and_written(
             written = rows >= 0
             assert_close(by_row[rows[written]], expected[written], ROUNDED_ONCE[device.element])
             assert np.isnan(np.delete(by_row, rows[written], axis=0)).all()
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "normed values": {"value_norm": Norm(1e-5)},
+    "values made of keys": {"value_norm": Norm(1e-5), "values_are_keys": True},
+    "values that are keys": {"values_are_keys": True},
+    "another layer's keys": {"value_norm": Norm(1e-5), "keys_of": 0},
+}
+
+
+@BOTH_ELEMENTS
+@pytest.mark.parametrize("heads", [(3, 1, 40), (4, 2, 512), (8, 1, 256)], ids=str)
+@pytest.mark.parametrize("kind", OTHERS)
+def test_heads_that_a_layer_does_not_make(device: Device, kind: str, heads: tuple[int, int, int]) -> None:
+    """Values have a norm without weights; of keys, values, or of both there are none in the product."""
+    queries, kv_heads, head_dim = heads
+    spec = dense_spec(heads=queries, kv_heads=kv_heads, head_dim=head_dim, qk_norm=True)
+    attention = replace(spec.layers[0].attention, **OTHERS[kind])
+    norm = attention.qk_norm
+    assert norm is not None
+    rng = np.random.default_rng(head_dim)
+    shares, made = attention.keys_of is not None, made_heads(attention)
+    gains = [rng.standard_normal(head_dim).astype(np.float32) for _ in range(2)]
+    held = [buffer(device, gains[0]), ABSENT if shares else buffer(device, gains[1])]
+    layer = weights_of(ABSENT, held)
+    rotation = Rotation(device, attention, max_context=CONTEXT)
+    for count in ROWS:
+        given = rounded(3 * rng.standard_normal((count, made, head_dim)), device.element)
+        positions = rng.integers(0, CONTEXT, count, dtype=np.int32)
+        pages = count // PAGE + 3
+        rows = rng.permutation(pages * PAGE)[:count].astype(np.int32)
+        all_heads = queries + 2 * kv_heads
+        of_product, qkv = elements(device, given), poisoned(device, (count, all_heads, head_dim), ELEMENT)
+        apart = made < all_heads
+        target = qkv if apart else of_product
+        poison = np.full((pages, kv_heads, PAGE, head_dim), np.nan, dtype=np.float32)
+        cache = cache_of(device, poison, poison)
+        rotation(
+            target, layer, device.upload(positions), device.upload(rows), cache, count,
+            of_product if apart else None,
+        )  # fmt: skip
+        exact = given.astype(np.float64)
+        q, k, v = np.split(exact, [queries, queries + kv_heads], axis=1)
+        angles = ops.rope_table(positions, attention.rope.frequencies(), attention.rope.magnitude, np.float64)
+        interleaved = attention.rope.style is RopeStyle.PAIRS
+        turned = ops.rope(ops.rms_norm(q, gains[0], norm.eps), *angles, interleaved=interleaved)
+        actual = fetched(device, target)
+        assert_close(actual[:, :queries], turned, ROUNDED_ONCE[device.element])
+        if apart:
+            assert np.isnan(actual[:, queries:]).all()
+            np.testing.assert_array_equal(fetched(device, of_product), given)
+        if shares:
+            assert np.isnan(fetched(device, cache.keys)).all()
+            assert np.isnan(fetched(device, cache.values)).all()
+            continue
+        v = k if attention.values_are_keys else v
+        if attention.value_norm is not None:
+            v = ops.unit_rms(v, attention.value_norm.eps)
+        k = ops.rope(ops.rms_norm(k, gains[1], norm.eps), *angles, interleaved=interleaved)
+        for part, expected in ((cache.keys, k), (cache.values, v)):
+            found = fetched(device, part).transpose(0, 2, 1, 3).reshape(pages * PAGE, kv_heads, head_dim)
+            assert_close(found[rows], expected, ROUNDED_ONCE[device.element])
+            assert np.isnan(np.delete(found, rows, axis=0)).all()
 
 
 def ordered(attention: Attention, heads: Array) -> Array:

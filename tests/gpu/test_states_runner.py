@@ -28,7 +28,7 @@ from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.runner import CudaRunner
 from nightmill.worker.runners.kv_format import KvFormat
 from tests.support.comparing import compare_logits, nmse
-from tests.support.cuda_runners import cuda_runner
+from tests.support.cuda_runners import cuda_runner, need_fp8
 from tests.support.driving import BLOCK, GREEDY, Chunk, Cuda, Pages, Reference, logits_of
 from tests.support.engines import NoText
 from tests.support.family_cases import file_of
@@ -114,6 +114,7 @@ def test_a_tiny_models_answers_are_those_of_two_engines(name: str, precision: st
 @pytest.mark.parametrize("name", ["qwen35", "lfm2", "granitehybrid", "nemotron_h"])
 def test_weights_in_fp8_are_those_of_the_reference_runner(name: str, tmp_path: Path) -> None:
     """As near as rounding lets them be: what lies between two numbers of FP8 may become either."""
+    need_fp8()
     file = halved(tmp_path, name)
     spec, blocks = read_spec(file), CONTEXT // BLOCK
     text = np.random.default_rng(5).integers(0, spec.vocab, PROMPT + DECODED).tolist()

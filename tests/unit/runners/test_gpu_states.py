@@ -91,7 +91,7 @@ def test_a_padded_step_has_empty_pieces_behind_its_own(
         bounds = StepBounds(max_tokens=64, max_draws=64, slots=8, table_width=4, max_pieces=8, states=True)
         buffers = StepBuffers(device, bounds, padding_page=9, depth=1)
         step = batch(*(Chunk(slot, TEXT, 9 + slot, 1, drawn=True) for slot in (6, 2, 4)))
-        inputs = buffers.write_padded(0, step, 5, np.zeros((0, 4), dtype=np.int32), 0)
+        inputs = buffers.write_padded(0, step, 5, [np.zeros((0, 4), dtype=np.int32)], [0])
         assert (inputs.pieces_of_states.drawn.count, inputs.pieces_of_states.prompts.count) == (5, 0)
         first = (inputs.pieces_of_states.drawn.first_rows - buffers._packed) // 4
         arrays = sent[-1][first : first + 20].reshape(4, 5)

@@ -87,3 +87,11 @@ def test_what_is_done_to_heads(launched: set[str], kind: str, style: RopeStyle) 
     device: Any = HostDevice()
     on_gpu.test_qkv_is_normed_rotated_and_written(device, kind, style, 3, 1, 40, normed=True)
     assert launched - {"qk_statistics"} == {"qkv_rope_write", "rope_table"}
+
+
+@pytest.mark.parametrize("heads", [(3, 1, 40), (4, 2, 512)], ids=str)
+@pytest.mark.parametrize("kind", on_gpu.OTHERS)
+def test_heads_that_a_layer_does_not_make(launched: set[str], kind: str, heads: tuple[int, int, int]) -> None:
+    device: Any = HostDevice()
+    on_gpu.test_heads_that_a_layer_does_not_make(device, kind, heads)
+    assert launched == {"qkv_rope_write", "rope_table"}

@@ -21,12 +21,8 @@ __all__ = ["PAGE", "KvCache", "LayerCache", "kinds_layout", "page_bytes", "part_
 PAGE = 16
 """Tokens in a page, as in `kv_cache.cuh`."""
 
-KINDS = False
-"""Whether layers with a window have pages of a kind of their own.
-
-Off until `tests/gpu/test_page_kinds.py`, which turns it on, has passed on a GPU: so far tables, addresses and
-launches are held to recorded ones alone.
-"""
+KINDS = True
+"""Whether layers with a window have pages of a kind of their own."""
 
 _NUMBERS = {KvFormat.ELEMENT: ELEMENT, KvFormat.FP8: np.dtype(np.uint8)}
 

@@ -7,7 +7,7 @@ the residual stream, as it is or normed, scaled, with a bias.
 
 from dataclasses import dataclass
 
-from nightmill.worker.model.spec import Experts, LayerSpec, ModelSpec
+from nightmill.worker.model.spec import Attention, Experts, LayerSpec, ModelSpec
 from nightmill.worker.runners.gpu.activations import Activations
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import Buffer, Format, Matrix
@@ -163,8 +163,10 @@ def bind_layers(
             )  # fmt: skip
         if kernels.mixture is not None:
             combined = MixtureAddition(own.ffn_post_norm, scale, following)
+        mixer = layer.mixer
+        kept = mixer.keys_of if isinstance(mixer, Attention) and mixer.keys_of is not None else index
         return Layer(
-            kernels, own, cache.layers[index], states.layers[index], attended, fed, combined, layer.parallel,
+            kernels, own, cache.layers[kept], states.layers[index], attended, fed, combined, layer.parallel,
             at.of(layer),
         )  # fmt: skip
 

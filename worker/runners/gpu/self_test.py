@@ -119,6 +119,7 @@ def checked_products(
         seen.add(kernels)
         own, mixer, used = layer_weights(spec, index), kernels.mixer, spec.layers[index].mixer
         qkv = mixer.qkv if isinstance(mixer, AttentionMixer) else None
+        queries = layer.at.qkv if qkv is None else qkv.target(layer.at.qkv)
         gate_up = None if kernels.gate_up is None else kernels.gate_up.product
         gated = None if gate_up is None else gate_up.activation
         inner = layer.at.activated if gated else layer.at.gate_up
@@ -126,7 +127,7 @@ def checked_products(
         gates = mixer.gates if isinstance(mixer, AttentionMixer) else None
         entering = mixer.input if isinstance(mixer, StateMixer) else None
         for role, product, matrix, y, activation in (
-            (Role.QKV, None if qkv is None else qkv.product, weights.qkv, layer.at.qkv, None),
+            (Role.QKV, None if qkv is None else qkv.product, weights.qkv, queries, None),
             (Role.ATTN_GATE, gates, weights.attn_gate, layer.at.gates, None),
             (Role.MIXER_INPUT, entering, weights.mixer_input, layer.at.qkv, None),
             (output, kernels.output, weights.attn_output, at.x, None),
