@@ -29,7 +29,8 @@ struct Tile {
     static constexpr int WARPS = 4 * GROUPS, X_WARPS = N >= 64 ? 2 : 1;
     static constexpr bool SHARES = N >= 64;  // registers go from warps that copy to those that multiply
     static constexpr int THREADS = 32 * WARPS + (SHARES ? 128 : 64);
-    static constexpr int COPIERS = 40, MULTIPLIERS = BLOCKS == 1 ? 152 : 104;
+    static constexpr int AT_FIRST = 65536 / BLOCKS / THREADS / 8 * 8, COPIERS = 40;
+    static constexpr int MULTIPLIERS = (AT_FIRST * THREADS - COPIERS * 128) / (32 * WARPS) / 8 * 8;
 
     using Maker = PackedMaker<Packed, 2>;
     static constexpr int IN_CHUNK = 256 / Packed::STEP;  // packets
