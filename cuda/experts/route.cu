@@ -37,17 +37,11 @@ static __device__ __forceinline__ uint32_t key_of(float value) {
 // The place of the largest key, the first of equals. All lanes get it.
 static __device__ __forceinline__ int largest(const uint32_t* keys, int count) {
     const int lane = threadIdx.x % 32;
-    unsigned long long best = 0;
-    for (int i = lane; i < count; i += 32) {
-        const unsigned long long one = static_cast<unsigned long long>(keys[i]) << 32 | static_cast<uint32_t>(~i);
-        best = one > best ? one : best;
-    }
-#pragma unroll
-    for (int offset = 16; offset > 0; offset >>= 1) {
-        const unsigned long long other = __shfl_xor_sync(0xffffffffu, best, offset);
-        best = other > best ? other : best;
-    }
-    return static_cast<int>(~static_cast<uint32_t>(best));
+    uint32_t best = 0, place = lane < count ? lane : 0xffffffffu;
+    for (int i = lane; i < count; i += 32)
+        if (keys[i] > best) best = keys[i], place = i;
+    const uint32_t most = __reduce_max_sync(0xffffffffu, best);
+    return static_cast<int>(__reduce_min_sync(0xffffffffu, best == most ? place : 0xffffffffu));
 }
 
 // Lane r has the number of rank r: their sum, in the order of ranks.

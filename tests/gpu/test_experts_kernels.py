@@ -3,7 +3,7 @@
 A token's result hangs on that token alone: on no other, on no order, and on no number of rows.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,7 +42,6 @@ SIZES = {
         2880,
     ),
 }  # fmt: skip
-WGMMA = Multiplier.WGMMA
 PACKED = [kept for kept in Format if kept.packed]
 
 
@@ -111,15 +110,17 @@ def test_all_tiles_have_the_same_bits(device: Device, kept: Format) -> None:
     if not device.hopper:
         pytest.skip("other GPUs have tiles of one kind")
     step = 256 if kept.step == 256 else 160
-    tiles_agree(device, Experts(count=9, used=3, width=step), 2 * step, kept, 150)
-    tiles_agree(device, Experts(count=70, used=2, width=768), 1024, kept, 700)  # more than blocks at once
+    tiles = [ExpertTile(16), ExpertTile(64, Multiplier.WGMMA), *tiles_for(hopper=True, packed=True)]
+    tiles_agree(device, Experts(count=9, used=3, width=step), 2 * step, kept, 150, tiles)
+    wide = Experts(count=70, used=2, width=768)  # more tiles than blocks at once
+    tiles_agree(device, wide, 1024, kept, 700, tiles)
 
 
-def tiles_agree(device: Device, experts: Experts, width: int, kept: Format, tokens: int) -> None:
+def tiles_agree(
+    device: Device, experts: Experts, width: int, kept: Format, tokens: int, tiles: Sequence[ExpertTile]
+) -> None:
     found = []
-    for tile in dict.fromkeys(
-        [*tiles_for(hopper=False, packed=True), *tiles_for(hopper=True, packed=True), ExpertTile(32, WGMMA)]
-    ):
+    for tile in tiles:
         trial = ExpertTrial(device, experts, width, kept, among=(tile,))
         x, logits = trial.inputs(tokens)
         logits[:, 1] += 3

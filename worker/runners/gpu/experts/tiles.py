@@ -44,12 +44,14 @@ class ExpertTile:
         if self.by is Multiplier.MMA:
             return 4
         if self.by is Multiplier.STAYING:
-            return 12 if self.rows >= 128 else 8 if self.rows >= 64 else 4
+            return 12 if self.rows == 128 else 8 if self.rows >= 64 else 4
         return 8 if self.rows < 128 else 16 if 2 * self._stage(format_, 16) <= self._room else 12
 
     def threads(self, format_: Format) -> int:
         """Threads of a block."""
-        copying = (128 if self.rows >= 64 else 64) if self.by is Multiplier.STAYING else 0
+        if self.by is not Multiplier.STAYING:
+            return 32 * self.warps(format_)
+        copying = 128 if self.rows >= 64 else 64
         return 32 * self.warps(format_) + copying
 
     def outputs(self, format_: Format, sides: int) -> int:
@@ -88,7 +90,7 @@ class ExpertTile:
         """Bytes of stages of x, of computed scales and of stages of packets."""
         panels, rows = _PANELS * self.warps(format_), self.rows
         boxes = 1 if rows >= 64 else 2 if rows >= 32 else 4
-        stages = 5 if rows >= 128 else 4 if rows >= 64 else 3
+        stages = {128: 5, 64: 4}.get(rows, 3)
         kept = stages * boxes * rows * 2 * _BOX
         kept += panels * PANEL_ROWS * (_CHUNK // _GROUP) * format_.computed
         packets = panels * _CHUNK // format_.step * format_.packet
@@ -101,7 +103,7 @@ def tiles_for(*, hopper: bool, packed: bool) -> tuple[ExpertTile, ...]:
     if not hopper:
         return tuple(ExpertTile(rows) for rows in (16, 32, 64))
     if packed:
-        return tuple(ExpertTile(rows, Multiplier.STAYING) for rows in (8, 16, 32, 64, 128))
+        return tuple(ExpertTile(rows, Multiplier.STAYING) for rows in (8, 16, 32, 64, 128, 256))
     return (ExpertTile(16), *(ExpertTile(rows, Multiplier.WGMMA) for rows in (32, 64, 128)))
 
 
