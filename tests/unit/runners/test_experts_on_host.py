@@ -9,6 +9,7 @@ import pytest
 from nightmill.worker.model.spec import Experts
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import Format
+from nightmill.worker.runners.gpu.experts.tiles import ExpertTile, Multiplier
 from tests.gpu import test_experts_kernels as on_gpu
 from tests.gpu.expert_trials import KINDS, ExpertTrial, assert_same, results
 from tests.unit.runners.host_kernels import HostDevice, run_experts_on_host
@@ -53,16 +54,25 @@ def test_what_a_tokens_bits_depend_on(launched: set[str]) -> None:
     assert launched >= {f"experts_{name}_{tiles}" for name, tiles in (("two", 4), ("two", 1))}
 
 
-@pytest.mark.parametrize("kept", [Format.MXFP4, pytest.param(Format.Q4_K, marks=pytest.mark.slow)])
-def test_blocks_that_stay_have_the_bits_of_others(launched: set[str], kept: Format) -> None:
+STAYING = [
+    (Format.MXFP4, (8, 32)),
+    *(pytest.param(Format.MXFP4, (rows,), marks=pytest.mark.slow) for rows in (16, 64, 128, 256)),
+    pytest.param(Format.Q4_K, (8,), marks=pytest.mark.slow),
+    pytest.param(Format.Q4_K, (64,), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("kept", "sizes"), STAYING)
+def test_blocks_that_stay_have_the_bits_of_others(
+    launched: set[str], kept: Format, sizes: tuple[int, ...]
+) -> None:
     """A multiprocessor's blocks go through several items each."""
     device: Any = HostDevice(Element.F16)
     device.hopper, device.compute_capability, device.multiprocessors = True, (9, 0), 1
     step = 256 if kept is Format.Q4_K else 160
-    on_gpu.tiles_agree(device, Experts(count=3, used=2, width=step), 2 * step, kept, 20)
-    assert launched >= {
-        f"packed_{name}_{rows}" for name in ("two", "floats") for rows in (8, 16, 32, 64, 128)
-    }
+    tiles = [ExpertTile(16), *(ExpertTile(rows, Multiplier.STAYING) for rows in sizes)]
+    on_gpu.tiles_agree(device, Experts(count=3, used=2, width=step), 2 * step, kept, 14, tiles)
+    assert launched >= {f"packed_{name}_{rows}" for name in ("two", "floats") for rows in sizes}
 
 
 @pytest.mark.parametrize("kept", [None, Format.FP8])

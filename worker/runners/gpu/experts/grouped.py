@@ -32,9 +32,6 @@ ACTIVATIONS = {
 }  # fmt: skip
 
 
-_FILLED = 0.75  # of a tile by what an expert is sent on average: some are sent more
-
-
 @dataclass(frozen=True, slots=True)
 class Given:
     """Operands of a product beside rows and a matrix; ABSENT those that there are not.
@@ -84,7 +81,7 @@ class GroupedProducts:
     def tile(self, experts: Experts, tokens: int) -> ExpertTile:
         """The tile for so many tokens, by how many an expert is sent on average."""
         mean = tokens * experts.used / experts.count
-        return next((one for one in self._tiles if mean <= one.rows * _FILLED), self._tiles[-1])
+        return next((one for one in self._tiles if mean <= one.most), self._tiles[-1])
 
     @staticmethod
     def refusal(spec: ModelSpec) -> str | None:

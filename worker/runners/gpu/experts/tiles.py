@@ -14,6 +14,8 @@ _WIDE_STEP = 256
 _BOX = 64  # inputs
 _CHUNK = 256  # inputs of a stage of packets
 _GROUP = 32  # inputs with one scale
+_FILLED = 0.75  # of a tile
+_MANY = 384  # tokens of an expert, from which on few tiles are not full, however large
 _MOST_PACKETS = 4  # stages of packets
 
 
@@ -53,6 +55,13 @@ class ExpertTile:
             return 32 * self.warps(format_)
         copying = 128 if self.rows >= 64 else 64
         return 32 * self.warps(format_) + copying
+
+    @property
+    def most(self) -> float:
+        """Tokens that an expert is sent on average, up to which the tile suits: some are sent more."""
+        if self.by is Multiplier.STAYING and self.rows == 128:
+            return _MANY
+        return self.rows * _FILLED
 
     def outputs(self, format_: Format, sides: int) -> int:
         """Outputs that a block has at once, if each has so many rows of the weight."""
