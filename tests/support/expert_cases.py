@@ -210,7 +210,7 @@ def _taken(spec: ModelSpec) -> bool:
     return bool(spec.experts)
 
 
-_STATES = ("qwen35moe", "granitehybrid, with experts", "nemotron_h_moe")
+_STATES = ("qwen35moe", "qwen3next", "granitehybrid, with experts", "nemotron_h_moe")
 _SIZED = {name: with_heads_of_32(file) if name in _STATES else file for name, file in EXPERT_FILES.items()}
 GPU_EXPERT_FILES = {name: file for name, file in _SIZED.items() if _taken(file[1])}
 """Those that the CUDA runner computes, in sizes that there are kernels for."""

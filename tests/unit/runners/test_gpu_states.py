@@ -34,6 +34,7 @@ from nightmill.worker.runners.gpu.weights.layout import (
 )
 from tests.support.cuda_runners import cuda_runner
 from tests.support.driving import GREEDY, Chunk, Pages
+from tests.support.expert_cases import EXPERT_FILES
 from tests.support.family_cases import file_of
 from tests.support.ggufs import spec_tensors
 from tests.support.hybrid_cases import GPU_HYBRID_FILES, HYBRID_FILES
@@ -235,6 +236,19 @@ def rows_on_the_gpu(spec: ModelSpec, index: int, role: Role, tensors: dict[str, 
         parts.append(part)
         first += rows
     return np.concatenate(parts)
+
+
+def test_betas_come_before_alphas_whatever_their_order_in_the_file() -> None:
+    """There those of each key head are beside each other."""
+    spec = EXPERT_FILES["qwen3next"][1]
+    net, tensors = spec.layers[0].mixer, spec_tensors(spec)
+    assert isinstance(net, GatedDeltaNet)
+    rows = tensors["blk.0.ssm_ba.weight"].reshape(net.key_heads, 2, -1, spec.width)
+    controls = rows_on_the_gpu(spec, 0, Role.MIXER_CONTROLS, tensors).reshape(
+        2, net.key_heads, -1, spec.width
+    )
+    np.testing.assert_array_equal(controls[0], rows[:, 0])
+    np.testing.assert_array_equal(controls[1], rows[:, 1])
 
 
 def test_gates_of_attention_are_a_matrix_of_their_own_in_the_order_of_the_output() -> None:

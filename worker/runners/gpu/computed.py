@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from nightmill.worker.model.spec import Attention, Experts, FeedForward, GatedDeltaNet, LayerSpec, ModelSpec
+from nightmill.worker.model.spec import Attention, Experts, FeedForward, LayerSpec, ModelSpec
 
 __all__ = ["refusal"]
 
@@ -23,7 +23,6 @@ def refusal(spec: ModelSpec) -> str | None:
 
 def _lacking(spec: ModelSpec) -> Iterator[str]:
     """List what whole layers have that no kernel computes."""
-    mixers = [layer.mixer for layer in spec.layers]
     for field, title in _OF_ATTENTION.items():
         if any(getattr(attention, field) is not None for attention in spec.attentions):
             yield title
@@ -37,8 +36,6 @@ def _lacking(spec: ModelSpec) -> Iterator[str]:
         yield "layers with scaled outputs"
     if spec.suppressed:
         yield "suppressed tokens"
-    if any(isinstance(mixer, GatedDeltaNet) and mixer.by_key_head for mixer in mixers):
-        yield "delta nets in the order of key heads"
 
 
 def _computed(spec: ModelSpec) -> ModelSpec:

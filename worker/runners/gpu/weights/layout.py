@@ -20,7 +20,7 @@ from nightmill.worker.runners.gpu.device.device import aligned
 from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, FLOAT, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.states.operands import MixerWeights
-from nightmill.worker.runners.gpu.weights.head_order import HeadOrder, RowOrder, RowRange
+from nightmill.worker.runners.gpu.weights.head_order import HeadOrder, KindOrder, RowOrder, RowRange
 from nightmill.worker.runners.gpu.weights.router import router_rows
 
 __all__ = [
@@ -192,8 +192,8 @@ def layer_weights(spec: ModelSpec, index: int) -> dict[Role, Weight]:
         half = queries, (mixer.queries, spec.width)
         weights |= {Role.QKV: Weight((half, *others)), Role.ATTN_GATE: Weight((half,))}
     elif isinstance(mixer, GatedDeltaNet):
-        *inputs, beta, alpha = weights[Role.MIXER_INPUT].parts
-        weights |= {Role.MIXER_INPUT: Weight(tuple(inputs)), Role.MIXER_CONTROLS: Weight((beta, alpha))}
+        parts = weights[Role.MIXER_INPUT].parts
+        weights |= {Role.MIXER_INPUT: Weight(parts[:2]), Role.MIXER_CONTROLS: Weight(parts[2:])}
     elif isinstance(mixer, Mamba2):
         ((name, _),) = weights[Role.MIXER_INPUT].parts
         first, steps = (
@@ -215,6 +215,8 @@ def rows_of(mixer: Mixer | None, role: Role) -> RowOrder | None:
     if isinstance(mixer, Mamba2) and role in _FILLED_UP:
         first = mixer.inner + mixer.convolved
         return RowRange(first, None) if role is Role.MIXER_CONTROLS else RowRange(0, first)
+    if isinstance(mixer, GatedDeltaNet) and mixer.by_key_head and role is Role.MIXER_CONTROLS:
+        return KindOrder(mixer.key_heads, 2)
     return None
 
 
