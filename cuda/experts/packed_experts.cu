@@ -176,6 +176,7 @@ static __device__ __forceinline__ void multiply_all(const Operands& given, const
     uint32_t a[2][16];
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
         float acc[N / 2];
+        Item own = item_of(item);  // used when all is multiplied: till then it has come
         const auto multiply = [&](const uint32_t(&made)[16], int box) {  // 64 elements of K
             if (box % BOXES == 0) barrier_wait(full + 8 * stage, parity);
             const uint64_t b = further(start, stage * (Memory::STAGE / 16) + box % BOXES * (Memory::BOX / 16));
@@ -234,7 +235,6 @@ static __device__ __forceinline__ void multiply_all(const Operands& given, const
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
         release(before);
-        Item own = item_of(item);
         own.tile.z = same_in_warp(own.tile.z);
         const int64_t rows[2] = {row_of(own, warp, 0), row_of(own, warp, 1)};
         finish(acc, own.tile, own.output + warp * PANEL * (TWO ? 1 : 2), rows);
