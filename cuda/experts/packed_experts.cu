@@ -1,4 +1,6 @@
-// Products of experts with packed weights, on Hopper by wgmma: what `grouped.cu` computes, with its operands and its bits.
+// Products of experts with packed weights, on Hopper: what `grouped.cu` computes, with its operands and its bits.
+//
+// By wgmma, or for few positions by mma.sync, which holds up the making of elements less.
 //
 // Weights are the left operand, made in registers (`packed_maker.cuh`): of a warp's two panels, of gate and of up or two that
 // follow each other, a lane has row lane / 4 of each, and so gate and up of the same numbers. The right operand is a tile of N
@@ -27,9 +29,10 @@ struct Tile {
     static constexpr int ROOM = (BLOCKS == 1 ? 224 : BLOCKS == 2 ? 110 : BLOCKS == 3 ? 74 : 55) << 10;
 
     static constexpr int WARPS = 4 * GROUPS, X_WARPS = N >= 64 ? 2 : 1;
+    static constexpr bool WGMMA = N >= 64;   // else mma.sync, which costs less beside few products
     static constexpr bool SHARES = N >= 64;  // registers go from warps that copy to those that multiply
     static constexpr int COPYING = SHARES ? 128 : 64, THREADS = 32 * WARPS + COPYING;
-    static constexpr int AT_FIRST = 65536 / BLOCKS / THREADS / 8 * 8, COPIERS = N >= 256 ? 72 : 40;
+    static constexpr int AT_FIRST = 65536 / BLOCKS / THREADS / 8 * 8, COPIERS = N >= 256 ? 96 : 56;
     static constexpr int MULTIPLIERS = (AT_FIRST * THREADS - COPIERS * COPYING) / (32 * WARPS) / 8 * 8;
 
     using Maker = PackedMaker<Packed, 2>;
@@ -62,12 +65,12 @@ static __device__ __forceinline__ void multiply_all(const Operands& given, const
     __shared__ uint64_t barriers[2 * (STAGES + PACKETS)];
     const uint32_t base = (shared_address(dynamic) + 1023) & ~1023u;
     unsigned char* const aligned = dynamic + (base - shared_address(dynamic));
-    // BARRIER full: of a stage of x. Each of the X_WARPS warps that copy x arrives once for each filling, after `__syncwarp`, when
-    // all its lanes' copies have ended and they have told the other proxy; it fills the stage again only when it has waited for
-    // `empty`, and all groups are not done with a stage before they have waited for it: each waits for all phases, in order.
-    // BARRIER empty: of a stage of x. One thread of each group arrives once for each filling, when the group's products with it
-    // have ended; the warps that copy x wait, for all phases, in order, and fill only then. A group has to wait for that filling
-    // before it can arrive again.
+    // BARRIER full: of a stage of x. Each lane of the X_WARPS warps that copy x arrives once for each filling, when its copies have
+    // ended; it fills the stage again only when it has waited for `empty`, and the warps that multiply are not done with a stage
+    // before they have waited for it: each waits for all phases, in order.
+    // BARRIER empty: of a stage of x. By wgmma one thread of each group arrives once for each filling, when the group's products
+    // with it have ended, by mma.sync one of each warp, when its have; the warps that copy x wait, for all phases, in order, and
+    // fill only then. Whoever arrives has to wait for that filling before it can arrive again.
     const uint32_t full = shared_address(barriers), empty = full + 8 * STAGES;
     // BARRIER raw_full: of a stage of packets. One thread arrives, that expects the bytes which its warp copies, when `raw_empty`
     // let it; each warp that makes elements waits, for all phases, in order.
@@ -81,8 +84,8 @@ static __device__ __forceinline__ void multiply_all(const Operands& given, const
     const auto item_of = [&](int item) { return Item{tiles[item / in_tile], item % in_tile * OUTPUTS}; };
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
-            barrier_init(full + 8 * i, Memory::X_WARPS);
-            barrier_init(empty + 8 * i, Memory::GROUPS);
+            barrier_init(full + 8 * i, 32 * Memory::X_WARPS);
+            barrier_init(empty + 8 * i, Memory::WGMMA ? Memory::GROUPS : WARPS);
         }
         for (int i = 0; i < PACKETS; ++i) {
             barrier_init(raw_full + 8 * i, 1);
@@ -117,15 +120,9 @@ static __device__ __forceinline__ void multiply_all(const Operands& given, const
                 }
             }
         } else if (warp <= WARPS + Memory::X_WARPS) {  // copies x: a lane 8 elements of K, of every ROWS-th position
-            constexpr int ROWS = 4 * Memory::X_WARPS, EACH = N / ROWS, LATE = STAGES - 2;
+            constexpr int ROWS = 4 * Memory::X_WARPS, EACH = N / ROWS;
             const int thread = threadIdx.x - 32 * WARPS - 32, row = thread / 8, piece = thread % 8;
-            int stage = 0, parity = 1, sent = 0, told = 0;
-            const auto tell = [&] {  // that the oldest stage, of those not told of, is there
-                publish_to_wgmma();
-                __syncwarp();
-                if (lane == 0) barrier_arrive(full + 8 * told);
-                if (++told == STAGES) told = 0;
-            };
+            int stage = 0, parity = 1;
             for (int item = blockIdx.x; item < items; item += gridDim.x) {
                 const int4 tile = item_of(item).tile;
                 uint32_t from[EACH];  // in eights of elements
@@ -149,19 +146,11 @@ static __device__ __forceinline__ void multiply_all(const Operands& given, const
                                        inside);
                     }
                     if (box % BOXES == BOXES - 1 || box == boxes - 1) {
-                        commit_copies();
+                        barrier_arrive_after_copies(full + 8 * stage);
                         if (++stage == STAGES) stage = 0, parity ^= 1;
-                        if (sent == LATE) {
-                            wait_for_copies<LATE>();
-                            tell();
-                        } else {
-                            ++sent;
-                        }
                     }
                 }
             }
-            wait_for_copies<0>();
-            for (int i = 0; i < sent; ++i) tell();
         }
         return;
     }
@@ -170,15 +159,45 @@ static __device__ __forceinline__ void multiply_all(const Operands& given, const
     const unsigned char* const own_packets = aligned + Memory::RAW_AT + warp * 2 * Memory::PANEL_BYTES;
     unsigned char* const scales = aligned + Memory::SCALES_AT + warp * Memory::Maker::SCALES;
     int stage = 0, parity = 0, before = 0, ring = 0, ring_parity = 0;  // ring: of packets
-    const auto release = [&](int done) {
-        if (threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * done);
-    };
     uint32_t a[2][16];
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
         float acc[N / 2];
         Item own = item_of(item);  // used when all is multiplied: till then it has come
-        const auto multiply = [&](const uint32_t(&made)[16], int box) {  // 64 elements of K
+        if (!Memory::WGMMA)
+#pragma unroll
+            for (int i = 0; i < N / 2; ++i) acc[i] = 0.0f;
+        // How often who is done arrives: once, but computed of sums. An arrival does not wait for loads that are under way, and the
+        // copy that it lets begin may overtake them; sums wait for all that they are made of.
+        const auto once = [&] {
+            uint32_t sums = 0;
+#pragma unroll
+            for (int i = 0; i < N / 2; i += 4) sums |= __float_as_uint(acc[i]);
+            return 1 + (sums & static_cast<uint32_t>(given.inputs >> 31));  // which is 0, as the compiler does not know
+        };
+        const auto release = [&](int done) {
+            if (Memory::WGMMA && threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * done);
+            if (!Memory::WGMMA && lane == 0) barrier_arrive(empty + 8 * done, once());
+        };
+        const auto multiply_few = [&](const uint32_t(&made)[16], int box) {  // 64 elements of K, by mma.sync
             if (box % BOXES == 0) barrier_wait(full + 8 * stage, parity);
+            const uint32_t own_row = base + stage * Memory::STAGE + box % BOXES * Memory::BOX + lane % 8 * 128;
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+#pragma unroll
+                for (int j = 0; j < N / 8; ++j) {
+                    uint32_t b[4];
+                    load_matrices(b, own_row + j * 1024 + ((4 * half + lane / 8 ^ lane % 8) << 4));
+#pragma unroll
+                    for (int k = 0; k < 2; ++k)
+                        mma(reinterpret_cast<float(&)[4]>(acc[4 * j]),
+                            reinterpret_cast<const uint32_t(&)[4]>(made[8 * half + 4 * k]), b[2 * k], b[2 * k + 1]);
+                }
+        };
+        const auto multiply = [&](const uint32_t(&made)[16], int box) {  // the same by wgmma
+            if (box % BOXES == 0) {
+                barrier_wait(full + 8 * stage, parity);
+                publish_to_wgmma();  // what others have copied
+            }
             const uint64_t b = further(start, stage * (Memory::STAGE / 16) + box % BOXES * (Memory::BOX / 16));
             wgmma_begin();
 #pragma unroll
@@ -195,7 +214,7 @@ static __device__ __forceinline__ void multiply_all(const Operands& given, const
         };
         const auto release_packets = [&] {
             __syncwarp();
-            if (lane == 0) barrier_arrive(raw_empty + 8 * ring);
+            if (lane == 0) barrier_arrive(raw_empty + 8 * ring, Memory::WGMMA ? 1 : once());
             if (++ring == PACKETS) ring = 0, ring_parity ^= 1;
         };
         int box = 0;
@@ -206,12 +225,16 @@ static __device__ __forceinline__ void multiply_all(const Operands& given, const
 #pragma unroll
             for (int quarter = 0; quarter < 4; ++quarter) {
                 maker.make(a[quarter % 2], quarter);
-                multiply(a[quarter % 2], box + quarter);
-                // With one kind of wait in the loop ptxas puts every wgmma behind the one before it (C7514).
-                if (quarter < 3 || box + 4 < boxes)
-                    wgmma_wait<1>();
-                else
-                    wgmma_wait<0>();
+                if constexpr (Memory::WGMMA) {
+                    multiply(a[quarter % 2], box + quarter);
+                    // With one kind of wait in the loop ptxas puts every wgmma behind the one before it (C7514).
+                    if (quarter < 3 || box + 4 < boxes)
+                        wgmma_wait<1>();
+                    else
+                        wgmma_wait<0>();
+                } else {
+                    multiply_few(a[quarter % 2], box + quarter);
+                }
                 go_on(box + quarter);
             }
             release_packets();
@@ -222,14 +245,20 @@ static __device__ __forceinline__ void multiply_all(const Operands& given, const
 #pragma unroll 1
             for (int quarter = 0; box + quarter < boxes; ++quarter) {
                 maker.make(a[0], quarter);
-                multiply(a[0], box + quarter);
-                wgmma_wait<0>();
+                if constexpr (Memory::WGMMA) {
+                    multiply(a[0], box + quarter);
+                    wgmma_wait<0>();
+                } else {
+                    multiply_few(a[0], box + quarter);
+                }
                 go_on(box + quarter);
             }
             release_packets();
         }
-        wgmma_wait<0>();
-        wgmma_keep(acc);
+        if constexpr (Memory::WGMMA) {
+            wgmma_wait<0>();
+            wgmma_keep(acc);
+        }
         if (boxes % BOXES != 0) {  // the last stage is not full
             before = stage;
             if (++stage == STAGES) stage = 0, parity ^= 1;
