@@ -130,7 +130,7 @@ class ExpertTrial:
     def _weights(self, rng: np.random.Generator, format_: Format, rows: int, columns: int) -> Weights:
         device = self.device
         if format_.packed:
-            raw, numbers = weights_of(format_, rows, columns)
+            raw, numbers = weights_of(format_, rows, columns, device.element)
             return Weights(
                 packed(device, format_, raw, columns), rounded(numbers, device.element).astype(np.float64)
             )
