@@ -28,9 +28,9 @@ struct Tile {
     static constexpr int BOXES = N >= 64 ? 1 : N >= 32 ? 2 : 4, STAGES = N == 128 ? 5 : N == 64 ? 4 : 3;
     static constexpr int ROOM = (BLOCKS == 1 ? 224 : BLOCKS == 2 ? 110 : BLOCKS == 3 ? 74 : 55) << 10;
 
-    static constexpr int WARPS = 4 * GROUPS, X_WARPS = N >= 64 ? 2 : 1;
+    static constexpr int WARPS = 4 * GROUPS, X_WARPS = N >= 128 ? 2 : 1;
     static constexpr bool WGMMA = N >= 64;   // else mma.sync, which costs less beside few products
-    static constexpr bool SHARES = N >= 64;  // registers go from warps that copy to those that multiply
+    static constexpr bool SHARES = N >= 128;  // registers go from warps that copy to those that multiply
     static constexpr int COPYING = SHARES ? 128 : 64, THREADS = 32 * WARPS + COPYING;
     static constexpr int AT_FIRST = 65536 / BLOCKS / THREADS / 8 * 8, COPIERS = N >= 256 ? 96 : 56;
     static constexpr int MULTIPLIERS = (AT_FIRST * THREADS - COPIERS * COPYING) / (32 * WARPS) / 8 * 8;

@@ -53,7 +53,7 @@ class ExpertTile:
         """Threads of a block."""
         if self.by is not Multiplier.STAYING:
             return 32 * self.warps(format_)
-        copying = 128 if self.rows >= 64 else 64
+        copying = 128 if self.rows >= 128 else 64
         return 32 * self.warps(format_) + copying
 
     @property
