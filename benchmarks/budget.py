@@ -279,12 +279,13 @@ def recorded(model: Model, inputs: StepInputs, shape: StepShape) -> list[tuple[s
         norms = noted(addition.norms, "rms_norm")
         return replace(addition, product=noted(addition.product, name), norms=norms)
 
-    kept = model.shared, model.layers, model.head
+    kept = model.shared, model.layers, model.head, model.projection
     model.shared = Shared(
         embedding=noted(model.shared.embedding), norms=noted(model.shared.norms, "rms_norm"),
         logit_scale=noted(model.shared.logit_scale, "scale_logits"), sampler=noted(model.shared.sampler),
+        inputs=noted(model.shared.inputs, "layer inputs"),
     )  # fmt: skip
-    model.head = noted(model.head, "head")
+    model.head, model.projection = noted(model.head, "head"), noted(model.projection, "layer inputs")
     model.layers = tuple(
         replace(
             layer,
@@ -293,15 +294,18 @@ def recorded(model: Model, inputs: StepInputs, shape: StepShape) -> list[tuple[s
                 output=noted(layer.kernels.output, "output"),
                 gate_up=noted(layer.kernels.gate_up, "gate_up and swiglu"),
                 down=noted(layer.kernels.down, "down"), mixture=mixture_of(layer), few=in_few_rows(layer),
+                input_gate=noted(layer.kernels.input_gate, "input gate"),
+                input_up=noted(layer.kernels.input_up, "input up"),
             ),
             attended=added(layer.attended, "output"), fed=added(layer.fed, "down"),
+            given=added(layer.given, "input up"),
         )
         for layer in model.layers
     )  # fmt: skip
     try:
         queue(model, inputs, shape)
     finally:
-        model.shared, model.layers, model.head = kept
+        model.shared, model.layers, model.head, model.projection = kept
     return calls
 
 

@@ -20,12 +20,13 @@ from benchmarks.kernels import Bench
 from nightmill.worker.model.spec import Activation, Experts, RouterScores
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer, Format, Matrix
-from nightmill.worker.runners.gpu.experts.combine import Combine, Ending
+from nightmill.worker.runners.gpu.experts.combine import Combine
 from nightmill.worker.runners.gpu.experts.grouped import Given, GroupedProducts
 from nightmill.worker.runners.gpu.experts.room import ExpertRoom
 from nightmill.worker.runners.gpu.experts.route import Routing
 from nightmill.worker.runners.gpu.experts.tiles import ExpertTile, tiles_for
 from nightmill.worker.runners.gpu.products.fp8.quantise import Quantise
+from nightmill.worker.runners.gpu.rows.norms import Ending
 from nightmill.worker.runners.gpu.weights.layout import NormWeight
 from nightmill.worker.runners.gpu.weights.router import part_rows
 from tests.support.packed_weights import packed, weights_of

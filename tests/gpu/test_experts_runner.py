@@ -32,10 +32,11 @@ from tests.support.driving import BLOCK, Chunk, Cuda, HasLogits, Pages, Referenc
 from tests.support.engines import NoText
 from tests.support.expert_cases import GPU_EXPERT_FILES
 from tests.support.family_cases import file_of
-from tests.support.ggufs import spec_tensors
+from tests.support.ggufs import half_tensors
 from tests.tiny import EXPERTS, expected, unpacked
 
 CONTEXT, PROMPT, DECODED = 256, 80, 8
+CLEAR = 6e-3  # least distance
 Array = npt.NDArray[Any]
 TINY = EXPERTS
 PRECISIONS = {"half": Precision(), "weights as in the file": Precision(weights=WeightsFormat.FILE)}
@@ -52,8 +53,7 @@ Bits = dict[str, tuple[tuple[int, ...], bytes]]
 def test_logits_agree_with_the_reference_runner(name: str, prompt: str, tmp_path: Path) -> None:
     """A prompt, then a few tokens one by one, of weights that half holds exactly."""
     keys, like = GPU_EXPERT_FILES[name]
-    halves = {one: array.astype(np.float16).astype(np.float32) for one, array in spec_tensors(like).items()}
-    file = file_of(tmp_path, keys, like, **halves)
+    file = file_of(tmp_path, keys, like, **half_tensors(like))
     spec = read_spec(file)
     text = clear_text(file, spec, PROMPT + DECODED)
     chunks, start = [], 0
@@ -99,13 +99,15 @@ def clear_text(file: GgufFile, spec: ModelSpec, length: int) -> list[int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference_model, "choose", noting)
         reference = Reference(file, spec, kv_pages=CONTEXT // BLOCK, page_size=BLOCK, slots=1)
-        for seed in range(16):
+        for seed in range(64):
+            if seed >= 16 and best > CLEAR:
+                break
             text = np.random.default_rng(seed).integers(0, spec.vocab, length).tolist()
             margins.clear()
             logits_of(reference, Pages(1, CONTEXT // BLOCK), [Chunk(0, text, 0, length, length)], admit=True)
             if min(margins) > best:
                 best, found = min(margins), text
-    assert best > 6e-3, "no text is clear"
+    assert best > CLEAR, "no text is clear"
     return found
 
 

@@ -1,4 +1,4 @@
-"""Weights that stay as they are in the file: products by every kernel have the bits of those over elements."""
+"""Weights as they are in the file: by every kernel, products have the bits of those of elements."""
 
 from collections.abc import Sequence
 from contextlib import closing

@@ -65,7 +65,7 @@ ANYWHERE = SAMPLING | {"embed", "gather_rows", "rms_norm_1", "library"}
 ATTENTION = {"decode_attention_8_2", "decode_attention_8_4", "split_attention_8"}
 PER_KIND = {
     HOPPER: {"hopper_attention", "few_qkv_1", "few_residual", "few_swiglu_1"},
-    AMPERE: {"prefill_attention", "qkv_rope_write", "swiglu"},
+    AMPERE: {"prefill_attention", "qkv_rope_write", "few_qkv_1", "few_residual", "few_swiglu_1", "swiglu"},
 }
 
 

@@ -99,6 +99,24 @@ def test_a_padded_step_has_empty_pieces_behind_its_own(
     assert arrays.tolist() == [[0, 1, 2, 0, 0], [1, 1, 1, 0, 0], [6, 2, 4, 0, 0], [15, 11, 13, 0, 0]]
 
 
+def test_a_padded_step_with_guesses_has_a_piece_for_each_sequence(
+    hopper: RecordedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[np.ndarray] = []
+    monkeypatch.setattr(Device, "copy_in", lambda device, address, array: sent.append(array.copy()))
+    with Device() as device:
+        bounds = StepBounds(max_tokens=64, max_draws=64, slots=8, table_width=4, max_pieces=8, states=True)
+        buffers = StepBuffers(device, bounds, padding_page=9, depth=1)
+        drawn = [
+            Chunk(slot, TEXT, 9 + place, 1, drawn=True) for slot, place in ((6, 0), (2, 3), (2, 4), (2, 5))
+        ]
+        inputs = buffers.write_padded(0, batch(*drawn), 5, np.zeros((0, 4), dtype=np.int32), 0, again=True)
+        first = (inputs.pieces_of_states.drawn.first_rows - buffers._packed) // 4
+        arrays = sent[-1][first : first + 20].reshape(4, 5)
+    assert inputs.pieces_of_states.drawn.count == 5
+    assert arrays.tolist() == [[0, 1, 0, 0, 0], [1, 3, 0, 0, 0], [6, 2, 0, 0, 0], [9, 12, 0, 0, 0]]
+
+
 def test_states_are_copied_before_a_step_and_after_it(
     hopper: RecordedDriver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -127,9 +145,11 @@ def test_states_are_copied_before_a_step_and_after_it(
             Admission(2, (1, 2), GREEDY, 0, snapshot=NO_SNAPSHOT),
             Admission(6, (1, 2), GREEDY, 0, snapshot=1),
         )
-        runner.launch(replace(step, admissions=admissions, snapshots=((5, 0),)))
+        runner.launch(
+            replace(step, admissions=admissions, snapshots=((5, 0),), keeps=((3, 1),), restores=((7, 0),))
+        )
         runner.collect()
-        assert copied == [[[9, 5], [9, 6]], [[5, 8]]]
+        assert copied == [[[9, 5], [9, 6], [8, 7], [3, 9]], [[5, 8]]]
         places = [index for index, name in enumerate(done) if name == "copy_states"]
         assert len(places) == 2
         assert places[0] < done.index("gather_tokens") < done.index("delta_recurrent") < places[1]

@@ -12,7 +12,7 @@ from nightmill.worker.runners.gpu.attention.latent_rows import LatentRoom
 from nightmill.worker.runners.gpu.device.device import Arena, Device, aligned
 from nightmill.worker.runners.gpu.device.operands import BYTE, ELEMENT, FLOAT, INT, Buffer
 from nightmill.worker.runners.gpu.experts.room import ExpertRoom
-from nightmill.worker.runners.gpu.kinds import layer_kinds, mixer_sizes
+from nightmill.worker.runners.gpu.kinds import kinds_of, mixer_sizes
 from nightmill.worker.runners.gpu.precision import HALF, Precision
 from nightmill.worker.runners.gpu.products.formats import ModelFormats
 from nightmill.worker.runners.gpu.rows.norms import only_rms_norms
@@ -88,6 +88,8 @@ class Activations:
     quantised: Buffer  # what enters a product with rounded weights, if it was elements
     gates: Buffer  # of attention, elements
     controls: Buffer  # of mixers with states, float
+    inputs: Buffer  # of layers for the token itself, those of all layers in a row, elements
+    input_gate: Buffer  # and what a layer multiplies with its own, elements
     work: Buffer  # what kernels of such mixers hand on among them, bytes
     expert_work: Buffer  # what those of experts do (`experts/room.py`), bytes
 
@@ -137,7 +139,8 @@ def _arrays(spec: ModelSpec, precision: Precision, max_tokens: int, max_draws: i
     room = [one | {"mixed": max(one["mixed"], one["made"])} for one in widths]
     whole = any(attention.qk_norm_whole for attention in spec.attentions)
     controls = max(one["controls"] for one in widths)
-    adds = any(Kind.ADDEND in layer_kinds(layer) for layer in spec.layers)
+    adds = Kind.ADDEND in kinds_of(spec)
+    given = 0 if spec.layer_inputs is None else spec.layer_inputs.width
     rounded = ModelFormats(spec, precision).rounded
     read = ELEMENT if rounded is None else rounded.activations
     # What makes controls, and routers, are elements.
@@ -162,6 +165,8 @@ def _arrays(spec: ModelSpec, precision: Precision, max_tokens: int, max_draws: i
             (tokens * (rounded is not None), max(widest, spec.width)), read, rounded is not None
         ),
         "controls": _Array((tokens, controls), FLOAT),
+        "inputs": _Array((tokens, given * len(spec.layers)), ELEMENT),
+        "input_gate": _Array((tokens, given), ELEMENT),
         "work": _Array((max(StateMixers.workspace(spec, tokens), LatentRoom.workspace(spec, tokens)),), BYTE),
         "expert_work": _Array((ExpertRoom.workspace(spec, tokens, fp8=rounded is not None),), BYTE),
     }

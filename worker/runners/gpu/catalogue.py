@@ -24,6 +24,7 @@ from nightmill.worker.runners.gpu.precision import HALF, Precision
 from nightmill.worker.runners.gpu.products.formats import ModelFormats
 from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.rows.embedding import Embedding
+from nightmill.worker.runners.gpu.rows.layer_inputs import LayerInputRows
 from nightmill.worker.runners.gpu.rows.logits import LogitScale
 from nightmill.worker.runners.gpu.rows.norms import Norms
 from nightmill.worker.runners.gpu.rows.pooling import PooledSums
@@ -54,11 +55,21 @@ class Launcher(Protocol):
 
 
 _LAUNCHERS: tuple[type[Launcher], ...] = (
-    Embedding, Norms, Activate, Rotation, LogitScale, PooledSums, DecodeAttention, HopperPrefill,
-    PortablePrefill, HopperWide, WideDecode, GeneralDecode, LatentKernels, StateMixers, States, Routing,
-    Combine, Sampler, Dequantizer,
+    Embedding, LayerInputRows, Norms, Activate, Rotation, LogitScale, PooledSums, DecodeAttention,
+    HopperPrefill, PortablePrefill, HopperWide, WideDecode, GeneralDecode, LatentKernels, StateMixers, States,
+    Routing, Combine, Sampler, Dequantizer,
 )  # fmt: skip
-_LAST = (Norms, Activate, Rotation, PortablePrefill, LatentKernels, StateMixers, Routing, GroupedProducts)
+_LAST = (
+    LayerInputRows,
+    Norms,
+    Activate,
+    Rotation,
+    PortablePrefill,
+    LatentKernels,
+    StateMixers,
+    Routing,
+    GroupedProducts,
+)
 
 
 def sources_for(spec: ModelSpec, precision: Precision, *, hopper: bool) -> list[Source]:

@@ -27,8 +27,8 @@ class LayerKinds(NamedTuple):
     """Kinds of a layer's products, beside that of queries, keys and values, which is PLAIN.
 
     RESIDUAL where a product is added to the residual stream as it is; ADDEND where a bias, a norm or a scale
-    comes between. PLAIN where the activation is no part of gate and up. None where the layer has none;
-    experts have products of their own.
+    comes between, or after. PLAIN where the activation is no part of gate and up. None where the layer has
+    none; experts have products of their own.
     """
 
     output: Kind | None
@@ -121,8 +121,10 @@ def kinds_of(spec: ModelSpec) -> frozenset[Kind]:
     found = {kind for layer in spec.layers for kind in layer_kinds(layer) if kind is not None}
     found |= {kind for experts in spec.experts for kind in _around_experts(experts)}
     controls = any(mixer_sizes(layer.mixer).controls for layer in spec.layers)
-    return frozenset((Kind.PLAIN, Kind.FLOAT, *([Kind.ADDEND] if controls else []))) | found
+    adds = controls or spec.layer_inputs is not None
+    return frozenset((Kind.PLAIN, Kind.FLOAT, *([Kind.ADDEND] if adds else []))) | found
 
 
 def _added(layer: LayerSpec, after: Norm | None, *, bias: bool) -> Kind:
-    return Kind.ADDEND if after is not None or bias or layer.residual_scale != 1.0 else Kind.RESIDUAL
+    plain = after is None and not bias and layer.residual_scale == 1.0 and not layer.output_scale
+    return Kind.RESIDUAL if plain else Kind.ADDEND

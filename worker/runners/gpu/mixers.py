@@ -65,7 +65,7 @@ class AttentionMixer:
     plan: int = 0
 
     entering_is_enough = True
-    """Whether a step that draws nothing may end after `enter` of the last layer: later ones miss nothing."""
+    """True if a step that draws nothing may end after `enter` of the last layer: later ones miss nothing."""
 
     def enter(self, x: Buffer, layer: MixedLayer, inputs: StepInputs, rows: int) -> None:
         """Queue queries, keys, values and gates of x (rows, width)."""

@@ -50,6 +50,7 @@ from nightmill.worker.runners.gpu.products.chooser import Products
 from nightmill.worker.runners.gpu.products.formats import ModelFormats
 from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.rows.embedding import Embedding
+from nightmill.worker.runners.gpu.rows.layer_inputs import LayerInputRows
 from nightmill.worker.runners.gpu.rows.logits import LogitScale
 from nightmill.worker.runners.gpu.rows.norms import Norms
 from nightmill.worker.runners.gpu.rows.pooling import PooledSums
@@ -208,7 +209,7 @@ class CudaRunner:
         cache = KvCache.allocate(device, spec, pages)
         self._states = States(device, spec, slots=slots, snapshots=self.snapshots, depth=self.depth)
         mixers = Mixers(device, spec, products, activate, attentions, at, max_context=context)
-        experts = ExpertLaunchers.of(device, spec, precision, padding=slots)
+        experts = ExpertLaunchers.of(device, spec, precision, norms, padding=slots)
         launchers = Launchers(products, norms, activate, mixers, experts)
         layers = bind_layers(device, spec, weights, cache, self._states, at, launchers)
         sampler = Sampler(device, spec.vocab, max_rows=LOGIT_ROWS)
@@ -216,7 +217,8 @@ class CudaRunner:
         self._masks = MaskBuffers(device, vocab=spec.vocab, rows=LOGIT_ROWS, depth=self.depth)
         self._steps = StepBuffers(device, bounds, padding_page=pages - 1, depth=self.depth)
         embedding = Embedding(device, spec.vocab, spec.embedding_scale)
-        shared = Shared(embedding, norms, LogitScale(device, spec), sampler)
+        given = None if spec.layer_inputs is None else LayerInputRows(device, spec)
+        shared = Shared(embedding, norms, LogitScale(device, spec), sampler, given)
         self._pooled = PooledSums(device, spec, slots=slots, depth=self.depth)
         self._model = Model(spec, weights, shared, layers, products, self._slots.address, cache.tokens, at)
         self._drawn = [device.pinned(self.max_draws, np.int32) for _ in range(self.depth)]
@@ -244,7 +246,7 @@ class CudaRunner:
             )
         turn, self._turn = self._turn, (self._turn + 1) % self.depth
         self._slots.admit(batch.admissions, turn)
-        self._states.begin(batch.admissions, turn)
+        self._states.begin(batch, turn)
         self._waits_for_masks = len(masked_draws(batch.draws)) > 0
         replays = self._graphs and len(batch.slots) == batch.drawn == len(batch.draws)
         launch = self._replay(turn, batch) if replays else self._launch_kernels(turn, batch)
@@ -388,7 +390,7 @@ class CudaRunner:
         graph = None if apart or again else self._graphs.get((size, rooms))
         if graph is None:
             graph = self._rarer_graph(size, rooms, not apart, again)
-        inputs = self._steps.write_padded(turn, batch, size, pieces, rooms)
+        inputs = self._steps.write_padded(turn, batch, size, pieces, rooms, again=again)
         shape = decode_shape(size, rooms, again=again)
         graph.launch()
         if apart and not self._waits_for_masks:

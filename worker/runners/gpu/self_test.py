@@ -133,6 +133,8 @@ def checked_products(
             (output, kernels.output, weights.attn_output, at.x, None),
             (Role.GATE_UP, gate_up, weights.gate_up, inner, gated),
             (Role.FFN_DOWN, kernels.down, weights.ffn_down, at.x, None),
+            (Role.INPUT_GATE, kernels.input_gate, weights.input_gate, at.input_gate, None),
+            (Role.INPUT_UP, kernels.input_up, weights.input_up, at.added, None),
         ):
             if product is not None and not matrix.format.plain:
                 rows = FileRows(file, own[role], rows_of(used, role))
@@ -146,6 +148,11 @@ def checked_products(
             yield from _of_experts(kernels.mixture, weights, spec, file, index)
         if qkv is not None and qkv.takes_packed and isinstance(used, Attention) and used.rope.magnitude == 1:
             yield _fused_qkv(device, model, spec, file, index)
+    made = model.weights.layer_projection
+    if model.projection is not None and not made.format.plain:
+        rows = FileRows(file, spec.weights()[Role.LAYER_PROJECTION])
+        name = _name(Role.LAYER_PROJECTION, made, None)
+        yield CheckedProduct(name, model.projection, made, at.inputs, None, rows)
     head = model.weights.head
     if not head.format.plain:
         role = Role.EMBEDDING if spec.tied_head else Role.HEAD

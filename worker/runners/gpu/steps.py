@@ -143,7 +143,7 @@ class StepInputs:
 
 
 NO_INPUTS = StepInputs(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
-"""Those of no step."""
+"""Inputs whose addresses are all null, for launches outside a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,11 +242,13 @@ class StepBuffers:
         return self._with_kinds(turn, replace(inputs, pieces_of_states=through), batch, 0)
 
     def write_padded(
-        self, turn: int, batch: StepBatch, size: int, pieces: Sequence[IntArray], rooms: Sequence[int]
-    ) -> StepInputs:
-        """Queue a batch in which every sequence decodes one token and draws the next, padded to `size`.
+        self, turn: int, batch: StepBatch, size: int, pieces: Sequence[IntArray], rooms: Sequence[int],
+        *, again: bool = False,
+    ) -> StepInputs:  # fmt: skip
+        """Queue a batch in which a draw follows every token, which was drawn or guessed, padded to `size`.
 
         pieces  by plan, for the contexts of `padded_lengths`, padded to `rooms`
+        again   a sequence may have several of the tokens
         """
         count = len(batch.slots)
         offsets, words = _layout(size, size, size, 0, sum(rooms), size * self._states)
@@ -273,9 +275,13 @@ class StepBuffers:
             first += 4 * room
         if self._states:
             states = host[offsets[10] : offsets[10] + 4 * size].reshape(4, size)
-            states[:, count:] = 0
-            ones = np.ones(count, dtype=np.int32)
-            states[:, :count] = self._numbers[:count], ones, batch.slots, batch.positions
+            if again:
+                through = state_pieces(batch).arrays
+            else:
+                ones = np.ones(count, dtype=np.int32)
+                through = np.stack([self._numbers[:count], ones, batch.slots, batch.positions])
+            used = through.shape[1]
+            states[:, :used], states[:, used:] = through, 0
         tables = self._host_tables[turn]
         width = batch.page_tables.shape[1]
         tables[:count, :width] = batch.page_tables

@@ -74,7 +74,7 @@ def attention_workspace(
             needed += DecodeAttention.workspace(
                 first, max_context=max_context, multiprocessors=multiprocessors
             )
-        elif WideDecode.suits(first):
+        elif WideDecode.suits(first) and kv is KvFormat.ELEMENT:
             needed += WideDecode.workspace(first)
         if HopperPrefill.suits(first, hopper=hopper):
             sizes = {"slots": slots, "max_context": max_context, "max_tokens": max_tokens}
