@@ -25,7 +25,7 @@ class Multiplier(Enum):
     MMA = "grouped"
     WGMMA = "hopper_grouped"
     STAYING = "packed_experts"
-    """By wgmma, with blocks that stay and take tiles one after the other."""
+    """Of packed weights, with blocks that stay and take tiles one after the other; few positions by mma.sync."""
 
 
 @dataclass(frozen=True, slots=True)
