@@ -1,4 +1,4 @@
-"""Packed weights without a GPU: kernels that repack and unpack, compiled for the host, against `gguf`."""
+"""Packed weights without a GPU: kernels that repack and unpack, compiled for the host, against NumPy."""
 
 import ctypes
 import shutil
@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
 
 from nightmill.worker.runners.gpu.device.compiler import kernel_directory
 from nightmill.worker.runners.gpu.device.element import Element
@@ -21,9 +20,10 @@ from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.shapes import Kind, Shape
 from nightmill.worker.runners.gpu.weights.repacker import Repacker
 from tests.support.blocks import random_blocks
-from tests.support.elements import as_words, rounded, without_signs_of_zeros
+from tests.support.elements import as_words, from_words, rounded, without_signs_of_zeros
 from tests.support.needs import Need, missing
 from tests.support.operands import fetched, poisoned
+from tests.support.packed_elements import as_packed_words
 from tests.unit.runners.host_kernels import HostDevice, run_packed_on_host
 
 pytestmark = pytest.mark.heavy
@@ -98,7 +98,9 @@ def repacked(
 
 
 @pytest.mark.parametrize("kept", PACKED, ids=lambda kept: kept.name)
-def test_packed_weights_have_the_files_bits(kernels: ctypes.CDLL, element: Element, kept: Format) -> None:
+def test_packed_weights_are_the_elements_of_the_definition(
+    kernels: ctypes.CDLL, element: Element, kept: Format
+) -> None:
     """Rows of two tensors, which end in the middle of a panel, and of a packet where a type allows that."""
     kind = GGMLQuantizationType[kept.name]
     block, size = GGML_QUANT_SIZES[kind]
@@ -106,7 +108,7 @@ def test_packed_weights_have_the_files_bits(kernels: ctypes.CDLL, element: Eleme
     rows, columns, first = 13, 7 * 32 if block == 32 else 512, 5
     blocks = random_blocks(kind, rows * columns // block)
     raw = blocks.reshape(rows, -1)
-    expected = as_words(dequantize(blocks, kind), element).reshape(rows, columns)
+    expected = as_packed_words(blocks, kind, element).reshape(rows, columns)
     matrix = repacked(kernels, kept, raw, columns, first)
     out = aligned((rows + 1) * columns * 2).view(np.uint16).reshape(rows + 1, columns)
     _Index.in_dll(kernels, "gridDim").y = 1  # so that a block goes through both panels
@@ -136,7 +138,8 @@ def test_products_of_few_rows(
     parts, exact = [], []
     for size in (21, 40):
         blocks = random_blocks(GGMLQuantizationType.Q5_1, size * inputs // 32)
-        exact.append(rounded(dequantize(blocks, GGMLQuantizationType.Q5_1).reshape(size, inputs), element))
+        of_part = as_packed_words(blocks, GGMLQuantizationType.Q5_1, element)
+        exact.append(from_words(of_part, element).reshape(size, inputs))
         address = device.upload(repacked(kernels, kept, blocks.reshape(size, -1), inputs))
         parts.append(Matrix(address, size, inputs, kept))
     outputs = sum(part.rows for part in parts)

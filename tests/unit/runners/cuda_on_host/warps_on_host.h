@@ -206,6 +206,17 @@ template <typename Value>
 inline Value __shfl_sync(uint32_t, Value value, int lane) {
     return host::from_lane(value, lane);
 }
+template <typename Choose>
+inline uint32_t reduced(uint32_t value, Choose choose) {
+    for (int mask = 16; mask > 0; mask /= 2) value = choose(value, host::from_lane(value, host::lane() ^ mask));
+    return value;
+}
+inline uint32_t __reduce_max_sync(uint32_t, uint32_t value) {
+    return reduced(value, [](uint32_t a, uint32_t b) { return max(a, b); });
+}
+inline uint32_t __reduce_min_sync(uint32_t, uint32_t value) {
+    return reduced(value, [](uint32_t a, uint32_t b) { return min(a, b); });
+}
 inline uint32_t __ballot_sync(uint32_t, bool mine) {
     host::told[host::now][0] = mine;
     host::meet_warp();

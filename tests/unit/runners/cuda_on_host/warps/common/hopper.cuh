@@ -59,9 +59,20 @@ inline void barrier_expect(uint32_t barrier, int bytes) {
     expected.bytes += bytes, --expected.missing;
     expected.check();
 }
-inline void barrier_arrive(uint32_t barrier) { barrier_expect(barrier, 0); }
+inline void barrier_arrive(uint32_t barrier, int count = 1) {
+    host::Barrier& arrived = host::barriers.at(barrier);
+    arrived.missing -= count;
+    arrived.check();
+}
+inline void barrier_arrive_after_copies(uint32_t barrier) { barrier_arrive(barrier); }
 inline void barrier_wait(uint32_t barrier, int parity) {
     while (host::barriers.at(barrier).parity == parity) host::wait_a_turn();
+}
+inline bool elected() { return host::lane() == 0; }
+inline void load_bytes(uint32_t target, const void* source, int bytes, uint32_t barrier) {
+    memcpy(host::at(target, 16), source, bytes);
+    host::barriers.at(barrier).bytes -= bytes;
+    host::barriers.at(barrier).check();
 }
 inline void group_sync(int group) { host::meet(host::of_warpgroup[group], 128); }
 
