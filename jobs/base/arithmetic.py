@@ -4,6 +4,7 @@ I/O here."""
 import hashlib
 import re
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Self
 from urllib.parse import unquote
 
@@ -39,7 +40,7 @@ class Arithmetic:
     def __str__(self) -> str:
         """Return the name on one line, as stored in SQL: `runner=cuda; device=NVIDIA H200; weights=f16;
         ...`."""
-        return "; ".join(f"{part.name}={_escaped(getattr(self, part.name))}" for part in fields(self))
+        return _name(self)
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -96,3 +97,9 @@ def system_fingerprint(arithmetic: str | None) -> str | None:
 
 def _escaped(value: str) -> str:
     return _UNFIT.sub(lambda found: f"%{ord(found[0]):02X}", value)
+
+
+@lru_cache(maxsize=16)
+def _name(arithmetic: Arithmetic) -> str:
+    """Write a name; a worker asks for the same one with every row."""
+    return "; ".join(f"{part.name}={_escaped(getattr(arithmetic, part.name))}" for part in fields(arithmetic))

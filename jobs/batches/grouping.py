@@ -47,7 +47,7 @@ def characters(value: object, depth: int = _DEPTH) -> int:
         return _CHARACTERS_OF_A_NUMBER
     if depth == 0:
         return 0
-    if isinstance(value, Mapping):
+    if isinstance(value, dict | Mapping):  # the first is known at once
         return sum(characters(part, depth - 1) for part in value.values())
     if isinstance(value, list | tuple):
         return sum(characters(part, depth - 1) for part in value)

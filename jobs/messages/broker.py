@@ -17,7 +17,7 @@ from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.errors import BrokerError, BrokerUnreachableError, MessageError
 from nightmill.jobs.messages.embedded import EmbeddedRedis
 from nightmill.jobs.messages.hanging import ANSWER_SECONDS, HangGuard, SilentBrokerError
-from nightmill.jobs.messages.shards import TASK, read_shard
+from nightmill.jobs.messages.shards import read_shard, task_message
 from nightmill.jobs.messages.tls import split_tls
 from nightmill.jobs.request.fields import HIGHEST_PRIORITY, INTERACTIVE
 
@@ -25,6 +25,7 @@ DEFAULT_QUEUE = "nightmill"
 _DAY = 24 * 60 * 60
 _LANE = "nightmill:interactive"
 _PROBE = "nightmill.probe"
+_SENT_AT_ONCE = 128  # messages in one command
 _LOOK_AT = 4  # messages read at the head of a queue to find a valid one
 
 
@@ -131,17 +132,13 @@ class Broker(Forkable):
             if priority == INTERACTIVE:
                 producer.channel.client.lpush(lane_name(model), *job_ids)
                 return
-            for start in range(0, len(job_ids), size):
-                self.app.send_task(
-                    TASK,
-                    args=[list(job_ids[start : start + size])],
-                    queue=queue_name(model),
-                    # Redis pops 0 first; our highest priority is the most urgent.
-                    priority=HIGHEST_PRIORITY - priority,
-                    producer=producer,
-                    ignore_result=True,
-                    retry=False,
-                )
+            # Celery's own way of sending takes a millisecond of Python for each message.
+            channel, queue, step = producer.channel, queue_name(model), HIGHEST_PRIORITY - priority
+            shards = [job_ids[start : start + size] for start in range(0, len(job_ids), size)]
+            for first in range(0, len(shards), _SENT_AT_ONCE):
+                some = shards[first : first + _SENT_AT_ONCE]
+                messages = [task_message(shard, queue, step) for shard in some]
+                channel.client.lpush(channel._q_for_pri(queue, step), *messages)
 
     def queue_length(self, model: str | None) -> int:
         """Return the number of messages in the queue of `model`."""

@@ -1,7 +1,9 @@
-"""Parsing of messages from the bytes in Redis. Nothing in them is trusted except well-formed job ids."""
+"""Messages as bytes in Redis. Nothing in them is trusted except well-formed job ids."""
 
 import base64
 import json
+import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from nightmill.jobs.base.ids import is_job_id
@@ -40,6 +42,32 @@ def read_shard(message: bytes) -> list[str]:
     if not 1 <= len(job_ids) <= MOST_JOBS:
         raise MessageError(f"names no jobs, or more than {MOST_JOBS:,}")
     return job_ids
+
+
+def task_message(job_ids: Sequence[str], queue: str, priority: int) -> bytes:
+    """Return a message that announces a shard, as kombu's Redis transport reads it (task protocol 2).
+
+    priority  Redis's: 0 is the most urgent
+    """
+    task_id = str(uuid.uuid4())
+    body = json.dumps([[list(job_ids)], {}, {}]).encode()
+    return json.dumps(
+        {
+            "body": base64.b64encode(body).decode(),
+            "content-type": "application/json",
+            "content-encoding": "utf-8",
+            "headers": {"lang": "py", "task": TASK, "id": task_id, "root_id": task_id},
+            "properties": {
+                "body_encoding": "base64",
+                "correlation_id": task_id,
+                # Its key among the unacknowledged: new, so that none is shared.
+                "delivery_tag": str(uuid.uuid4()),
+                "delivery_info": {"exchange": "", "routing_key": queue},  # put back, it comes to its queue
+                "delivery_mode": 2,
+                "priority": priority,
+            },
+        }
+    ).encode()
 
 
 def _parse(text: bytes, fault: str) -> Any:

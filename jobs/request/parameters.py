@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Annotated, Any, Self
 
 from pydantic import (
@@ -350,11 +351,7 @@ class GenerationParams(BaseModel):
         Newer parameters are omitted unless set. So a worker of an older version runs what it can, and the
         fingerprint of a job that an older version entered stays the same.
         """
-        values = self.model_dump(mode="json", exclude={"seed"})
-        for name in _LATER:
-            if getattr(self, name) == getattr(DEFAULTS, name):
-                del values[name]
-        return values
+        return dict(_stored(_Same(self)))
 
     @classmethod
     def read(cls, values: Any) -> Self:
@@ -368,6 +365,32 @@ class GenerationParams(BaseModel):
             return cls.model_validate(known)
         except ValidationError:
             return cls.model_construct(**known)
+
+
+class _Same:
+    """Parameters by which something is remembered: those are meant, and no others that equal them."""
+
+    __slots__ = ("params",)
+
+    def __init__(self, params: GenerationParams) -> None:
+        self.params = params
+
+    def __hash__(self) -> int:
+        return id(self.params)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.params is other.params
+
+
+@lru_cache(maxsize=128)
+def _stored(same: _Same) -> JsonObject:
+    """Build what a row stores; most rows of a batch have the same parameters."""
+    params = same.params
+    values = params.model_dump(mode="json", exclude={"seed"})
+    for name in _LATER:
+        if getattr(params, name) == getattr(DEFAULTS, name):
+            del values[name]
+    return values
 
 
 def _token_id(key: Any) -> Any:

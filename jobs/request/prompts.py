@@ -56,7 +56,9 @@ def check_token_ids(values: Iterable[Any]) -> list[int]:
 
 def check_messages(messages: Any) -> list[JsonObject]:
     """Normalise a chat to messages with a role and a text each; raises InvalidPromptError."""
-    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
+    if not isinstance(messages, list) and (
+        isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable)
+    ):
         raise _bad("messages", f"must be a list of messages, not {json_type(messages)}")
     checked = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
     if not checked:
@@ -65,7 +67,7 @@ def check_messages(messages: Any) -> list[JsonObject]:
 
 
 def _message(message: Any, place: str) -> JsonObject:
-    if not isinstance(message, Mapping):
+    if not isinstance(message, dict | Mapping):
         raise _bad(place, f'must be an object with "role" and "content", not {json_type(message)}')
     role = message.get("role")
     if role is None:

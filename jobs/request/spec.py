@@ -152,7 +152,7 @@ class JobSpec(Options):
             **content,
             "reuse": self.reuse,
             "content_key": None
-            if held is not None  # it has no content yet
+            if held is not None or self.reuse is None  # or it has no content yet
             else content_key(self.reuse, content, params.seed, realm_of(self.asker)),
             "answers": params.answers,
             "request": self.request,
@@ -327,7 +327,9 @@ class JobSpec(Options):
 def _prompt(prompt: Any) -> dict[str, Any]:
     if isinstance(prompt, str):
         return {"text": check_text(prompt), "messages": None}
-    if isinstance(prompt, bytes | Mapping) or not isinstance(prompt, Iterable):
+    if not isinstance(prompt, list) and (
+        isinstance(prompt, bytes | Mapping) or not isinstance(prompt, Iterable)
+    ):
         raise InvalidPromptError(
             f"prompt: must be a text, a list of messages or of token ids, not {type(prompt).__name__}",
             field="prompt",
@@ -337,7 +339,7 @@ def _prompt(prompt: Any) -> dict[str, Any]:
         raise InvalidPromptError("prompt: is empty", field="prompt")
     if is_id(items[0]):
         return {"text": None, "token_ids": check_token_ids(items)}
-    if not isinstance(items[0], Mapping):
+    if not isinstance(items[0], dict | Mapping):
         said = f"prompt[0]: must be a token id (a whole number) or a message, not {json_type(items[0])}"
         raise InvalidPromptError(said, field="prompt[0]")
     return {"text": None, "messages": check_messages(items)}

@@ -11,6 +11,7 @@ from sqlalchemy import Connection, Table, bindparam, delete, insert, select
 
 from nightmill.jobs.base.contract import JobState, StopReason
 from nightmill.jobs.reply.job import Answer
+from nightmill.jobs.sql.named import among
 from nightmill.jobs.sql.tables import AnswerRow, JobRow
 
 ANSWERS = cast(Table, AnswerRow.__table__)
@@ -62,7 +63,7 @@ def forget(connection: Connection, job_ids: Iterable[str]) -> None:
 
 
 # Built once: building a statement takes longer than SQLite takes to execute it.
-_NAMED = AnswerRow.job_id.in_(bindparam("job_ids", expanding=True))
+_NAMED = among(AnswerRow.job_id, "job_ids")
 _READ = select(ANSWERS).where(_NAMED).order_by(AnswerRow.job_id, AnswerRow.number)
 _FORGET = delete(AnswerRow).where(_NAMED)
 _OURS = select(

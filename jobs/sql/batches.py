@@ -33,6 +33,7 @@ from nightmill.jobs.sql.jobs import (
     tokens_read,
 )
 from nightmill.jobs.sql.locks import hold_batches, lock_jobs, refuse_deleting
+from nightmill.jobs.sql.many import insert_jobs
 from nightmill.jobs.sql.patience import long_lasting
 from nightmill.jobs.sql.retrying import retried
 from nightmill.jobs.sql.snapshots import read_jobs
@@ -119,10 +120,7 @@ class BatchStore:
                 rows = _with_known(connection, name, rows)
             priors = sorted({row["prior"] for row in rows if row.get("prior")})
             followers.lock_priors(connection, priors)
-            statement = dialect_insert(connection, JOBS).on_conflict_do_nothing(
-                index_elements=["batch", "row"], index_where=JobRow.row.is_not(None)
-            )
-            connection.execute(statement, rows)
+            insert_jobs(connection, rows, unless_there="row")
             due = followers.settle(connection, priors, self.database.now(), announced=True)
         return None if cancelled else due
 
@@ -188,6 +186,7 @@ class BatchStore:
                 func.coalesce(func.sum(JobRow.reasoning_tokens), 0).label("reasoning_tokens"),
                 func.coalesce(func.sum(JobRow.gpu_seconds), 0.0).label("gpu_seconds"),
                 func.sum(JobRow.energy_joules).label("energy_joules"),
+                func.coalesce(func.sum(JobRow.uncounted_attempts), 0).label("uncounted_attempts"),
             )
             .where(JobRow.batch == name)
             .group_by(*columns)
@@ -204,6 +203,7 @@ class BatchStore:
                     int(row.reasoning_tokens),
                     float(row.gpu_seconds),
                     row.energy_joules,
+                    int(row.uncounted_attempts),
                 )
                 for row in connection.execute(query)
             ]

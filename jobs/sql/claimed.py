@@ -4,18 +4,22 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
 from nightmill.jobs.base.contract import KINDS_OF_ROWS, Constrained, JsonObject, Rendering, is_token_ids
 from nightmill.jobs.errors import InvalidParameterError
 from nightmill.jobs.request.checks import template_variables
-from nightmill.jobs.request.parameters import GenerationParams
+from nightmill.jobs.request.parameters import DEFAULTS, MAX_SEED, GenerationParams
 from nightmill.jobs.request.tools import check_read
+from nightmill.jobs.sql.json_columns import load_json
 from nightmill.jobs.sql.partials import SavedTokens
 
 __all__ = ["Claim", "read_claim", "requested_at"]
 
 log = logging.getLogger(__name__)
+
+_REMEMBERED = 4096  # characters; longer parameters are those of one row
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +30,7 @@ class Claim:
     attempt: int
     prompt: str | None
     messages: list[JsonObject] | None
-    params: GenerationParams  # with its seed
+    params: GenerationParams  # one object for many rows, without their seeds
     priority: int
     deadline_at: datetime | None
     requested_at: datetime | None = None  # submission of the job or its batch: the date for the chat template
@@ -36,6 +40,7 @@ class Claim:
     constrained: Constrained | None = None  # the constraint on the answer
     reuse: str | None = None  # which earlier answers may stand for its own (`jobs.request.reuse`)
     content_key: str | None = None
+    seed: int = 0
     unreadable: str | None = None  # why this version cannot run it, for example as a newer one wrote it
 
 
@@ -47,25 +52,18 @@ def requested_at(created_at: datetime, batch_created_at: datetime | None) -> dat
 def read_claim(row: Any, saved: SavedTokens | None) -> Claim:
     """Parse a claimed row. An unreadable row is a claim, too: it fails alone, and the others of its shard
     run."""
-    params, fault = GenerationParams(), None
-    try:
-        if not isinstance(row.params, Mapping):
-            raise InvalidParameterError("not an object of parameters")
-        params = GenerationParams.parse({**row.params, "seed": row.seed})
-    except InvalidParameterError as error:
-        fault = f"params: {error}"
-    except Exception as error:
-        log.exception("the parameters of job %s could not be read", row.id)
-        fault = f"params: {type(error).__name__}: {error}"
+    params, seed, fault = _params_of(row)
     if not isinstance(row.messages, list | None):
         fault = "messages: not a list"
     if row.prompt_ids is not None and not is_token_ids(row.prompt_ids):
         fault = "prompt_ids: not a list of token ids"
-    constrained = Constrained.read(row.constrained)
-    if row.constrained is not None and (constrained is None or constrained.kind not in KINDS_OF_ROWS):
-        fault = f"constrained: not one of {', '.join(KINDS_OF_ROWS)}"
-    rendering = Rendering.read(row.rendering)
+    constrained = rendering = None
+    if row.constrained is not None:
+        constrained = Constrained.read(row.constrained)
+        if constrained is None or constrained.kind not in KINDS_OF_ROWS:
+            fault = f"constrained: not one of {', '.join(KINDS_OF_ROWS)}"
     if row.rendering is not None:
+        rendering = Rendering.read(row.rendering)
         try:
             template_variables(None if rendering is None else rendering.variables)
             if rendering is not None and rendering.tools is not None:
@@ -85,6 +83,7 @@ def read_claim(row: Any, saved: SavedTokens | None) -> Claim:
         prompt_ids=row.prompt_ids,
         rendering=rendering,
         params=params,
+        seed=seed,
         priority=row.priority,
         deadline_at=row.deadline_at,
         requested_at=requested_at(row.created_at, row.batch_created_at),
@@ -94,3 +93,30 @@ def read_claim(row: Any, saved: SavedTokens | None) -> Claim:
         content_key=row.content_key,
         unreadable=fault,
     )
+
+
+def _params_of(row: Any) -> tuple[GenerationParams, int, str | None]:
+    """Return the parameters of a claimed row, its seed, and what is wrong with them."""
+    stored, seed = row.stored_params, row.seed
+    # Most rows of a batch have the same text of parameters: it is parsed once.
+    parse = _parsed if isinstance(stored, str) and len(stored) <= _REMEMBERED else _parsed.__wrapped__
+    try:
+        params = parse(stored)
+        if type(seed) is not int or not 0 <= seed <= MAX_SEED:
+            GenerationParams.parse({"seed": seed})  # which says what is wrong with it
+            raise InvalidParameterError(f"seed: must be a number from 0 to {MAX_SEED} (got {seed})")
+        return params, seed, None
+    except InvalidParameterError as error:
+        return DEFAULTS, 0, f"params: {error}"
+    except Exception as error:
+        log.exception("the parameters of job %s could not be read", row.id)
+        return DEFAULTS, 0, f"params: {type(error).__name__}: {error}"
+
+
+@lru_cache(maxsize=128)
+def _parsed(stored: str) -> GenerationParams:
+    """Parse a row's column of parameters."""
+    values = load_json(stored)
+    if not isinstance(values, Mapping):
+        raise InvalidParameterError("not an object of parameters")
+    return GenerationParams.parse({**values, "seed": None})

@@ -12,7 +12,7 @@ from itertools import starmap
 from types import MappingProxyType
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, select, update
+from sqlalchemy import Connection, Text, bindparam, cast, select, update
 
 from nightmill.jobs.base.contract import JobState, StopReason, WorkerState
 from nightmill.jobs.sql import answers, embeddings, followers, limits, logprobs, partials, suspects
@@ -20,14 +20,15 @@ from nightmill.jobs.sql.claimed import Claim, read_claim
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.jobs import chunked, mark_unsent
 from nightmill.jobs.sql.locks import lock_ids, lock_jobs
+from nightmill.jobs.sql.named import among
 from nightmill.jobs.sql.outcomes import (
     ADD_COST,
     ADDED,
-    FINISH,
     OF_THE_TEXT,
     Cost,
     Outcome,
     cost_values,
+    finish,
     finish_values,
     told,
 )
@@ -179,9 +180,7 @@ class Claims(RegisteredWorker):
             if cut := [outcome.saved for outcome in plain if outcome.saved is not None]:
                 partials.save(connection, self.worker_id, cut, now)
             if plain:
-                written += connection.execute(
-                    FINISH, [finish_values(outcome, self.worker_id, now) for outcome in plain]
-                ).rowcount
+                written += finish(connection, plain, self.worker_id, now)
             for outcome in outcomes:
                 if outcome.error is not None:
                     written += self._finish_with_error(connection, outcome, now)
@@ -269,7 +268,8 @@ class Claims(RegisteredWorker):
         unordered."""
         rows = connection.execute(claiming, {"claimer": self.worker_id, "claimed_at": now, **named}).all()
         saved: dict[str, SavedTokens] = {}
-        for chunk in chunked(row.id for row in rows):
+        again = [row.id for row in rows if row.attempt > 1]  # no attempt before the first has left any
+        for chunk in chunked(again):
             saved |= partials.find(connection, chunk)
         return [(row, saved.get(row.id)) for row in rows]
 
@@ -287,7 +287,7 @@ class Claims(RegisteredWorker):
         ).one_or_none()
         if row is None:
             return 0
-        values = finish_values(outcome, self.worker_id, now)
+        values = finish_values(outcome, now)
         if not outcome.text and row.text:  # the text of before it was extended, which nothing replaces
             for name in OF_THE_TEXT:
                 values[f"new_{name}"] = getattr(row, name)
@@ -327,7 +327,7 @@ def _claiming(*conditions: Any) -> Any:
             JobRow.prompt_ids,
             JobRow.messages,
             JobRow.rendering,
-            JobRow.params,
+            cast(JobRow.params, Text).label("stored_params"),
             JobRow.constrained,
             JobRow.reuse,
             JobRow.content_key,
@@ -340,7 +340,7 @@ def _claiming(*conditions: Any) -> Any:
     )
 
 
-_NAMED = (JobRow.id.in_(bindparam("job_ids", expanding=True)), JobRow.suspects.is_(None))
+_NAMED = (among(JobRow.id, "job_ids"), JobRow.suspects.is_(None))
 # Locked in the order of their ids, before the transaction changes several of them (see `jobs.sql.locks`).
 _CLAIMABLE = (
     select(JobRow.id, JobRow.answers)

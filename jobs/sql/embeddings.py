@@ -10,6 +10,7 @@ from typing import cast
 from sqlalchemy import Connection, Table, bindparam, insert, select
 
 from nightmill.jobs.base.contract import JobState
+from nightmill.jobs.sql.named import among
 from nightmill.jobs.sql.tables import EmbeddingRow, JobRow
 
 EMBEDDINGS = cast(Table, EmbeddingRow.__table__)
@@ -46,7 +47,7 @@ def read(connection: Connection, job_ids: Sequence[str]) -> dict[str, bytes]:
 
 
 # Built once: building a statement takes longer than SQLite takes to execute it.
-_NAMED = EmbeddingRow.job_id.in_(bindparam("job_ids", expanding=True))
+_NAMED = among(EmbeddingRow.job_id, "job_ids")
 _READ = select(EMBEDDINGS).where(_NAMED)
 _OURS = select(JobRow.id, bindparam("new_data", type_=EMBEDDINGS.c.data.type)).where(
     JobRow.id == bindparam("written_job"),

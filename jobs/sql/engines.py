@@ -1,6 +1,5 @@
 """SQLAlchemy engines, and the settings of connections to each kind of database."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from nightmill.jobs.base.extras import pip_install
 from nightmill.jobs.base.settings import Settings, make_data_dir
 from nightmill.jobs.base.urls import NEVER, PREPARE_THRESHOLD
 from nightmill.jobs.errors import DatabaseError, MissingExtraError, SettingsError
+from nightmill.jobs.sql.json_columns import dump_json, load_json, load_json_or_text
 from nightmill.jobs.sql.patience import (
     CONNECT_SECONDS,
     KEEPALIVE,
@@ -42,7 +42,12 @@ def make_engine(settings: Settings) -> Engine:
         path = Path(str(url.database))
         if settings.embedded_database:
             make_data_dir(path.parent)
-        engine = create_engine(url, json_deserializer=_load_json, connect_args={"timeout": STATEMENT_SECONDS})
+        engine = create_engine(
+            url,
+            json_serializer=dump_json,
+            json_deserializer=load_json_or_text,
+            connect_args={"timeout": STATEMENT_SECONDS},
+        )
         _apply_sqlite_rules(engine)
         return engine
     try:
@@ -55,6 +60,8 @@ def make_engine(settings: Settings) -> Engine:
             pool_size=5,
             max_overflow=10,
             pool_timeout=CONNECT_SECONDS,
+            json_serializer=dump_json,
+            json_deserializer=load_json,
             connect_args=options,
         )
         said = str(url.query.get("options", ""))
@@ -117,11 +124,3 @@ def _apply_sqlite_rules(engine: Engine) -> None:
             connection.info[_BUSY] = busy
         read_only = connection.get_execution_options().get(READ_ONLY, False)
         connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
-
-
-def _load_json(text: str | bytes) -> Any:
-    """Parse a JSON column; invalid JSON is returned as text, for the reader of that one row to refuse."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

@@ -34,6 +34,7 @@ from nightmill.jobs.request.fields import HIGHEST_PRIORITY
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.http_batches import BATCH_PREFIX
 from nightmill.jobs.sql.jobs import chunked
+from nightmill.jobs.sql.named import among
 from nightmill.jobs.sql.retrying import retried
 from nightmill.jobs.sql.tables import QUEUED, HttpBatchRow, JobRow
 from nightmill.jobs.sql.types import UtcDateTime
@@ -266,7 +267,7 @@ def _due_rows(
     return ids
 
 
-_MARK_SENT = update(JobRow).where(JobRow.id.in_(bindparam("job_ids", expanding=True))).values(sent_at=_NOW)
+_MARK_SENT = update(JobRow).where(among(JobRow.id, "job_ids")).values(sent_at=_NOW)
 
 
 # -- for those who enqueue ---------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from nightmill.jobs.reply.prior import JobBefore
 from nightmill.jobs.request.following import Held
 from nightmill.jobs.request.reuse import content_key, realm_of
 from nightmill.jobs.sql import partials
+from nightmill.jobs.sql.named import among
 from nightmill.jobs.sql.snapshots import read_jobs
 from nightmill.jobs.sql.tables import HELD, BatchRow, JobRow
 from nightmill.jobs.sql.types import UtcDateTime
@@ -234,7 +235,7 @@ def _end_values(row: Any, ending: _Ending, now: datetime) -> dict[str, Any]:
 
 
 # Built once: building a statement takes longer than SQLite takes to execute it.
-_NAMED = JobRow.prior.in_(bindparam("priors", expanding=True))
+_NAMED = among(JobRow.prior, "priors")
 _WAITING = (
     select(
         *(JobRow.id, JobRow.prior, JobRow.held, JobRow.params, JobRow.constrained, JobRow.rendering),

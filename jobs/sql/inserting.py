@@ -4,12 +4,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, delete, select
-from sqlalchemy import insert as sql_insert
 
 from nightmill.jobs.errors import IdempotencyConflictError, InvalidRequestError
 from nightmill.jobs.sql.database import Database
-from nightmill.jobs.sql.jobs import JOBS, chunked, dialect_insert
+from nightmill.jobs.sql.jobs import chunked, dialect_insert
 from nightmill.jobs.sql.locks import HeldBatch, hold_batches, refuse_closed
+from nightmill.jobs.sql.many import insert_jobs
 from nightmill.jobs.sql.retrying import retried
 from nightmill.jobs.sql.tables import BatchRow, JobRow
 
@@ -31,16 +31,13 @@ def insert(rows: Sequence[Mapping[str, Any]], connection: Connection) -> dict[st
     """
     _enter_batches(rows, connection)
     if not any(row.get("idempotency_key") for row in rows):
-        connection.execute(sql_insert(JOBS), rows)
+        insert_jobs(connection, rows)
         return {}
-    statement = dialect_insert(connection, JOBS).on_conflict_do_nothing(
-        index_elements=["idempotency_key"], index_where=JobRow.idempotency_key.is_not(None)
-    )
     # All transactions insert keys in one order, so that two cannot deadlock.
     missing = sorted(rows, key=_key_of)
     present: dict[str, tuple[str, str | None]] = {}
     while missing:  # repeated if a job with a key was pruned meanwhile
-        connection.execute(statement, missing)
+        insert_jobs(connection, missing, unless_there="idempotency_key")
         present |= _find_keys(map(_key_of, missing), connection)
         missing = [row for row in missing if _key_of(row) and _key_of(row) not in present]
     try:

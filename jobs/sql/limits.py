@@ -8,7 +8,7 @@ of a stopped batch is claimed. A sweep ends the queued ones (`Sweep.end_stopped`
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -19,9 +19,9 @@ from nightmill.jobs.base.contract import JobState, StopReason
 from nightmill.jobs.errors import BatchConflictError
 from nightmill.jobs.reply.batch_status import group_errors
 from nightmill.jobs.request.limits import GPU_SECONDS, JOULES, TOKENS, Limits, exceeded
+from nightmill.jobs.sql.named import among
 from nightmill.jobs.sql.tables import RUNNING, BatchRow, JobRow
 
-_CHUNK = 500
 _MOST_KINDS = 3  # of failures that are named
 _MOST_MESSAGES = 2_000
 
@@ -63,17 +63,21 @@ class Before:
     used: Mapping[str, float]  # by a text that is being extended
 
 
+# Built once: with each group of results they are executed, and mostly find nothing.
+_BEFORE_END = (
+    select(JobRow.id, JobRow.batch, *_measures())
+    .join(BatchRow, BatchRow.name == JobRow.batch)
+    .where(among(JobRow.id, "job_ids"), RUNNING, _LIMITED)
+)
+_ENDED = select(JobRow.id, JobRow.state, JobRow.stop_reason, *_measures()).where(
+    among(JobRow.id, "job_ids"), JobRow.state != JobState.RUNNING
+)
+
+
 def before_end(connection: Connection, job_ids: Sequence[str]) -> dict[str, Before]:
     """Return those of these jobs that run for a limited batch. Lock the jobs first."""
-    found: dict[str, Before] = {}
-    for chunk in _chunks(job_ids):
-        rows = connection.execute(
-            select(JobRow.id, JobRow.batch, *_measures())
-            .join(BatchRow, BatchRow.name == JobRow.batch)
-            .where(JobRow.id.in_(chunk), RUNNING, _LIMITED)
-        )
-        found |= {row.id: Before(row.batch, _used(row)) for row in rows}
-    return found
+    rows = connection.execute(_BEFORE_END, {"job_ids": job_ids})
+    return {row.id: Before(row.batch, _used(row)) for row in rows}
 
 
 def count_ended(connection: Connection, before: Mapping[str, Before], now: datetime) -> None:
@@ -81,10 +85,9 @@ def count_ended(connection: Connection, before: Mapping[str, Before], now: datet
 
     Of one that was handed back, only what its attempt cost is counted.
     """
-    rows: list[Row[Any]] = []
-    for chunk in _chunks(list(before)):
-        query = select(JobRow.id, JobRow.state, JobRow.stop_reason, *_measures())
-        rows += connection.execute(query.where(JobRow.id.in_(chunk), JobRow.state != JobState.RUNNING))
+    if not before:
+        return
+    rows = connection.execute(_ENDED, {"job_ids": list(before)}).all()
     by_batch: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for row in rows:
         was, counters = before[row.id], by_batch[before[row.id].batch]
@@ -206,8 +209,3 @@ def begin_anew(connection: Connection, name: str) -> None:
     if row.stopped_at is not None:
         going = update(BatchRow).where(BatchRow.name == name)
         connection.execute(going.values(stopped_at=None, stopped_because=None))
-
-
-def _chunks(ids: Sequence[str]) -> Iterator[Sequence[str]]:
-    for start in range(0, len(ids), _CHUNK):
-        yield ids[start : start + _CHUNK]

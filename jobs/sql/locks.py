@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, select
+from sqlalchemy import Connection, select
 
 from nightmill.jobs.errors import BatchConflictError
+from nightmill.jobs.sql.named import among
 from nightmill.jobs.sql.tables import BatchRow, JobRow
 
 
@@ -38,12 +39,7 @@ def lock_jobs(connection: Connection, *conditions: Any) -> None:
 
 
 # Built once: with hundreds of ids, building takes as long as executing it.
-_LOCK_IDS = (
-    select(JobRow.id)
-    .where(JobRow.id.in_(bindparam("job_ids", expanding=True)))
-    .order_by(JobRow.id)
-    .with_for_update()
-)
+_LOCK_IDS = select(JobRow.id).where(among(JobRow.id, "job_ids")).order_by(JobRow.id).with_for_update()
 
 
 def hold_batches(

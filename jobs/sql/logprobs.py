@@ -10,6 +10,7 @@ from typing import cast
 from sqlalchemy import Connection, Table, bindparam, delete, insert, select
 
 from nightmill.jobs.base.contract import JobState
+from nightmill.jobs.sql.named import among
 from nightmill.jobs.sql.tables import JobRow, LogprobsRow
 
 LOGPROBS = cast(Table, LogprobsRow.__table__)
@@ -58,7 +59,7 @@ def forget(connection: Connection, job_ids: Iterable[str]) -> None:
 
 
 # Built once: building a statement takes longer than SQLite takes to execute it.
-_NAMED = LogprobsRow.job_id.in_(bindparam("job_ids", expanding=True))
+_NAMED = among(LogprobsRow.job_id, "job_ids")
 _READ = select(LOGPROBS).where(_NAMED)
 _FORGET = delete(LogprobsRow).where(_NAMED)
 _OURS = select(

@@ -17,6 +17,7 @@ from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 
 from nightmill.jobs.base.contract import FINAL_STATES, JobState, StopReason
+from nightmill.jobs.sql.named import among
 from nightmill.jobs.sql.tables import AnswerRow, JobRow, PartialRow
 
 
@@ -103,7 +104,7 @@ def _save_statement(insert: Any) -> Any:
 
 
 # Built once: building a statement takes longer than SQLite takes to execute it.
-_NAMED = PartialRow.job_id.in_(bindparam("job_ids", expanding=True))
+_NAMED = among(PartialRow.job_id, "job_ids")
 _FIND = select(PartialRow.__table__).where(_NAMED)
 CUT = and_(
     JobRow.state == JobState.SUCCEEDED,

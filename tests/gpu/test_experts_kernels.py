@@ -21,6 +21,7 @@ from nightmill.worker.runners.gpu.shapes import Kind
 from nightmill.worker.runners.gpu.weights.router import PART_SCALE, part_rows, router_parts
 from tests.gpu.expert_trials import KINDS, ExpertTrial, assert_same, results
 from tests.gpu.oracles import nmse
+from tests.support.cuda_runners import pretended_card
 from tests.support.elements import BOTH_ELEMENTS, rounded
 from tests.support.operands import all_products, buffer, elements, fetched, matrix, room
 
@@ -41,7 +42,7 @@ PACKED = [kept for kept in Format if kept.packed]
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> Iterator[None]:
     """All files at once: a test would compile its own, one after the other."""
-    with Device(0) as device:
+    with Device(pretended=pretended_card()) as device:
         architecture, hopper = device.architecture, device.hopper
     sources: list[Source] = [
         for_element(source, element)

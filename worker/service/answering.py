@@ -18,8 +18,9 @@ from nightmill.jobs.reply.job import Answer
 from nightmill.jobs.reply.logprobs import Spell, read, total
 from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.jobs.sql.claims import Cost, Outcome
+from nightmill.jobs.sql.partials import SavedTokens
 from nightmill.worker.engine.request import Completion, DrawnTokens, Partial, Request
-from nightmill.worker.service.in_flight import InFlight, JobKey
+from nightmill.worker.service.in_flight import InFlight, JobKey, Noted
 from nightmill.worker.service.logprobs import apart, logprobs_of
 from nightmill.worker.service.reasoning import reasoning_tokens
 
@@ -127,7 +128,7 @@ class Answering:
     @staticmethod
     def embed(request: Request, places: range) -> Request:
         """The request of a job that embeds its prompt: the hidden states at these places count."""
-        params = GenerationParams(embed=True, dimensions=request.params.dimensions, seed=request.params.seed)
+        params = GenerationParams(embed=True, dimensions=request.params.dimensions)
         return replace(request, params=params, embeds=places, generated_ids=(), constrained=None, banned=())
 
     def _echo(self, request: Request, count: int) -> list[Request]:
@@ -183,11 +184,14 @@ class Answering:
         if row is not None and number == 0:  # which alone was asked about it
             completion, of_prompt = apart(completion, row.params, self._spell)
         logprobs = logprobs_of(completion, self._spell, drawn=row is None or not row.draws_nothing)
-        thought = reasoning_tokens(completion.token_ids, self._in_flight.markup(key), self._spell)
+        noted = self._in_flight.noted(key)
+        thought = reasoning_tokens(completion.token_ids, noted.markup, self._spell)
         with self._lock:
             row = self._rows.get(key)
             if row is None:
-                return _outcome_of_one(completion, arithmetic, logprobs, thought) if number == 0 else None
+                if number:
+                    return None
+                return _outcome_of_one(completion, arithmetic, logprobs, thought, noted)
             row.logprobs[number] = logprobs
             row.of_prompt = of_prompt or row.of_prompt
             row.ended[number], row.drawn[number] = completion, completion.token_ids
@@ -200,8 +204,11 @@ class Answering:
             self._in_flight.set_unfinished(key, row.left)
             return None
         if row.echo is not None:
-            return _echoed(key, row, row.echo, arithmetic)
-        return _scored(key, row, arithmetic) if row.scored else _outcome(key, row, arithmetic)
+            made = _echoed(key, row, row.echo, arithmetic)
+        else:
+            made = _scored(key, row, arithmetic) if row.scored else _outcome(key, row, arithmetic)
+        saved = _saved(key, noted, made.drawn)
+        return replace(made, markup=noted.markup, prompt_digest=noted.prompt_digest, saved=saved)
 
     def gather(self, reports: Sequence[DrawnTokens | Partial]) -> list[DrawnTokens]:
         """Reports on answers as reports on jobs, and on those jobs of which answers have ended since."""
@@ -258,10 +265,18 @@ def unpack(packed: Tokens, count: int) -> list[Tokens]:
 
 def _drawing(params: GenerationParams) -> GenerationParams:
     """With which an engine computes a prompt of which it is to tell: it always draws a token."""
-    return GenerationParams(max_tokens=1, temperature=0.0, logprobs=params.logprobs, seed=params.seed)
+    return GenerationParams(max_tokens=1, temperature=0.0, logprobs=params.logprobs)
 
 
-def _outcome_of_one(completion: Completion, arithmetic: str, logprobs: bytes | None, thought: int) -> Outcome:
+def _saved(key: JobKey, noted: Noted, drawn: Tokens) -> SavedTokens | None:
+    return SavedTokens(*key, noted.fingerprint, drawn) if drawn and noted.fingerprint else None
+
+
+def _outcome_of_one(
+    completion: Completion, arithmetic: str, logprobs: bytes | None, thought: int, noted: Noted
+) -> Outcome:
+    # Those of a job with log-probabilities are not kept: it would have to begin afresh.
+    drawn = completion.token_ids if logprobs is None and _is_cut(completion) else ()
     return Outcome(
         job_id=completion.job_id,
         attempt=completion.attempt,
@@ -277,8 +292,10 @@ def _outcome_of_one(completion: Completion, arithmetic: str, logprobs: bytes | N
         energy_joules=completion.energy_joules,
         logprobs=() if logprobs is None else (logprobs,),
         embedding=completion.embedding,
-        # Those of a job with log-probabilities are not kept: it would have to begin afresh.
-        drawn=completion.token_ids if logprobs is None and _is_cut(completion) else (),
+        drawn=drawn,
+        markup=noted.markup,
+        prompt_digest=noted.prompt_digest,
+        saved=_saved((completion.job_id, completion.attempt), noted, drawn),
     )
 
 

@@ -3,11 +3,20 @@
 import threading
 from collections.abc import Callable, Sequence
 from enum import Enum
+from typing import NamedTuple
 
 from nightmill.jobs.base.contract import Markup
 from nightmill.jobs.sql.claims import Claim
 
 JobKey = tuple[str, int]  # job id, attempt
+
+
+class Noted(NamedTuple):
+    """What is noted of a job in flight; empty and None if it is not in flight."""
+
+    fingerprint: str = ""
+    markup: Markup | None = None
+    prompt_digest: str | None = None
 
 
 class ClaimMode(Enum):
@@ -157,6 +166,11 @@ class InFlight:
                     self._markups[key] = markup
                 if prompt_digest is not None:
                     self._prompt_digests[key] = prompt_digest
+
+    def noted(self, key: JobKey) -> Noted:
+        """Return all that `mark` noted of a job."""
+        with self._changed:
+            return Noted(self._jobs.get(key, ""), self._markups.get(key), self._prompt_digests.get(key))
 
     def fingerprint(self, key: JobKey) -> str:
         """Return the fingerprint that `mark` noted; empty if the job is not in flight."""

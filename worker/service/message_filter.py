@@ -5,11 +5,8 @@ made here of its job ids: no field that a stranger wrote reaches Celery, or is e
 A message without well-formed job ids is gone from Redis once it was read, as BRPOP removes it.
 """
 
-import base64
-import json
 import logging
 import time
-import uuid
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -20,7 +17,7 @@ from kombu import Connection
 from kombu.transport.redis import Channel, Transport
 
 from nightmill.jobs.errors import MessageError
-from nightmill.jobs.messages.shards import TASK, read_shard
+from nightmill.jobs.messages.shards import read_shard, task_message
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +40,7 @@ class MessageFilter:
             self._remove(str(fault), message)
             return None
         queue, _, priority = key.partition(self._separator)
-        return _message(job_ids, queue.decode(errors="replace"), int(priority or 0))
+        return task_message(job_ids, queue.decode(errors="replace"), int(priority or 0))
 
     def _remove(self, fault: str, message: bytes) -> None:
         """Log the first of each kind, then every tenth power of them."""
@@ -54,30 +51,6 @@ class MessageFilter:
                 "a message that %s was removed (%d of this kind so far, of %d bytes); it begins: %s",
                 fault, count, len(message), ascii(message[:_SHOWN]),
             )  # fmt: skip
-
-
-def _message(job_ids: list[str], queue: str, priority: int) -> bytes:
-    """A task message as kombu's Redis transport reads it (task protocol 2)."""
-    task_id = str(uuid.uuid4())
-    body = json.dumps([[job_ids], {}, {}]).encode()
-    return json.dumps(
-        {
-            "body": base64.b64encode(body).decode(),
-            "content-type": "application/json",
-            "content-encoding": "utf-8",
-            "headers": {"lang": "py", "task": TASK, "id": task_id, "root_id": task_id},
-            "properties": {
-                "body_encoding": "base64",
-                "correlation_id": task_id,
-                "delivery_tag": str(
-                    uuid.uuid4()
-                ),  # its key among the unacknowledged: new, so that none is shared
-                "delivery_info": {"exchange": "", "routing_key": queue},  # put back, it comes to its queue
-                "delivery_mode": 2,
-                "priority": priority,
-            },
-        }
-    ).encode()
 
 
 class _FilteringClient(redis.Redis):
@@ -104,8 +77,18 @@ class _FilteringClient(redis.Redis):
 
 
 class _FilteringChannel(Channel):
+    _plain: Any = None
+
     def _get_client(self) -> Any:
         return partial(_FilteringClient, message_filter=MessageFilter(self.sep))
+
+    def _create_client(self, asynchronous: bool = False) -> Any:
+        """Keep one client for all commands but BRPOP: Celery would make another for each message's end."""
+        if asynchronous:
+            return super()._create_client(asynchronous=True)
+        if self._plain is None or self._plain.connection_pool is not self.pool:
+            self._plain = super()._create_client()
+        return self._plain
 
 
 class _FilteringTransport(Transport):

@@ -18,7 +18,7 @@ from nightmill.worker.service.answering import Answering
 from nightmill.worker.service.in_flight import InFlight
 from nightmill.worker.service.logprobs import check_prompt_logprobs, echo_of, with_prompt_logprobs
 from nightmill.worker.service.prompting import Prompting, TokenIds
-from nightmill.worker.service.resume import fingerprint, prompt_digest, tokens_to_resume
+from nightmill.worker.service.resume import marks, tokens_to_resume
 from nightmill.worker.watched import describe
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class Requesting:
 
     def _request(self, claim: Claim, prompt_ids: tuple[int, ...]) -> Request:
         """Build the request to the engine for a job, whatever the number of its answers."""
-        mark = fingerprint(self._arithmetic(), prompt_ids)
+        mark, digest = marks(f"{self._arithmetic()}\x00".encode(), prompt_ids)
         markup, constrained = self._prompting.markup(claim, prompt_ids), claim.constrained
         tools = None if claim.rendering is None else claim.rendering.tools
         must = constrained is not None or (tools is not None and tools.required)
@@ -107,17 +107,16 @@ class Requesting:
         limited = claim.params.max_reasoning_tokens is not None
         if limited and markup is not None and markup.thinking is not None and not markup.closed:
             closing = self._prompting.closing(markup, calls=tools is not None and tools.required)
-        self._in_flight.mark((claim.job_id, claim.attempt), mark, markup, prompt_digest(prompt_ids))
+        self._in_flight.mark((claim.job_id, claim.attempt), mark, markup, digest)
         deadline = None
         if claim.deadline_at is not None:  # the engine counts on this host's clock, the row on the database's
             deadline = time.time() + (claim.deadline_at - self._now()).total_seconds()
-        assert claim.params.seed is not None
         return Request(
             job_id=claim.job_id,
             attempt=claim.attempt,
             prompt_ids=prompt_ids,
             params=claim.params,
-            seed=claim.params.seed,
+            seed=claim.seed,
             deadline=deadline,
             priority=claim.priority,
             interactive=claim.priority == INTERACTIVE,

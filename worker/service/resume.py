@@ -15,7 +15,7 @@ SAVE_GROUP = 128
 
 def prompt_digest(prompt_ids: Sequence[int]) -> str:
     """Return a digest of the prompt's token ids, which tells it from others (`DIGITS` hexadecimal digits)."""
-    return hashlib.sha256(array("i", prompt_ids).tobytes()).hexdigest()[:DIGITS]
+    return marks(b"", prompt_ids)[1]
 
 
 def fingerprint(arithmetic: Arithmetic, prompt_ids: Sequence[int]) -> str:
@@ -24,8 +24,13 @@ def fingerprint(arithmetic: Arithmetic, prompt_ids: Sequence[int]) -> str:
     They depend on the arithmetic, model and all, and on the prompt. Tokens of one kind of GPU that another
     went on from would be a text that neither of them gives.
     """
+    return marks(f"{arithmetic}\x00".encode(), prompt_ids)[0]
+
+
+def marks(arithmetic: bytes, prompt_ids: Sequence[int]) -> tuple[str, str]:
+    """Return a prompt's fingerprint under an arithmetic, whose name ends with a zero byte, and its digest."""
     prompt = array("i", prompt_ids).tobytes()
-    return hashlib.sha256(f"{arithmetic}\x00".encode() + prompt).hexdigest()
+    return hashlib.sha256(arithmetic + prompt).hexdigest(), hashlib.sha256(prompt).hexdigest()[:DIGITS]
 
 
 def tokens_to_resume(saved: SavedTokens | None, wanted: str) -> tuple[int, ...]:

@@ -114,7 +114,7 @@ class Reusing:
                 return []
             twins, leader.twins = leader.twins, []
             if leader.claim.reuse == Reuse.ANY and outcome.seed is None:
-                outcome = replace(outcome, seed=leader.claim.params.seed)
+                outcome = replace(outcome, seed=leader.claim.seed)
             leader.outcome = outcome
             return [(claim, outcome) for claim, _ in twins]
 

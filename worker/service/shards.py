@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from datetime import timedelta
 
 from nightmill.jobs.base.contract import StopReason
@@ -237,11 +236,7 @@ class Service:
     def _on_completion(self, completion: Completion) -> None:
         outcome = self._answering.completed(completion, str(self.engine.arithmetic))
         if outcome is not None:
-            key = (outcome.job_id, outcome.attempt)
-            markup, digest = self.in_flight.markup(key), self.in_flight.prompt_digest(key)
-            mark = self.in_flight.fingerprint(key)
-            saved = SavedTokens(*key, mark, outcome.drawn) if outcome.drawn and mark else None
-            self._reusing.ended(replace(outcome, markup=markup, prompt_digest=digest, saved=saved))
+            self._reusing.ended(outcome)
         else:
             self._publisher.answered(completion.job_id, completion.text, completion.logprobs)
 

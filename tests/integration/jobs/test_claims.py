@@ -157,10 +157,10 @@ def test_claims_come_in_the_order_of_the_shard_with_all_that_generation_needs(
     second = client.enqueue(chat, priority=8, seed=12)
     plain, messages = reversed(Claims(client.database, "a" * 32).claim([second, first]))
     assert (plain.job_id, plain.prompt, plain.messages, plain.attempt) == (first, "one", None, 1)
-    assert (plain.params.max_tokens, plain.params.seed, plain.params.stop) == (7, 11, ("x",))
+    assert (plain.params.max_tokens, plain.seed, plain.params.stop) == (7, 11, ("x",))
     assert plain.deadline_at == clock() + timedelta(hours=1)
     assert (messages.job_id, messages.prompt, messages.messages) == (second, None, chat)
-    assert (messages.priority, messages.params.seed, messages.deadline_at) == (8, 12, None)
+    assert (messages.priority, messages.seed, messages.deadline_at) == (8, 12, None)
 
 
 def test_a_job_that_ends_early_keeps_its_text_and_says_why(client: Client) -> None:

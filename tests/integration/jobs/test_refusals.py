@@ -188,6 +188,7 @@ def test_saved_tokens_that_cannot_be_read_are_drawn_again(client: Client) -> Non
     with client.database.write() as connection:
         connection.execute(insert(PartialRow).values(job_id=first, tokens=b"odd", **saved))
         connection.execute(insert(PartialRow).values(job_id=second, tokens=b"\1\0\0\0", **saved))
+        connection.execute(update(JobRow).values(attempt=1))
     claims = Claims(client.database, "a" * 32).claim([first, second])
     assert [claim.saved for claim in claims] == [None, SavedTokens(second, 1, "f", (1,))]
 

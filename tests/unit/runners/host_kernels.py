@@ -33,7 +33,7 @@ from nightmill.worker.runners.gpu.attention import (
 )
 from nightmill.worker.runners.gpu.device.compiler import kernel_directory
 from nightmill.worker.runners.gpu.device.element import Element
-from nightmill.worker.runners.gpu.device.features import features_of
+from nightmill.worker.runners.gpu.device.features import Capability, Features, features_of
 from nightmill.worker.runners.gpu.device.operands import PANEL_ROWS, Format
 from nightmill.worker.runners.gpu.device.sources import Source, for_element
 from nightmill.worker.runners.gpu.experts import combine, grouped, route
@@ -41,7 +41,15 @@ from nightmill.worker.runners.gpu.products import agreeing
 from nightmill.worker.runners.gpu.products.elements import mma_gemm
 from nightmill.worker.runners.gpu.products.fp8 import mma_fp8, quantise
 from nightmill.worker.runners.gpu.products.packed import packed_few, packed_gemm, packed_mma, packed_rows
-from nightmill.worker.runners.gpu.rows import activate, embedding, logits, norms, pooling, rotation
+from nightmill.worker.runners.gpu.rows import (
+    activate,
+    embedding,
+    layer_inputs,
+    logits,
+    norms,
+    pooling,
+    rotation,
+)
 from nightmill.worker.runners.gpu.states import chunks, convolution, delta_net, mamba2, recurrent
 from nightmill.worker.runners.gpu.weights import repacker
 from nightmill.worker.runners.kv_format import KvFormat
@@ -87,14 +95,19 @@ class HostDevice:
     """In place of `Device`."""
 
     hopper = False  # there are no clusters
-    compute_capability = (8, 0)
-    features = features_of((8, 0))
+    compute_capability: Capability = (8, 0)
     multiprocessors = 40
+    name = "host"
 
     def __init__(self, element: Element = Element.F16, kv: KvFormat = KvFormat.ELEMENT) -> None:
         self.element = element
         self.kv = kv
         self._held: dict[int, npt.NDArray[np.uint8]] = {}
+
+    @property
+    def features(self) -> Features:
+        """Those of its compute capability."""
+        return features_of(self.compute_capability)
 
     def allocate(self, size: int, purpose: str = "") -> int:
         room = np.empty(size + 16, dtype=np.uint8)
@@ -181,7 +194,10 @@ class HostFunction:
     ) -> None:
         module = self._module
         names = tuple(sorted({*module.names})) if module.together else (self._name,)
-        library = _compiled(*module.source, names, module.folder, module.stands)
+        stands = module.stands
+        if stands == "models":
+            stands = "rows" if module.source[0].parent.name == "rows" else "warps"
+        library = _compiled(*module.source, names, module.folder, stands)
         packed = [
             ctypes.create_string_buffer(struct.pack(f"@{letter}", value), 128)
             for letter, value in zip(self._letters, arguments, strict=True)
@@ -289,7 +305,9 @@ def run_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
 
 def run_rows_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     """The same of launchers of rows."""
-    modules = (activate, embedding, logits, norms, pooling, quantise, rotation)
+    modules = (activate, embedding, layer_inputs, logits, norms, pooling, quantise, rotation)
+    patch.setattr(repacker, "Module", HostModule)
+    patch.setattr(packed_weights, "Staging", Staged)
     return _launch_on_host(patch, folder, "rows", modules)
 
 
@@ -334,6 +352,16 @@ def run_experts_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
         patch.setattr(module, "Module", HostModule)
     patch.setattr(HostModule, "together", True)
     patch.setattr(packed_weights, "Staging", Staged)
+    return launched
+
+
+def run_models_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
+    """The same of whole models, but for products and layers with states."""
+    rows = (activate, embedding, layer_inputs, logits, norms, rotation)
+    attention = (decode, prefill, general, wide)
+    launched = _launch_on_host(patch, folder, "models", (*rows, *attention, route, combine))
+    for module in (grouped, prefill, repacker):
+        patch.setattr(module, "Module", HostModule)
     return launched
 
 

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.heavy  # kernels are compiled where nvcc is
 CONTEXT = 256
 FAMILIES = [
     name
-    for name in ("qwen3moe", "granitemoe", "nemotron_h_moe", "gpt-oss", "deepseek2")
+    for name in ("qwen3moe", "granitemoe", "nemotron_h_moe", "gpt-oss", "deepseek2", "gemma4, with experts")
     if name in GPU_EXPERT_FILES
 ]
 """Those that differ in what is launched around experts."""
@@ -46,7 +46,7 @@ def launch(file: GgufFile, weights: WeightsFormat) -> dict[str, set[Format]]:
     runner = cuda_runner(file, read_spec(file), precision=Precision(weights=weights), **options)
     with closing(runner):
         for step in steps:
-            runner.launch(pages.batch(step, admit=step is steps[0]))
+            runner.launch(pages.batch(step, admit=step is steps[0], kinds=runner.page_kinds))
             assert runner.collect() is not None
         own = [one.weights.experts for one in runner._model.layers if one.weights.experts is not None]
         return {

@@ -65,6 +65,16 @@ def test_bits_depend_on_what_came_before_alone(
     assert widths == (set() if kind == "short" else {"wide", "narrow"})
 
 
+def test_value_heads_that_are_neighbours_share_keys(launched: set[str]) -> None:
+    device: Any = HostDevice(Element.F16)
+    device.hopper, device.features, device.multiprocessors = True, features_of((9, 0)), 2
+    trial = Trial(device, delta_net(2, 6, 64, 64, by_key_head=True))
+    trial.check([Piece(66)], [Piece(1, 5), Piece(2, 130)])
+    device.multiprocessors = 1
+    trial.check([], [Piece(1, 5), Piece(1, 7), Piece(1, 0)])
+    assert {"delta_recurrent_fused", "delta_prepare", "delta_hopper_narrow"} <= launched
+
+
 @pytest.mark.parametrize("kind", ["delta", "mamba"])
 def test_chunks_on_hopper(monkeypatch: pytest.MonkeyPatch, launched: set[str], kind: str) -> None:
     """Products with the state by wgmma, of tiles with the 128-byte swizzle."""

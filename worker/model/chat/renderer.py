@@ -37,6 +37,7 @@ _WORDS: Final = Words(
 _FIRST_CHAT: Final = {"messages": [{"role": "user", "content": "Hello"}], "add_generation_prompt": True}
 _LENGTH = struct.Struct("<I")
 _ANSWER = struct.Struct("<cI")
+_READ_AT_ONCE = 1 << 16  # bytes
 _TEXT, _REFUSED, _EXHAUSTED = b"T", b"R", b"X"
 
 
@@ -189,6 +190,7 @@ class _Child:
     def __init__(self) -> None:
         """Start it; raises RunnerError if that fails."""
         self._socket, theirs = socket.socketpair()
+        self._unread = bytearray()
         number = theirs.fileno()
         try:
             # Its environment is empty: no secret, no locale, no time zone.
@@ -216,14 +218,16 @@ class _Child:
         self.process.kill()
 
     def _exactly(self, count: int, give_up_at: float) -> bytes:
-        data = bytearray()
-        while len(data) < count:
+        unread = self._unread
+        while len(unread) < count:
             self._socket.settimeout(max(give_up_at - time.monotonic(), 1e-6))
-            part = self._socket.recv(min(count - len(data), 1 << 20))
+            part = self._socket.recv(_READ_AT_ONCE)  # of several answers, if they are there
             if not part:
                 raise EOFError
-            data += part
-        return bytes(data)
+            unread += part
+        data = bytes(unread[:count])
+        del unread[:count]
+        return data
 
     @contextmanager
     def _within(self, seconds: float) -> Iterator[float]:

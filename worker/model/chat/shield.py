@@ -113,13 +113,23 @@ class Prefixes:
 
 def strings(value: Any) -> Iterator[str]:
     """Every text in a value of JSON."""
+    found: list[str] = []
+    _gather(value, found)
+    return iter(found)
+
+
+def _gather(value: Any, found: list[str]) -> None:
+    # What is looked for in an abstract class is looked for long: dicts and lists are known at once.
     if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from strings([*value.keys(), *value.values()])
-    elif isinstance(value, Sequence):
+        found.append(value)
+    elif isinstance(value, dict | Mapping):
+        for key in value:
+            _gather(key, found)
+        for item in value.values():
+            _gather(item, found)
+    elif isinstance(value, list | tuple | Sequence):
         for item in value:
-            yield from strings(item)
+            _gather(item, found)
 
 
 def unused_character(texts: Sequence[str]) -> str:
@@ -149,7 +159,7 @@ def _map_content(
     def visit(value: Any) -> Any:
         if isinstance(value, str):
             return change(value)
-        if isinstance(value, Mapping):
+        if isinstance(value, dict | Mapping):
             return {
                 key if key in _STRUCTURE else visit(key): item if stays(key, item) else visit(item)
                 for key, item in value.items()

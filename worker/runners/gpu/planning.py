@@ -10,6 +10,7 @@ from functools import partial
 from nightmill.worker.model.spec import ModelSpec, Pooling
 from nightmill.worker.runners.base import STATE_CHUNK
 from nightmill.worker.runners.gpu.activations import LOGIT_ROWS, most_draws
+from nightmill.worker.runners.gpu.attention.choice import by_heads
 from nightmill.worker.runners.gpu.catalogue import workspace_bytes
 from nightmill.worker.runners.gpu.kv_cache import PAGE, kinds_layout, pool_page_bytes
 from nightmill.worker.runners.gpu.memory import (
@@ -50,7 +51,7 @@ class RunnerPlanner:
     """Plans for a model and a GPU.
 
     hopper       kernels for Hopper run on it
-    most_pieces  of contexts, by slots (`DecodeAttention.most_pieces`)
+    most_pieces  of contexts, by slots (`AttentionPlans.most_pieces`)
     """
 
     spec: ModelSpec
@@ -95,6 +96,7 @@ class RunnerPlanner:
             max_pieces=self.most_pieces(slots),
             states=grid > 1,
             strides=(1,) if layout is None else tuple(kind.stride for kind in layout.kinds),
+            plans=max(1, sum(1 for _ in by_heads(self.spec))),
         )
 
     def _workspace(self, sizes: RunnerSizes, max_tokens: int) -> int:

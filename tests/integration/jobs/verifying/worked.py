@@ -22,7 +22,7 @@ Answer = Callable[[Any], Outcome]
 
 def outcome(claim: Any, text: str | None = None, name: Arithmetic | None = H200, **changes: Any) -> Outcome:
     """What a worker writes: a text that depends on prompt and seed alone."""
-    words = text if text is not None else f"the text of {claim.prompt} with seed {claim.params.seed}"
+    words = text if text is not None else f"the text of {claim.prompt} with seed {claim.seed}"
     values: dict[str, Any] = {"stop_reason": StopReason.EOS, "arithmetic": name and str(name)} | changes
     return Outcome(claim.job_id, claim.attempt, values.pop("stop_reason"), words, 3, 5, **values)
 

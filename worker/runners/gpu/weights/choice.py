@@ -1,8 +1,8 @@
 """The default of `--weights`: elements if memory is ample, else the formats of the file.
 
 A model with experts keeps the formats of the file in any case: of its weights a step reads many and computes
-few rows with each. As in the file they take less memory, and on an H200 a 7B in Q4_K_M is faster so with up to
-64 sequences, and slower with 256 (docs/models.md). Texts may differ between the two, by rounding.
+few rows with each. As in the file they take less memory, and on an H200 a 7B in Q4_K_M is faster so with up
+to 64 sequences, and slower with 256 (docs/models.md). Texts may differ between the two, by rounding.
 """
 
 from dataclasses import replace
