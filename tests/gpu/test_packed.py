@@ -192,7 +192,7 @@ def test_windows_of_a_long_input_give_the_same_bits(device: Device) -> None:
     """Few rows whose inputs do not fit in a block's memory at once."""
     for kept in (Format.Q4_K, Format.Q8_0):
         with all_products(device, kept) as products:
-            hold_to_elements(device, products, kept, Kind.RESIDUAL, 3584, 18_944, (1, 8))
+            hold_to_elements(device, products, kept, Kind.RESIDUAL, 3584, 18_944, (1, 4, 8, 17, 64, 256))
 
 
 def hold_to_elements(
