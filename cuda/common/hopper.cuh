@@ -250,6 +250,29 @@ static __device__ __forceinline__ uint64_t tile_descriptor(uint32_t address, uin
     return (uint64_t(address & 0x3ffff) >> 4) | uint64_t(side >> 4) << 16 | uint64_t(64) << 32 | uint64_t(1) << 62;
 }
 
+// Two or four floats to shared memory, and back.
+template <int COUNT>
+static __device__ __forceinline__ void put_floats_at(uint32_t place, const float (&values)[COUNT]) {
+    static_assert(COUNT == 2 || COUNT == 4, "as one instruction has them");
+    if constexpr (COUNT == 4)
+        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(place), "f"(values[0]), "f"(values[1]), "f"(values[2]),
+                     "f"(values[3])
+                     : "memory");
+    else
+        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(place), "f"(values[0]), "f"(values[1]) : "memory");
+}
+template <int COUNT>
+static __device__ __forceinline__ void take_floats_at(float (&values)[COUNT], uint32_t place) {
+    static_assert(COUNT == 2 || COUNT == 4, "as one instruction has them");
+    if constexpr (COUNT == 4)
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(values[0]), "=f"(values[1]), "=f"(values[2]), "=f"(values[3])
+                     : "r"(place)
+                     : "memory");
+    else
+        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(values[0]), "=f"(values[1]) : "r"(place) : "memory");
+}
+
 // The descriptor of what is so many times 16 bytes further on in shared memory: its low word alone, which takes one addition.
 static __device__ __forceinline__ uint64_t further(uint64_t descriptor, int sixteens) {
     uint64_t moved;

@@ -134,12 +134,15 @@ __attribute__((noinline)) inline void give_a_turn() {
 }
 inline void happened() { idle_turns = 0; }
 
-inline void meet(Meeting& meeting, int everyone) {
-    const unsigned before = meeting.times;
+inline void come(Meeting& meeting, int everyone) {
     if (++meeting.here == everyone) {
-        meeting = {0, before + 1};
+        meeting = {0, meeting.times + 1};
         happened();
     }
+}
+inline void meet(Meeting& meeting, int everyone) {
+    const unsigned before = meeting.times;
+    come(meeting, everyone);
     while (meeting.times == before) wait_a_turn();
 }
 inline void meet_warp() { meet(of_warp[now / 32], 32); }
