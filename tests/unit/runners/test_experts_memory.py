@@ -7,6 +7,7 @@ import pytest
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device.operands import Format
 from nightmill.worker.runners.gpu.experts.room import SLICE, ExpertRoom
+from nightmill.worker.runners.gpu.kv_cache import kinds_layout
 from nightmill.worker.runners.gpu.memory import RunnerSizes
 from nightmill.worker.runners.gpu.planning import RunnerPlanner
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
@@ -32,9 +33,11 @@ def spec_of(name: str, type_name: str) -> ModelSpec:
 def test_eight_sequences_have_room_for_whole_contexts(
     name: str, type_name: str, free: int, context: int
 ) -> None:
-    planner = RunnerPlanner(spec_of(name, type_name), IN_FILE, 132, lambda slots: 2 * slots)
+    spec = spec_of(name, type_name)
+    planner = RunnerPlanner(spec, IN_FILE, 132, lambda slots: 2 * slots)
     plan = planner.plan(RunnerSizes(slots=8, context=context), free)
-    assert plan.memory.kv_pages * 16 == 8 * context
+    layout = kinds_layout(spec)
+    assert plan.memory.kv_pages == 8 * (context // 16 if layout is None else layout.pages_for(context))
 
 
 def test_experts_stay_as_they_are_in_the_file() -> None:
