@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from benchmarks.kernels import Bench
 from nightmill.worker.model.spec import Activation, Experts, RouterScores
@@ -29,7 +30,8 @@ from nightmill.worker.runners.gpu.products.fp8.quantise import Quantise
 from nightmill.worker.runners.gpu.rows.norms import Ending
 from nightmill.worker.runners.gpu.weights.layout import NormWeight
 from nightmill.worker.runners.gpu.weights.router import part_rows
-from tests.support.packed_weights import packed, weights_of
+from tests.support.blocks import random_blocks
+from tests.support.packed_weights import packed
 from tests.support.specs import mixture
 
 SHAPES = {
@@ -114,13 +116,22 @@ class Layer:
         self.add()
 
 
+def blocks_of(bench: Bench, kept: Format, rows: int, columns: int) -> np.ndarray:
+    """Random rows as bytes of a file."""
+    kind = GGMLQuantizationType[kept.name]
+    blocks = random_blocks(kind, rows * columns // GGML_QUANT_SIZES[kind][0])
+    if kept is Format.MXFP4:
+        blocks[:, 0] = bench.rng.integers(112, 120, len(blocks))  # exponents with which numbers are halves
+    return blocks.reshape(rows, -1)
+
+
 def experts_of(bench: Bench, kept: Format, count: int, rows: int, columns: int) -> Matrix:
     """Weights of so many experts: one's, again and again."""
     import pycuda.driver as cuda
 
     device, scales = bench.device, 0
     if kept.packed:
-        one = packed(device, kept, weights_of(kept, rows, columns)[0], columns).address
+        one = packed(device, kept, blocks_of(bench, kept, rows, columns), columns).address
     elif kept is Format.FP8:
         one = device.upload(bench.rng.integers(0, 120, (rows, columns), dtype=np.uint8))
         scales = bench.random(count * rows, dtype=np.float32, scale=1e-3).address

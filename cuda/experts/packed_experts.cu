@@ -36,10 +36,15 @@ struct Tile {
     static constexpr int MULTIPLIERS = (AT_FIRST * THREADS - COPIERS * COPYING) / (32 * WARPS) / 8 * 8;
 
     using Maker = PackedMaker<Packed, 2>;
+#ifdef ELEMENT_BF16
+    static constexpr int SCALES = Maker::SCALES;
+#else
+    static constexpr int SCALES = 2 * Maker::SCALES;  // in half they take half of what they have: the host gives one number for both
+#endif
     static constexpr int IN_CHUNK = 256 / Packed::STEP;  // packets
     static constexpr int PANEL_BYTES = IN_CHUNK * Packed::PACKET, RAW = 2 * WARPS * PANEL_BYTES;
     static constexpr int BOX = N * 128, STAGE = BOXES * BOX;
-    static constexpr int SCALES_AT = STAGES * STAGE, RAW_AT = SCALES_AT + WARPS * Maker::SCALES;
+    static constexpr int SCALES_AT = STAGES * STAGE, RAW_AT = SCALES_AT + WARPS * SCALES;
     static constexpr int FIT = (ROOM - 1024 - RAW_AT) / RAW, PACKETS = FIT < 4 ? FIT : 4;
     static_assert(FIT >= 2, "a chunk comes while one is multiplied");
     static constexpr int BYTES = RAW_AT + PACKETS * RAW + 1024;  // what alignment takes, too
@@ -157,7 +162,7 @@ static __device__ __forceinline__ void multiply_all(const Operands& given, const
     if (Memory::SHARES) take_registers<Memory::MULTIPLIERS>();
     const uint64_t start = tile_descriptor(base);
     const unsigned char* const own_packets = aligned + Memory::RAW_AT + warp * 2 * Memory::PANEL_BYTES;
-    unsigned char* const scales = aligned + Memory::SCALES_AT + warp * Memory::Maker::SCALES;
+    unsigned char* const scales = aligned + Memory::SCALES_AT + warp * Memory::SCALES;
     int stage = 0, parity = 0, before = 0, ring = 0, ring_parity = 0;  // ring: of packets
     uint32_t a[2][16];
     for (int item = blockIdx.x; item < items; item += gridDim.x) {

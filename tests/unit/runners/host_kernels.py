@@ -12,7 +12,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -283,6 +283,24 @@ def _included(line: re.Match[str]) -> str:
     if not _DYNAMIC.search(text):
         return line[0]
     return _WITH_DYNAMIC.sub(_included, text.replace("#pragma once", ""))
+
+
+def holds_on_host(source: Source, claims: Sequence[str]) -> None:
+    """Compile a file with claims about its constants; raises CalledProcessError where one is not so."""
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        missing(Need.COMPILER)
+    path, options = source
+    text = _DYNAMIC.sub(r"unsigned char* const \1 = host::dynamic_shared;", path.read_text(encoding="utf-8"))
+    lines = [
+        '#include "warps_on_host.h"',
+        text,
+        *(f'static_assert({claim}, "as the host has it");' for claim in claims),
+    ]
+    includes = [f"-I{one}" for one in (HERE / "warps", HERE, kernel_directory())]
+    flags = ["-std=c++17", "-w", "-fsyntax-only", "-x", "c++", "-D__CUDA_ARCH_FEAT_SM90_ALL"]
+    command = [str(compiler), *flags, *options, *includes, "-"]
+    subprocess.run(command, input="\n".join(lines), text=True, check=True, capture_output=True)
 
 
 @cache

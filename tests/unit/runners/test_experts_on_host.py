@@ -1,5 +1,6 @@
 """Kernels of mixtures of experts on the host, lane by lane, against the reference runner in float64."""
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,11 @@ import pytest
 from nightmill.worker.model.spec import Experts
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import Format
-from nightmill.worker.runners.gpu.experts.tiles import ExpertTile, Multiplier
+from nightmill.worker.runners.gpu.device.sources import for_element
+from nightmill.worker.runners.gpu.experts.tiles import ExpertTile, Multiplier, grouped_source, tiles_for
 from tests.gpu import test_experts_kernels as on_gpu
 from tests.gpu.expert_trials import KINDS, ExpertTrial, assert_same, results
-from tests.unit.runners.host_kernels import HostDevice, run_experts_on_host
+from tests.unit.runners.host_kernels import HostDevice, holds_on_host, run_experts_on_host
 
 
 @pytest.fixture
@@ -52,6 +54,24 @@ def test_what_a_tokens_bits_depend_on(launched: set[str]) -> None:
     on_gpu.strange(device, KINDS["groups, squared"], 20)
     on_gpu.ties(device)
     assert launched >= {f"experts_{name}_{tiles}" for name, tiles in (("two", 4), ("two", 1))}
+
+
+@pytest.mark.parametrize(
+    ("kept", "element"),
+    [(Format.Q6_K, Element.F16), (Format.Q6_K, Element.BF16), (Format.MXFP4, Element.F16)],
+)
+def test_blocks_are_given_what_kernels_take(kept: Format, element: Element) -> None:
+    claims = [
+        f"Tile<{tile.rows}>::{name} == {value}"
+        for tile in tiles_for(hopper=True, packed=True)
+        for name, value in (
+            ("BYTES", tile.shared(kept)), ("THREADS", tile.threads(kept)), ("BLOCKS", tile.blocks),
+        )
+    ]  # fmt: skip
+    source = for_element(grouped_source(kept, Multiplier.STAYING), element)
+    holds_on_host(source, claims)
+    with pytest.raises(subprocess.CalledProcessError):
+        holds_on_host(source, [f"{claims[0]} + 16"])
 
 
 STAYING = [
