@@ -30,6 +30,11 @@ static __device__ __forceinline__ void barrier_arrive(uint32_t barrier, uint32_t
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
+static __device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
+    if (loses(LostArrival::COPIES)) return;
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // SCOPE: empty, or "acquire.cluster." for what other blocks of the cluster stored.
 #define BOUNDED_WAIT(NAME, SCOPE)                                                                                 \
     static __device__ __forceinline__ void NAME(uint32_t barrier, int parity) {                                   \
@@ -58,6 +63,12 @@ static __device__ __forceinline__ void barrier_expect(uint32_t barrier, int byte
 
 static __device__ __forceinline__ void barrier_arrive(uint32_t barrier, uint32_t count) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+// This thread's arrival, as soon as all copies have ended that it has asked for (cp.async). Who multiplies what they brought by
+// wgmma waits, and then tells the other proxy (`publish_to_wgmma`): a fence here would wait for copies of later stages, too.
+static __device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 static __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {

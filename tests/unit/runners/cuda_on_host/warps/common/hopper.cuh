@@ -44,9 +44,9 @@ template <int COUNT, typename B>
 inline void multiply_all(float (&acc)[COUNT], bool more, B b) {
     for (int i = 0; i < COUNT; i += 4) {
         float c[4] = {};
-        if (more) std::copy(acc + i, acc + i + 4, c);
+        if (more) host::copy(acc + i, acc + i + 4, c);
         multiply(c, 2 * i, b);
-        std::copy(c, c + 4, acc + i);
+        host::copy(c, c + 4, acc + i);
     }
     meet_warp();
 }
@@ -66,6 +66,7 @@ inline void barrier_arrive(uint32_t barrier, int count = 1) {
     arrived.missing -= count;
     arrived.check();
 }
+inline void barrier_arrive_after_copies(uint32_t barrier) { barrier_arrive(barrier); }
 inline void barrier_wait(uint32_t barrier, int parity) {
     while (host::barriers.at(barrier).parity == parity) host::wait_a_turn();
 }
@@ -73,6 +74,11 @@ inline void named_wait(int barrier, int threads) { host::meet(host::named[barrie
 inline void named_arrive(int barrier, int threads) { host::come(host::named[barrier], threads); }
 inline void late_turn() {}
 inline bool elected() { return host::lane() == 0; }
+inline void load_bytes(uint32_t target, const void* source, int bytes, uint32_t barrier) {
+    memcpy(host::at(target, 16), source, bytes);
+    host::barriers.at(barrier).bytes -= bytes;
+    host::barriers.at(barrier).check();
+}
 inline void group_sync(int group) { host::meet(host::of_warpgroup[group], 128); }
 
 inline void prefetch_map(const TensorMap*) {}
