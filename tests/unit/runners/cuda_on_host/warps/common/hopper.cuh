@@ -74,11 +74,6 @@ inline void named_wait(int barrier, int threads) { host::meet(host::named[barrie
 inline void named_arrive(int barrier, int threads) { host::come(host::named[barrier], threads); }
 inline void late_turn() {}
 inline bool elected() { return host::lane() == 0; }
-inline void load_bytes(uint32_t target, const void* source, int bytes, uint32_t barrier) {
-    memcpy(host::at(target, 16), source, bytes);
-    host::barriers.at(barrier).bytes -= bytes;
-    host::barriers.at(barrier).check();
-}
 inline void group_sync(int group) { host::meet(host::of_warpgroup[group], 128); }
 
 inline void prefetch_map(const TensorMap*) {}
