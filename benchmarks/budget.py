@@ -36,7 +36,7 @@ from nightmill.worker.runners.gpu.layers import Addition, Layer, LayerKernels
 from nightmill.worker.runners.gpu.memory import RunnerSizes
 from nightmill.worker.runners.gpu.mixers import AttentionMixer, LatentMixer, LayerMixer, StateMixer
 from nightmill.worker.runners.gpu.model import Model, Shared
-from nightmill.worker.runners.gpu.runner import CudaRunner, Launching
+from nightmill.worker.runners.gpu.runner import CudaRunner, Launching, decode_shape
 from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
 from nightmill.worker.runners.gpu.weights.layout import LayerWeights
 from tests.support.limits import BYTES_PER_S, FLOPS, flops_of_state
@@ -186,7 +186,11 @@ def measure(runner: CudaRunner, batch: StepBatch, costs: Costs, rates: tuple[flo
     inputs, shape = prepared(runner, batch)
     calls = recorded(model, inputs, shape)
     runner.device.synchronize()
+    routed = next((at for at, (name, _) in enumerate(calls) if name == "route"), -1)
     for name in dict.fromkeys(name for name, _ in calls):
+        # Experts multiply what was routed last: else of the last layer, where few tokens go on.
+        for _, call in calls[: routed + 1]:
+            call()
         mine = [call for other, call in calls if other == name]
         moved, flops = costs.of.get(name, (0, 0))
         seconds, nodes = timed(runner, lambda mine=mine: [call() for call in mine] and None)
@@ -201,14 +205,14 @@ def prepared(runner: CudaRunner, batch: StepBatch) -> tuple[StepInputs, StepShap
     if len(batch.tokens) == batch.drawn:
         runner._model.tune(size, size)
         pieces = runner._decode_pieces(batch, size)
-        shape = StepShape(tokens=size, sequences=size, drawn=size, draws=size, tiles=0, pieces=len(pieces))
-        inputs = runner._steps.write_padded(0, batch, size, pieces, len(pieces))
+        shape = decode_shape(size, rooms := tuple(map(len, pieces)))
+        inputs = runner._steps.write_padded(0, batch, size, pieces, rooms)
     else:
-        tiles, groups = runner._prefill.stage(
-            0, batch.page_tables, batch.sequence_starts, batch.context_lengths, batch.drawn
+        tiles, pieces, ((first, _, groups), *further) = runner._plans.divide(0, batch)
+        shape = StepShape(
+            len(batch.tokens), size, 0, len(batch.draws), first, groups=groups, further=tuple(further)
         )
-        shape = StepShape(len(batch.tokens), size, 0, len(batch.draws), len(tiles), groups=groups)
-        inputs = runner._steps.write(0, batch, shape, tiles, np.zeros((0, 4), dtype=np.int32))
+        inputs = runner._steps.write(0, batch, shape, tiles, pieces)
     return inputs, shape
 
 
@@ -270,12 +274,13 @@ def recorded(model: Model, inputs: StepInputs, shape: StepShape) -> list[tuple[s
         norms = noted(addition.norms, "rms_norm")
         return replace(addition, product=noted(addition.product, name), norms=norms)
 
-    kept = model.shared, model.layers, model.head
+    kept = model.shared, model.layers, model.head, model.projection
     model.shared = Shared(
         embedding=noted(model.shared.embedding), norms=noted(model.shared.norms, "rms_norm"),
         logit_scale=noted(model.shared.logit_scale, "scale_logits"), sampler=noted(model.shared.sampler),
+        inputs=noted(model.shared.inputs, "layer inputs"),
     )  # fmt: skip
-    model.head = noted(model.head, "head")
+    model.head, model.projection = noted(model.head, "head"), noted(model.projection, "layer inputs")
     model.layers = tuple(
         replace(
             layer,
@@ -284,15 +289,18 @@ def recorded(model: Model, inputs: StepInputs, shape: StepShape) -> list[tuple[s
                 output=noted(layer.kernels.output, "output"),
                 gate_up=noted(layer.kernels.gate_up, "gate_up and swiglu"),
                 down=noted(layer.kernels.down, "down"), mixture=mixture_of(layer), few=in_few_rows(layer),
+                input_gate=noted(layer.kernels.input_gate, "input gate"),
+                input_up=noted(layer.kernels.input_up, "input up"),
             ),
             attended=added(layer.attended, "output"), fed=added(layer.fed, "down"),
+            given=added(layer.given, "input up"),
         )
         for layer in model.layers
     )  # fmt: skip
     try:
         queue(model, inputs, shape)
     finally:
-        model.shared, model.layers, model.head = kept
+        model.shared, model.layers, model.head, model.projection = kept
     return calls
 
 

@@ -12,8 +12,10 @@ interactive call to its first piece, alone and beside. Fails if any call ends ot
 import argparse
 import asyncio
 import json
+import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx2
@@ -37,13 +39,23 @@ async def measure(url: str, options: argparse.Namespace) -> tuple[Answers, float
         alone = [await first_piece(day, number) for number in range(ALONE)]
         began = time.perf_counter()
         flood = asyncio.ensure_future(
-            flex_calls(night, options.calls, options.connections, options.max_tokens)
+            flex_calls(night, options.calls, options.connections, options.max_tokens, said(began))
         )
         beside = []
         while not flood.done():
             beside.append(await first_piece(day, ALONE + len(beside)))
             await asyncio.sleep(PAUSE_SECONDS)
         return await flood, time.perf_counter() - began, alone, beside
+
+
+def said(began: float) -> Callable[[int], None]:
+    """Says every 1,000 calls how far the flood is."""
+
+    def report(ended: int) -> None:
+        if ended % 1000 == 0:
+            sys.stderr.write(f"{ended:,} calls in {time.perf_counter() - began:.0f} s\n")
+
+    return report
 
 
 async def first_piece(client: httpx2.AsyncClient, number: int) -> float:

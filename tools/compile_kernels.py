@@ -48,7 +48,7 @@ from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import Format
 from nightmill.worker.runners.gpu.device.sources import for_element, members, source_of
 from nightmill.worker.runners.gpu.device.waits import BOUNDED_WAITS
-from nightmill.worker.runners.gpu.experts.grouped import grouped_sources
+from nightmill.worker.runners.gpu.experts.tiles import Multiplier, grouped_source
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.sampling.sampler import SLOT
 from nightmill.worker.runners.gpu.states.convolution import ShortConvolution
@@ -64,7 +64,7 @@ ALSO = {"sm_80": ("sm_86", "sm_120")}
 """GPUs whose instructions are made from the same code; those of 8.9 are of 8.6 and products of FP8."""
 MOST_STACK = {
     "mma_gemm": 0, "mma_fp8": 0, "packed_mma": 0, "packed_rows": 0, "packed_few": 0, "decode_attention": 16,
-    "prefill_attention": 32, "split_attention": 128,
+    "few_rows": 16, "prefill_attention": 32, "split_attention": 16,
 }  # fmt: skip
 """Bytes of stack that kernels of these files may need, which run in each step: none, or a known few."""
 _SHOWN = 5
@@ -98,10 +98,11 @@ def main() -> int:
 def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
     """File, options and architecture of what runners compile, so chosen that each risk is met once.
 
-    Heads of 64 and of 128, which most models have, are compiled for Hopper with either element. Other head
-    sizes, kinds of attention and architectures are met with one of the rest, not with all: they are compiled
-    from the same templates, and what a combination computes is held by `tests/gpu`, and without a GPU by the
-    tests that compile kernels for the host. FP8 weights are for Hopper and Ada, with any element.
+    Each kind of product, of attention and of layer, each size of heads and each element is met on each
+    architecture that has it, but with one of the rest, not with all: heads of 64 with half, of 128 with BF16.
+    They are compiled from the same templates, and what a combination computes is held by `tests/gpu`, and
+    without a GPU by the tests that compile kernels for the host. FP8 weights are for Hopper and Ada, with any
+    element.
     """
     bundled = read_spec(GgufFile.open(ROOT / "models" / "nightmill-demo.gguf"))
     other = with_other_parts(bundled)
@@ -113,9 +114,7 @@ def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
     chosen = (
         (other, replace(f16, weights=in_file), (HOPPER, "sm_80")),
         (sixes, replace(bf16, weights=in_file), ("sm_80",)),
-        (other, bf16, (HOPPER,)),
-        (large, f16, (HOPPER, "sm_100")),
-        (large, bf16, (HOPPER, "sm_80")),
+        (large, bf16, (HOPPER, "sm_80", "sm_100")),
         (small, f16, ("sm_80",)),
         (small, bf16, (HOPPER, "sm_100")),
         (with_scores(bundled, window=512, sinks=True), f16, (HOPPER, "sm_80")),
@@ -194,7 +193,9 @@ def expert_sources() -> Iterator[tuple[Path, tuple[str, ...], str]]:
         (Format.Q6_K, Element.F16, HOPPER),
         (Format.MXFP4, Element.F16, "sm_100"),
     ):
-        sources = [*around, *grouped_sources(format_, hopper=architecture == HOPPER)]
+        by = [one for one in Multiplier if one is Multiplier.MMA or architecture == HOPPER]
+        by = [one for one in by if one is not Multiplier.STAYING or format_.packed]
+        sources = [*around, *(grouped_source(format_, one) for one in by)]
         yield from ((*for_element(source, element), architecture) for source in sources)
 
 

@@ -2,7 +2,7 @@
 // shared out among blocks.
 //
 // Arguments as there; counters (S, G * head tiles), zero before and after. The grid is (G * head tiles, S, Z), Z at most
-// the segments of the longest context: block z takes segments z, z + Z, ... A warp asks for AHEAD pages at once, in place
+// the segments of the longest context: block z takes segments z, z + Z, ... A warp asks for some pages at once, in place
 // of one after the other, and for those that hold no token of this step before it waits for the kernel ahead; their scores
 // do not wait for each other. The last block of a sequence and KV head to finish merges the segments, in order, from
 // `partials` [S][segments][H][D] and `sums` [S][segments][H][2].
@@ -17,8 +17,10 @@
 
 static_assert(D <= 128, "registers do not hold a page of larger heads: decode_attention.cu");
 
-static constexpr int AHEAD = D == 64 ? 4 : 2;
-static constexpr int STEP = AHEAD * WARPS;  // pages that a block has in flight
+// Pages that a warp asks for at once: so many that registers hold them. Of larger heads in 16 rows two would be 300 registers, and
+// what is spilled as much traffic as a page.
+template <int ROWS>
+static constexpr int PAGES_AHEAD = D == 64 ? 4 : ROWS == 8 ? 2 : 1;
 
 // Blocks of the cluster, along z; 1 where there are no clusters.
 static __device__ __forceinline__ int cluster_blocks() {
@@ -61,6 +63,7 @@ static __device__ __forceinline__ void decode_split(const Element* qkv, const Ke
                                                   const int* starts, const int* listed, Element* out, float* partials,
                                                   float* sums, unsigned* counters, int heads, int kv_heads,
                                                   int segment_pages, int max_segments, const Scores& scores) {
+    constexpr int AHEAD = PAGES_AHEAD<ROWS>, STEP = AHEAD * WARPS;  // pages that a warp and a block have in flight
     extern __shared__ __align__(16) unsigned char shared[];
     __shared__ uint64_t all_sent;
     launch_next();

@@ -2,10 +2,12 @@
 //
 //   sum = base + weights[0] y[places[0]] + weights[1] y[places[1]] + ... + shared * sigmoid(gate)
 //   x += scale * after(sum)
+//   x *= *factor
 //   out = before(x)
 // y (positions, width) float; places (T, used) int, -1 for no position; weights (T, used) float (`route.cu`); base and shared
 // (T, width) float or null; gate of a token is the sum of `parts` columns of gates (T, pitch) float, `part` apart, as a logit
-// is in `route.cu`; null: shared is added as it is. Where x is null, out is the sum itself. x (T, width) float, out (T, width)
+// is in `route.cu`; null: shared is added as it is. Where experts stand beside the shared one (Gemma 4), what they add up to has a norm, `routed`,
+// and what the shared one gives another, `of_shared`. factor is a float or null. Where x is null, out is the sum itself. x (T, width) float, out (T, width)
 // elements; not where out is null. What a norm is: `rows/stream_row.cuh`.
 //
 // width is a multiple of 8. Bytes a value: 4 for each rank, 4 each of base and shared, 8 of x, 2 of out. As in `rms_norm.cu`:
@@ -34,9 +36,9 @@ struct Gate {
 
 template <int PIECES>
 static __device__ __forceinline__ void combine_row(Ranks ranks, const float* base, const float* shared, Gate gate,
-                                                   const Norm& after, float scale, float* x, const Norm& before, Element* out,
-                                                   int width) {
-    __shared__ float partial[4][32];
+                                                   const Norm& routed, const Norm& of_shared, const Norm& after, float scale,
+                                                   const float* factor, float* x, const Norm& before, Element* out, int width) {
+    __shared__ float partial[8][32];
     launch_next();
     wait_for_previous(ranks.y, ranks.places, ranks.weights, base, shared, gate.logits, x);
     const int64_t start = static_cast<int64_t>(blockIdx.x) * width, first = static_cast<int64_t>(blockIdx.x) * ranks.used;
@@ -61,14 +63,25 @@ static __device__ __forceinline__ void combine_row(Ranks ranks, const float* bas
         const int place = ranks.places[first + rank];
         if (place >= 0) add(ranks.y + static_cast<int64_t>(place) * width, ranks.weights[first + rank]);
     }
-    if (shared != nullptr) add(shared + start, gate.of(blockIdx.x));
+    normalise<false>(row, gains, routed, width, partial + 4);
+    if (shared != nullptr && of_shared.weight == nullptr) add(shared + start, gate.of(blockIdx.x));
+    if (shared != nullptr && of_shared.weight != nullptr) {
+        Piece<PIECES> other;
+        other.load(shared + start, width);
+        normalise<false>(other, gains, of_shared, width, partial + 6);
+        row.each(width, [&](int piece, int) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) row.values[piece][i] += other.values[piece][i];
+        });
+    }
     if (x != nullptr) {
         normalise<false>(row, gains, after, width, partial);
+        const float times = factor == nullptr ? 1.0f : *factor;
         row.each(width, [&](int piece, int at) {
             float stream[8];
             load8(x + start + at, stream);
 #pragma unroll
-            for (int i = 0; i < 8; ++i) row.values[piece][i] = fmaf(scale, row.values[piece][i], stream[i]);
+            for (int i = 0; i < 8; ++i) row.values[piece][i] = fmaf(scale, row.values[piece][i], stream[i]) * times;
             store8(x + start + at, row.values[piece]);
         });
         if (out == nullptr) return;
@@ -82,11 +95,15 @@ static __device__ __forceinline__ void combine_row(Ranks ranks, const float* bas
     extern "C" __global__ void __launch_bounds__(THREADS)                                                                 \
         combine_##PIECES(const float* y, const int* places, const float* weights, int used, const float* base,            \
                          const float* shared, const float* gates, int pitch, int part, int parts, float part_scale,       \
+                         const float* routed, const float* routed_bias, float routed_eps, int routed_centred,             \
+                         const float* of_shared, const float* shared_bias, float shared_eps, int shared_centred,          \
                          const float* after, const float* after_bias, float after_eps, int after_centred, float scale,    \
-                         float* x, const float* before, const float* before_bias, float before_eps, int before_centred,   \
-                         Element* out, int width) {                                                                       \
+                         const float* factor, float* x, const float* before, const float* before_bias, float before_eps,  \
+                         int before_centred, Element* out, int width) {                                                   \
         combine_row<PIECES>({y, places, weights, used}, base, shared, {gates, pitch, part, parts, part_scale},            \
-                            {after, after_bias, after_eps, after_centred}, scale, x,                                      \
+                            {routed, routed_bias, routed_eps, routed_centred},                                            \
+                            {of_shared, shared_bias, shared_eps, shared_centred},                                         \
+                            {after, after_bias, after_eps, after_centred}, scale, factor, x,                              \
                             {before, before_bias, before_eps, before_centred}, out, width);                               \
     }
 

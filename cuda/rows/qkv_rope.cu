@@ -1,9 +1,13 @@
 // From the QKV product to what attention reads: bias, QK norm, rotation, and the write into the KV pages.
 //
-//   qkv             (T, (H + 2 G) D) elements: queries, keys, values; the queries are replaced by the rotated ones
+//   source          (T, M D) elements: M heads that the product has made, queries, keys, values. H + 2 G of them; or H + G, where
+//                   values are what keys are before norm and rotation; or H, where keys and values are another layer's: none are
+//                   written then
+//   qkv             (T, (H + 2 G) D): the rotated queries; may be the same as source if M is H + 2 G
 //   q_norm, k_norm  float, or null: weights of a norm of each head's query and key (Qwen3), (D,); with `statistics`, of norms
 //                   that go over all heads of a token at once (OLMo 2), (H D,) and (G D,)
-//   norm_is         CENTRED: LayerNorm, not RMS norm; ROTATED: the norm comes after rotation (Hunyuan), not before
+//   norm_is         CENTRED: LayerNorm, not RMS norm; ROTATED: the norm comes after rotation (Hunyuan), not before;
+//                   VALUES: values have an RMS norm, too, without a weight (Gemma 4)
 //   statistics      (T, 2, 2) float, from `qk_statistics`: of queries and of keys, what is subtracted and what multiplied; or null
 //   factors         (table_rows,) float: what the queries at a position are multiplied by at last (Llama 4); or null
 // The others as `qkv.cuh` says. Arithmetic is FP32. A head is the work of a group of LANES threads, of which D / (2 VECTOR)
@@ -19,7 +23,7 @@
 
 static_assert(HEAD_DIM % 4 == 0 && HEAD_DIM <= 512, "head sizes are multiples of 4 up to 512");
 
-static constexpr int CENTRED = 1, ROTATED = 2;
+static constexpr int CENTRED = 1, ROTATED = 2, VALUES = 4;
 static constexpr int VECTOR = HEAD_DIM % 16 == 0 ? 8 : 2;
 static constexpr int WORKERS = HEAD_DIM / (2 * VECTOR);
 static constexpr int power_of_two(int n) { return n <= 1 ? 1 : 2 * power_of_two((n + 1) / 2); }
@@ -65,6 +69,11 @@ static __device__ __forceinline__ void multiply_by(const float* source, float sc
     load_floats(source, gains);
 #pragma unroll
     for (int i = 0; i < VECTOR; ++i) values[i] *= scale * gains[i];
+}
+
+static __device__ __forceinline__ void multiply_by(float scale, float (&values)[VECTOR]) {
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) values[i] *= scale;
 }
 
 // Over the lanes of a head; all threads of the warp call it.
@@ -127,15 +136,16 @@ extern "C" __global__ void __launch_bounds__(256)
 #endif
 
 extern "C" __global__ void __launch_bounds__(256)
-    qkv_rope_write(Element* __restrict__ qkv, const float* __restrict__ bias, const float* __restrict__ q_norm,
+    qkv_rope_write(const Element* made, int made_heads, Element* qkv, const float* __restrict__ bias,
+                   const float* __restrict__ q_norm,
                    const float* __restrict__ k_norm, float eps, int norm_is, const float2* __restrict__ statistics,
                    const int* __restrict__ positions, const int* __restrict__ cache_rows,
                    const float* __restrict__ table, int table_rows, const float* __restrict__ factors,
                    Kept* __restrict__ k_cache, Kept* __restrict__ v_cache, int tokens, int heads, int kv_heads) {
     launch_next();
-    wait_for_previous(qkv, statistics);
+    wait_for_previous(made, qkv, statistics);
     const Qkv to{qkv, k_cache, v_cache, bias, positions, cache_rows, table, table_rows, heads, kv_heads};
-    const int all_heads = to.all_heads();
+    const int all_heads = made_heads > heads ? to.all_heads() : heads;
     const unsigned group = blockIdx.x * (256 / LANES) + threadIdx.x / LANES;  // T (H + 2 G) is far below 2^32
     const int lane = threadIdx.x % LANES;
     const bool exists = group < static_cast<unsigned>(tokens) * all_heads && lane < WORKERS;
@@ -143,15 +153,16 @@ extern "C" __global__ void __launch_bounds__(256)
     const int head = exists ? group % static_cast<unsigned>(all_heads) : 0;
     const int first = lane * VECTOR;
     const int second = HEAD_DIM / 2 + first;
-    Element* source = to.in_qkv(token, head);
+    const int source_head = head < made_heads ? head : head - kv_heads;  // a value's is the key's
+    const Element* source = made + (static_cast<int64_t>(token) * made_heads + source_head) * HEAD_DIM;
 
     float low[VECTOR] = {}, high[VECTOR] = {};
     if (exists) {
         load_elements(source + first, low);
         load_elements(source + second, high);
         if (bias != nullptr) {
-            add_from(bias + head * HEAD_DIM + first, low);
-            add_from(bias + head * HEAD_DIM + second, high);
+            add_from(bias + source_head * HEAD_DIM + first, low);
+            add_from(bias + source_head * HEAD_DIM + second, high);
         } else {  // -0 becomes 0, as where the product is fused, which adds a bias of 0 then
 #pragma unroll
             for (int i = 0; i < VECTOR; ++i) low[i] += 0.0f, high[i] += 0.0f;
@@ -183,12 +194,16 @@ extern "C" __global__ void __launch_bounds__(256)
             for (int i = 0; i < VECTOR; ++i) sum += low[i] * low[i] + high[i] * high[i];
             scale = 1.0f / sqrtf(head_sum(sum) / HEAD_DIM + eps);
         }
-        if (!is_value && exists) {
+        if (!exists) return;
+        if (!is_value) {
             multiply_by(gains + first, scale, low);
             multiply_by(gains + second, scale, high);
+        } else if (norm_is & VALUES) {
+            multiply_by(scale, low);
+            multiply_by(scale, high);
         }
     };
-    const bool has_norm = q_norm != nullptr && k_norm != nullptr;  // the same for all threads
+    const bool has_norm = q_norm != nullptr;  // the same for all threads
     if (has_norm && !(norm_is & ROTATED)) normalise();
     const int table_row = exists ? to.table_row(positions[token]) : 0;
     if (exists && !is_value) {
@@ -222,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
         for (int i = 0; i < VECTOR; ++i) low[i] *= factor, high[i] *= factor;
     }
-    Element* target = source;
+    Element* target = to.in_qkv(token, head);
 #ifndef KV_FP8
     if (!is_query) {
         if (cache_rows[token] < 0) return;

@@ -1,6 +1,7 @@
 // Between two products: what the first has computed is added to the residual stream, which is normed for the second.
 //
 //   x += scale * after(added + bias)      x, added (T, width) float, bias (width,) float or null; not where added is null
+//   x *= *factor                          float, or null (Gemma 4); not where added is null
 //   out = before(x)                       out (T, width) elements; not where out is null
 // What a norm is: `stream_row.cuh`.
 //
@@ -11,7 +12,8 @@
 
 template <int PIECES>
 static __device__ __forceinline__ void residual_row(const float* added, const float* bias, const Norm& after, float scale,
-                                                    float* x, const Norm& before, Element* out, int width) {
+                                                    const float* factor, float* x, const Norm& before, Element* out,
+                                                    int width) {
     __shared__ float partial[4][32];
     constexpr bool EARLY = PIECES <= 2;
     launch_next();
@@ -27,11 +29,12 @@ static __device__ __forceinline__ void residual_row(const float* added, const fl
         if (EARLY) stream.load(x + start, width);
         if (bias != nullptr) row.add(bias, width);
         normalise<EARLY>(row, after_gains, after, width, partial);
+        const float times = factor == nullptr ? 1.0f : *factor;
         row.each(width, [&](int piece, int at) {
             if (!EARLY) load8(x + start + at, stream.values[piece]);
 #pragma unroll
             for (int i = 0; i < 8; ++i)
-                row.values[piece][i] = fmaf(scale, row.values[piece][i], stream.values[piece][i]);
+                row.values[piece][i] = fmaf(scale, row.values[piece][i], stream.values[piece][i]) * times;
             store8(x + start + at, row.values[piece]);
         });
     }
@@ -44,10 +47,10 @@ static __device__ __forceinline__ void residual_row(const float* added, const fl
 #define RESIDUAL_KERNEL(PIECES, THREADS)                                                                          \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                         \
         residual_##PIECES(const float* added, const float* bias, const float* after, const float* after_bias,     \
-                          float after_eps, int after_centred, float scale, float* x, const float* before,         \
-                          const float* before_bias, float before_eps, int before_centred, Element* out,           \
-                          int width) {                                                                            \
-        residual_row<PIECES>(added, bias, {after, after_bias, after_eps, after_centred}, scale, x,                \
+                          float after_eps, int after_centred, float scale, const float* factor, float* x,         \
+                          const float* before, const float* before_bias, float before_eps, int before_centred,    \
+                          Element* out, int width) {                                                              \
+        residual_row<PIECES>(added, bias, {after, after_bias, after_eps, after_centred}, scale, factor, x,        \
                              {before, before_bias, before_eps, before_centred}, out, width);                      \
     }
 

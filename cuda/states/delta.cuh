@@ -2,6 +2,7 @@
 #pragma once
 
 #include "states/chunk.cuh"
+#include "states/delta_heads.cuh"
 
 // Of a chunk and value head: A without its diagonal's blocks, the sign changed, and these inverted; P; what tokens keep.
 struct alignas(16) Record {

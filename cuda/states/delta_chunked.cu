@@ -175,7 +175,9 @@ extern "C" __global__ void __launch_bounds__(PREPARING * 32, 2)
         if (job < 20)
             multiply_rows(products[i], job < 10 ? keys : queries, block_row, keys, block - block_row * (block_row + 1) / 2);
     }
-    for (int head = key_head; head < heads; head += key_heads) {
+    const DeltaHeads all{heads, key_heads};
+    for (int head = all.first_of(key_head), last = 0; !last; head = all.after(head)) {
+        last = all.is_last(head);
         if (warp == 0) {
             const float bias = time_step_bias[head], decay = decays[head];
             float logarithms[2], betas[2];
@@ -231,7 +233,7 @@ static __device__ __forceinline__ void scan(unsigned char* shared, float* convol
     constexpr int PER_HEAD = VALUE_DIM / (16 * COLUMN_WARPS);  // blocks
     Stage* const chunks = reinterpret_cast<Stage*>(shared);
     const int warp = threadIdx.x / 32;
-    const int head = blockIdx.x / PER_HEAD, key_head = head % key_heads;
+    const int head = blockIdx.x / PER_HEAD, key_head = DeltaHeads{heads, key_heads}.key_of(head);
     const int column = (blockIdx.x % PER_HEAD * COLUMN_WARPS + warp) * 16;  // of this warp
     const int all_keys = key_heads * KEY_DIM, channels = 2 * all_keys + heads * VALUE_DIM;
     const bool has_columns = warp < COLUMN_WARPS;

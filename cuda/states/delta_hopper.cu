@@ -29,7 +29,7 @@ static __device__ __forceinline__ void scan(unsigned char* shared, float* convol
     constexpr int PER_HEAD = VALUE_DIM / (64 * GROUPS), THREADS = 128 * GROUPS;  // PER_HEAD: blocks
     Stage* const chunks = reinterpret_cast<Stage*>(shared);
     Values& next = reinterpret_cast<Values*>(shared + stages * sizeof(Stage))[threadIdx.x / 32];
-    const int head = blockIdx.x / PER_HEAD, key_head = head % key_heads;
+    const int head = blockIdx.x / PER_HEAD, key_head = DeltaHeads{heads, key_heads}.key_of(head);
     const int column = blockIdx.x % PER_HEAD * 64 * GROUPS + threadIdx.x / 32 * 16;  // of this warp
     const int all_keys = key_heads * KEY_DIM, channels = 2 * all_keys + heads * VALUE_DIM;
     float* const state = states + (static_cast<int64_t>(piece.slot) * heads + head) * (KEY_DIM * VALUE_DIM) + column;

@@ -2,7 +2,7 @@
 //
 // Of a token and a value head, with its key head's q and k divided by their lengths (q by sqrt(KEY_DIM), too):
 //   S <- exp(g) S;  S <- S + k beta (v - k S);  out = norm(q S) silu(gate)
-// where g = decay softplus(alpha + time_step_bias) and beta is a sigmoid. Value head h has the keys of head h % key_heads.
+// where g = decay softplus(alpha + time_step_bias) and beta is a sigmoid. Whose keys a value head has says `DeltaHeads`.
 //
 // convolved (T, C) float: q, k of all key heads, v of all value heads. x elements (T, stride), gates from column C on, behind them beta
 // and alpha of each head, unless `floats` has these (`Controls`). states float (slots, heads, KEY_DIM, VALUE_DIM). out (T, heads
@@ -16,6 +16,7 @@
 // many tokens a piece has. A block holds it in registers, 64 a thread where it is 128 x 128, and the next one comes to shared memory
 // meanwhile (`recurrent.cuh`); two blocks a multiprocessor, each takes every so manieth (piece, head). q (S + k u) = q S + (q k) u, so
 // that the sums with k and with q are of the same pass, and a token has two meetings of the block.
+#include "states/delta_heads.cuh"
 #include "states/recurrent.cuh"
 
 static constexpr int WARPS = KEY_DIM * VALUE_DIM >= 64 * 64 ? 8 : 4;
@@ -108,21 +109,23 @@ static __device__ __forceinline__ void run(unsigned char* room, const float* con
     auto state_of = [&](const Piece& piece, int head) {
         return states + (static_cast<int64_t>(piece.slot) * heads + head) * (KEY_DIM * VALUE_DIM);
     };
+    const DeltaHeads all{heads, key_heads};
     const int of_piece = FUSED ? key_heads : heads, tasks = count * of_piece;
+    auto first_head = [&](int task) { return FUSED ? all.first_of(task % of_piece) : task % of_piece; };
     auto piece_of = [&](int task) { return task < tasks ? pieces[task / of_piece] : Piece{0, 0, 0, 0}; };
     auto ask = [&](const Piece& piece, int head) {
         if (piece.length > 0) matrix.ask(room, state_of(piece, head), piece.start > 0);
     };
-    int task = blockIdx.x, head = task % of_piece, turn = 0;  // turn: others may still read what is of the token before
+    int task = blockIdx.x, head = first_head(task), turn = 0;  // turn: others may still read what is of the token before
     Piece piece = piece_of(task);
     ask(piece, head);
     while (task < tasks) {
-        const bool last_of_piece = !FUSED || head + key_heads >= heads;
+        const bool last_of_piece = !FUSED || all.is_last(head);
         const int next_task = last_of_piece ? task + static_cast<int>(gridDim.x) : task;
-        const int next_head = last_of_piece ? next_task % of_piece : head + key_heads;
+        const int next_head = last_of_piece ? first_head(next_task) : all.after(head);
         const Piece next = last_of_piece ? piece_of(next_task) : piece;
         if (piece.length == 0) ask(next, next_head);
-        const int key_head = head % key_heads;
+        const int key_head = all.key_of(head);
         const float bias = time_step_bias[head], decay = decays[head];
         // Where this warp's vector begins, of queries, keys and values.
         const int first = warp == 0 ? key_head * KEY_DIM : warp == 1 ? all_keys + key_head * KEY_DIM : 2 * all_keys + head * VALUE_DIM;

@@ -279,6 +279,14 @@ class CallFormat(_Word):
     NEMOTRON = "nemotron"  # <TOOLCALL>[{"name": ..., "arguments": {...}}]</TOOLCALL>
     TOOL_CALLS = "tool-calls"  # <tool_calls>[{"name": ..., "arguments": {...}}]</tool_calls>, or line by line
     HARMONY = "harmony"  # <|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>
+    DEEPSEEK = (
+        "deepseek"  # <｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}<｜tool▁call▁end｜>, in marks around all
+    )
+    DEEPSEEK_R1 = "deepseek-r1"  # the same with function<｜tool▁sep｜>name, and {...} in a Markdown fence
+    KIMI = "kimi"  # <|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>
+    MINIMAX = "minimax"  # <minimax:tool_call><invoke name="..."><parameter name="key">value</parameter>...
+    SEED = "seed"  # <seed:tool_call><function=name><parameter=key>value</parameter></function>...
+    COHERE = "cohere"  # <|START_ACTION|>[{"tool_name": ..., "parameters": {...}}]<|END_ACTION|>
     JSON = "json"  # {"name": ..., "arguments": {...}} as the whole text, or a list of such
 
 

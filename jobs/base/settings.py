@@ -145,7 +145,8 @@ class Settings(BaseModel):
     """Format of the KV cache."""
     tool_format: Literal[
         "auto", "hermes", "llama", "mistral", "mistral-named", "qwen-xml", "glm-xml", "gemma", "pythonic",
-        "lfm2", "granite", "phi", "nemotron", "tool-calls", "harmony", "json",
+        "lfm2", "granite", "phi", "nemotron", "tool-calls", "harmony", "deepseek", "deepseek-r1", "kimi",
+        "minimax", "seed", "cohere", "json",
     ] = "auto"  # fmt: skip
     """Syntax of the model's tool calls; auto: detected from its template. json: tools are described in
     words."""
@@ -155,8 +156,11 @@ class Settings(BaseModel):
     """Tokens a sequence may hold; by default the model's own limit, or what memory allows."""
     prefix_sharing: bool = True
     """Compute equal beginnings of prompts once."""
-    drafts: Literal["off", "ngram"] = "off"
-    """Guesses at a text's next tokens while few are computed; ngram: from the text's own words."""
+    drafts: Literal["off", "ngram", "auto"] = "off"
+    """Guesses at a text's next tokens while few are computed; ngram: from the text's own words and what it
+    has to obey; auto: while that is found to be faster."""
+    draft: Path | None = None
+    """GGUF file of a small model with the same vocabulary, which guesses tokens where drafts are made."""
     hours: str | None = None
     """Times of day at which a worker serves, such as 22:00-06:00/Europe/Berlin; by default always."""
     idle_seconds: float | None = Field(default=None, ge=1.0)

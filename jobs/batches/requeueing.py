@@ -25,7 +25,10 @@ _ALLOWED = {
     "stop_reason": _REASONS,
     "code": _REASONS,
 }
-"""What rows may be chosen by. A row that can run again has its stop reason as the code of its error."""
+"""Fields by which rows may be chosen, with their values.
+
+A row that can run again has its stop reason as the code of its error.
+"""
 _COLUMNS = {"state": JobRow.state, "stop_reason": JobRow.stop_reason, "code": JobRow.stop_reason}
 Where = Mapping[str, str | Sequence[str]]
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import click
 
+from nightmill.jobs.base.importing import imports
 from nightmill.jobs.base.printable import printable
 from nightmill.jobs.commands.options import INTERRUPTED, CommandGroup
 from nightmill.jobs.errors import DeliveryDelayedWarning, IgnoredColumnWarning, NightmillError
@@ -101,7 +102,8 @@ class NightmillGroup(CommandGroup):
         if lazy is None:
             return None
         module, _, attribute = lazy.path.partition(":")
-        command: click.Command = getattr(import_module(module), attribute)
+        with imports():
+            command: click.Command = getattr(import_module(module), attribute)
         return command
 
     def sentences(self, ctx: click.Context) -> list[tuple[str, str]]:

@@ -228,6 +228,9 @@ def describe_status(status: BatchStatus, price_per_kwh: float | None = None) -> 
     if status.gpu_seconds:
         cost = (status.gpu_seconds, status.energy_kwh, price_per_kwh, status.joules_per_token)
         say("cost", describe_cost(*cost))
+    if status.uncounted_attempts:
+        lost = counted(status.uncounted_attempts, "attempt")
+        say("not known", f"what {lost} cost that ended with a worker")
     if status.scheduled_at is not None:
         say("begins", describe_moment(status.scheduled_at))
     if status.deadline_at is not None:

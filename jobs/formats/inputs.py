@@ -37,7 +37,7 @@ _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _CSV_SUFFIXES = (".csv", ".tsv")
 _PARQUET_SUFFIXES = (".parquet", ".pq")
 ENDINGS = (*_JSON_SUFFIXES, *_CSV_SUFFIXES, *_PARQUET_SUFFIXES, ".arrow", ".feather", ".ipc", ".arrows")
-"""What names of inputs end in, before `.gz`."""
+"""Endings of the names of inputs, before `.gz`."""
 _ROWS_TO_LOOK_AT = 100  # searched for a valid row that shows which JSON format it is
 _HASHED_AT_ONCE = 1 << 20  # bytes
 _NAME_IT = "name it .jsonl, .csv, .tsv or .parquet"

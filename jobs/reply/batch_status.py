@@ -97,6 +97,7 @@ class RowCount:
     reasoning_tokens: int = 0  # of those of answers
     gpu_seconds: float = 0.0
     energy_joules: float | None = None  # None: of no row is it known
+    uncounted_attempts: int = 0  # that ended with their worker: what they cost is in no sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +154,7 @@ class BatchStatus:
     reasoning_tokens: int = 0  # of those of answers
     gpu_seconds: float = 0.0  # shares of the steps that computed its rows
     energy_joules: float | None = None  # the same in joules; None: of no row is it known
+    uncounted_attempts: int = 0  # that ended with their worker: what they cost is in neither
     unserved: list[str | None] = field(default_factory=list)
     held: int = 0  # queued rows that wait for the ones that they follow
     wakes_at: datetime | None = None  # when the hours of its workers begin, if all of them sleep until then
@@ -268,6 +270,7 @@ def make_status(
         reasoning_tokens=sum(count.reasoning_tokens for count in counts),
         gpu_seconds=sum(count.gpu_seconds for count in counts),
         energy_joules=sum(joules) if joules else None,
+        uncounted_attempts=sum(count.uncounted_attempts for count in counts),
         tokens_per_second=None if pace is None else pace.tokens_per_second,
         estimated_end=end,
         created_at=record.created_at,

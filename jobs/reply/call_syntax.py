@@ -7,7 +7,7 @@ characters between two tags are that text; elsewhere they are JSON, or a constan
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 Types = Callable[[str], Mapping[str, Any]]
@@ -17,6 +17,8 @@ Parsed = tuple[str, dict[str, Any]]
 
 _FUNCTION = re.compile(r"\s*<function=([^<>\s]{1,256})>(.*?)</function>", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]{1,256})>(.*?)</parameter>", re.DOTALL)
+_INVOKED = re.compile(r'\s*<invoke name="([^<>"\n]{1,256})">(.*?)</invoke>', re.DOTALL)
+_NAMED_PARAMETER = re.compile(r'\s*<parameter name="([^<>"\n]{1,256})">(.*?)</parameter>', re.DOTALL)
 _GLM_NAME = re.compile(r"\s*([^<>\s]{1,256})\s*")
 _GLM_ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 _STRING = re.compile(r"""'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+\"""", re.DOTALL)
@@ -29,24 +31,48 @@ _SPACE = re.compile(r"\s*")
 _DEEPEST = 64
 
 
-def tagged_calls(text: str, types: Types) -> list[Parsed]:
+def tagged_calls(text: str, types: Types) -> Iterator[Parsed]:
     """Parse `<function=NAME><parameter=KEY>VALUE</parameter>...</function>`, as Qwen3-Coder writes it."""
-    found: list[Parsed] = []
+    return _in_tags(text, types, _FUNCTION, _PARAMETER, lines=True)
+
+
+def seed_calls(text: str, types: Types) -> Iterator[Parsed]:
+    """Parse the same as Seed-OSS writes it, whose values have no lines of their own."""
+    return _in_tags(text, types, _FUNCTION, _PARAMETER)
+
+
+def invoked_calls(text: str, types: Types) -> Iterator[Parsed]:
+    """Parse `<invoke name="NAME"><parameter name="KEY">VALUE</parameter>...</invoke>`, as MiniMax M2 writes
+    it."""
+    return _in_tags(text, types, _INVOKED, _NAMED_PARAMETER)
+
+
+def _in_tags(
+    text: str,
+    types: Types,
+    function: re.Pattern[str],
+    parameter: re.Pattern[str],
+    *,
+    lines: bool = False,
+) -> Iterator[Parsed]:
+    """Parse calls whose arguments have tags; of a text that is cut, those that are whole come first.
+
+    `lines`: a value stands in lines of its own.
+    """
     place = 0
-    while (call := _FUNCTION.match(text, place)) is not None:
+    while (call := function.match(text, place)) is not None:
         arguments, inside = {}, 0
         known = types(call[1])
-        while (argument := _PARAMETER.match(call[2], inside)) is not None:
-            value = argument[2].removeprefix("\n").removesuffix("\n")
+        while (argument := parameter.match(call[2], inside)) is not None:
+            value = argument[2].removeprefix("\n").removesuffix("\n") if lines else argument[2]
             arguments[argument[1]] = typed(value, known.get(argument[1]))
             inside = argument.end()
         if call[2][inside:].strip():
             raise ValueError("text between arguments")
-        found.append((call[1], arguments))
+        yield call[1], arguments
         place = call.end()
-    if not found or text[place:].strip():
+    if text[place:].strip():
         raise ValueError("not a call")
-    return found
 
 
 def glm_call(text: str, types: Types) -> list[Parsed]:

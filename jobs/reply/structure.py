@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 from nightmill.jobs.base.contract import CallFormat, Markup, Tools
+from nightmill.jobs.reply.json_calls import Found, arguments_of
 from nightmill.jobs.reply.reasoning import CHANNELS, GEMMA, Thoughts, undecided_from
-from nightmill.jobs.reply.tool_calls import KNOWN, Calls, Found, arguments_of
+from nightmill.jobs.reply.tool_calls import KNOWN, Calls
 
 __all__ = ["Closing", "Span", "Structure", "closing_of", "structure_of"]
 

@@ -5,8 +5,9 @@ Text that turns out not to be a call, since it cannot be parsed or names no func
 
 import json
 import re
-from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import NamedTuple
 
 from nightmill.jobs.base.contract import CallFormat, JsonObject, Tools
 from nightmill.jobs.reply.call_syntax import (
@@ -14,24 +15,29 @@ from nightmill.jobs.reply.call_syntax import (
     Types,
     gemma_call,
     glm_call,
+    invoked_calls,
     python_calls,
+    seed_calls,
     tagged_calls,
+)
+from nightmill.jobs.reply.json_calls import (
+    BEGIN_LLAMA,
+    BEGIN_MISTRAL,
+    NAME,
+    Found,
+    bare,
+    deepseek,
+    kimi,
+    leading,
+    llama,
+    mistral,
+    tagged,
 )
 from nightmill.jobs.reply.reasoning import undecided_from
 
 _MOST_ENDS = 8  # end marks outside strings that are tried before the text is given up as a call
-_BEGIN_MISTRAL, _BEGIN_LLAMA = "[TOOL_CALLS]", "<|python_tag|>"
-_NAMED = re.compile(r"([A-Za-z0-9_.-]{1,64})(?:\[CALL_ID\][\w-]{0,64})?(?:\[ARGS\]|(?=\s*\{))\s*")
-_BETWEEN = re.compile(r"[\s;,]*")  # separators between calls
-_MARKS = re.compile(r"(?:\s|\[TOOL_CALLS\])*")
-_AROUND = re.compile(r"(?:\[TOOL_CALLS\]|<\|python_tag\|>|[\s;,\[\]])*")  # calls, in any style
-_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,256}")  # the same rule as for messages
 # The rest of a JSON string, up to its closing quotation mark.
 _STRING_REST = re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)
-_FENCE = "```"
-
-Found = tuple[str, str]
-"""The name of a function and its arguments, a JSON object as text."""
 
 
 class _Style(NamedTuple):
@@ -42,14 +48,16 @@ class _Style(NamedTuple):
     parse       parses the text between the marks; empty if it is not calls
     known       only names of existing functions count, as the text could be any JSON
     typed       parses texts whose values have the types that their function's schema says
+    leading     the calls at the beginning of a text that was cut in one
     """
 
-    parse: Callable[[str], list[Found]]
+    parse: Callable[[str], Iterable[Found]]
     begin: str = ""
     end: str = ""
     bare: tuple[str, ...] = ()
     known: bool = False
-    typed: Callable[[str, Types], list[Parsed]] | None = None
+    typed: Callable[[str, Types], Iterable[Parsed]] | None = None
+    leading: Callable[[str], Iterable[Found]] = leading
 
 
 class Calls:
@@ -155,10 +163,7 @@ class Calls:
 
     def _read(self, text: str) -> list[Found]:
         try:
-            if self._style.typed is not None:
-                found = [_checked(*call) for call in self._style.typed(text, self._types)]
-            else:
-                found = self._style.parse(text)
+            found = list(self._style.parse(text) if self._style.typed is None else self._typed(text))
         except (ValueError, RecursionError):
             return []
         unknown = self._style.known and any(name not in self._names for name, _ in found)
@@ -174,11 +179,16 @@ class Calls:
     def _before_cut(self, text: str) -> list[Found]:
         """The whole calls at the beginning of a text that was cut in one."""
         found: list[Found] = []
-        for call in _leading(text):
-            if self._style.known and call[0] not in self._names:
-                break
-            found.append(call)
+        with suppress(ValueError, RecursionError):
+            for call in self._style.leading(text) if self._style.typed is None else self._typed(text):
+                if self._style.known and call[0] not in self._names:
+                    break
+                found.append(call)
         return found
+
+    def _typed(self, text: str) -> Iterator[Found]:
+        assert self._style.typed is not None
+        return (_checked(*call) for call in self._style.typed(text, self._types))
 
     def _taken(self, found: Sequence[Found]) -> Iterator[Found]:
         self._blank, self._had = "", True
@@ -195,146 +205,39 @@ class Calls:
             yield text[:length]
 
 
-def _tagged(text: str) -> list[Found]:
-    """Parse one call, or a list of calls."""
-    return _of(_json(text))
-
-
-def _bare(text: str) -> list[Found]:
-    """Parse calls one after another, or a list of calls, possibly in a Markdown fence."""
-    if (inside := text.strip()).startswith(_FENCE):
-        text = inside.removeprefix(_FENCE).removeprefix("json").removesuffix(_FENCE).strip()
-    found: list[Found] = []
-    place = _after(_BETWEEN, text, 0)
-    while place < len(text):
-        value, place = _decoder.raw_decode(text, place)
-        found += _of(value)
-        place = _after(_BETWEEN, text, place)
-    return found
-
-
-def _mistral(text: str) -> list[Found]:
-    """Parse lists of calls, and names with arguments; each may begin with the mark again."""
-    found: list[Found] = []
-    place = _after(_MARKS, text, 0)
-    while place < len(text):
-        if text[place] in "[{":
-            value, place = _decoder.raw_decode(text, place)
-            found += _of(value)
-        else:
-            named = _NAMED.match(text, place)
-            if named is None:
-                raise ValueError("neither a list nor a name")
-            value, place = _decoder.raw_decode(text, named.end())
-            found.append((named[1], _arguments(value)))
-        place = _after(_MARKS, text, place)
-    return found
-
-
-def _llama(text: str) -> list[Found]:
-    return _bare(text.strip().removeprefix(_BEGIN_LLAMA))
-
-
 def _checked(name: str, arguments: JsonObject) -> Found:
     """Return a call as it is stored; raises ValueError for one that cannot be."""
-    if not _NAME.fullmatch(name):
+    if not NAME.fullmatch(name):
         raise ValueError("not a name")
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     text.encode()  # raises for a lone surrogate
     return name, text
 
 
-def _leading(text: str) -> Iterator[Found]:
-    """Calls, up to the first that is not whole."""
-    place = _after(_AROUND, text, 0)
-    while place < len(text):
-        named = None if text[place] == "{" else _NAMED.match(text, place)
-        try:
-            value, place = _decoder.raw_decode(text, place if named is None else named.end())
-            found = _of(value) if named is None else [(named[1], _arguments(value))]
-        except (ValueError, RecursionError):
-            return
-        yield from found
-        place = _after(_AROUND, text, place)
-
-
-def _after(pattern: re.Pattern[str], text: str, place: int) -> int:
-    """Return the end of the match at `place`, or `place` without a match."""
-    found = pattern.match(text, place)
-    return place if found is None else found.end()
-
-
-def _of(value: Any) -> list[Found]:
-    """Parse a call or a list of calls; raises ValueError for anything else."""
-    found: list[Found] = []
-    for call in value if isinstance(value, list) else [value]:
-        name = call.get("name") if isinstance(call, dict) else None
-        if not isinstance(name, str) or isinstance(name, _Number) or not _NAME.fullmatch(name):
-            raise ValueError("not a call")
-        arguments: Any = next((call[key] for key in ("arguments", "parameters") if key in call), {})
-        found.append((name, _arguments(arguments)))
-    return found
-
-
-def arguments_of(text: str) -> str:
-    """Return a JSON object as it is stored in a call; raises ValueError for other text."""
-    return _arguments(_json(text))
-
-
-def _arguments(value: Any) -> str:
-    """Return arguments as JSON; a model trained on APIs may write them as a JSON string."""
-    if isinstance(value, str) and not isinstance(value, _Number):
-        value = _json(value)
-    if not isinstance(value, dict):
-        raise ValueError("arguments are not an object")
-    text = _written(value)
-    text.encode()  # raises for a lone surrogate, which no file or response can contain
-    return text
-
-
-class _Number(str):
-    """A number exactly as written, of any size and precision."""
-
-    __slots__ = ()
-
-
-def _written(value: Any) -> str:
-    """Serialise a value of `_decoder` as JSON."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_written(key)}: {_written(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_written, value)) + "]"
-    return str(value) if isinstance(value, _Number) else json.dumps(value, ensure_ascii=False)
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-_decoder = json.JSONDecoder(parse_float=_Number, parse_int=_Number, parse_constant=_no_constant)
-
-
-def _json(text: str) -> Any:
-    return _decoder.decode(text.strip())
-
-
+_DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 _STYLES = {
-    CallFormat.HERMES: _Style(_tagged, "<tool_call>", "</tool_call>"),
-    CallFormat.MISTRAL: _Style(_mistral, _BEGIN_MISTRAL),
-    CallFormat.MISTRAL_NAMED: _Style(_mistral, _BEGIN_MISTRAL),
-    CallFormat.LLAMA: _Style(_llama, _BEGIN_LLAMA, bare=("{",), known=True),
-    CallFormat.JSON: _Style(_bare, bare=("{", "[", "```"), known=True),
-    CallFormat.QWEN_XML: _Style(_tagged, "<tool_call>", "</tool_call>", typed=tagged_calls),
-    CallFormat.GLM_XML: _Style(_tagged, "<tool_call>", "</tool_call>", typed=glm_call, known=True),
-    CallFormat.GEMMA: _Style(_tagged, "<|tool_call>", "<tool_call|>", typed=gemma_call),
-    CallFormat.LFM2: _Style(_tagged, "<|tool_call_start|>", "<|tool_call_end|>", typed=python_calls),
+    CallFormat.HERMES: _Style(tagged, "<tool_call>", "</tool_call>"),
+    CallFormat.MISTRAL: _Style(mistral, BEGIN_MISTRAL),
+    CallFormat.MISTRAL_NAMED: _Style(mistral, BEGIN_MISTRAL),
+    CallFormat.LLAMA: _Style(llama, BEGIN_LLAMA, bare=("{",), known=True),
+    CallFormat.JSON: _Style(bare, bare=("{", "[", "```"), known=True),
+    CallFormat.QWEN_XML: _Style(tagged, "<tool_call>", "</tool_call>", typed=tagged_calls),
+    CallFormat.GLM_XML: _Style(tagged, "<tool_call>", "</tool_call>", typed=glm_call, known=True),
+    CallFormat.GEMMA: _Style(tagged, "<|tool_call>", "<tool_call|>", typed=gemma_call),
+    CallFormat.LFM2: _Style(tagged, "<|tool_call_start|>", "<|tool_call_end|>", typed=python_calls),
     CallFormat.PYTHONIC: _Style(
-        _tagged, "<|python_start|>", "<|python_end|>", bare=("[",), known=True, typed=python_calls
+        tagged, "<|python_start|>", "<|python_end|>", bare=("[",), known=True, typed=python_calls
     ),
-    CallFormat.GRANITE: _Style(_bare, "<|tool_call|>"),
-    CallFormat.PHI: _Style(_bare, "<|tool_call|>", "<|/tool_call|>", bare=("[",), known=True),
-    CallFormat.NEMOTRON: _Style(_bare, "<TOOLCALL>", "</TOOLCALL>"),
-    CallFormat.TOOL_CALLS: _Style(_bare, "<tool_calls>", "</tool_calls>"),
+    CallFormat.GRANITE: _Style(bare, "<|tool_call|>"),
+    CallFormat.PHI: _Style(bare, "<|tool_call|>", "<|/tool_call|>", bare=("[",), known=True),
+    CallFormat.NEMOTRON: _Style(bare, "<TOOLCALL>", "</TOOLCALL>"),
+    CallFormat.TOOL_CALLS: _Style(bare, "<tool_calls>", "</tool_calls>"),
+    CallFormat.DEEPSEEK: _Style(deepseek, *_DEEPSEEK, leading=deepseek),
+    CallFormat.DEEPSEEK_R1: _Style(deepseek, *_DEEPSEEK, leading=deepseek),
+    CallFormat.KIMI: _Style(kimi, "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", leading=kimi),
+    CallFormat.COHERE: _Style(bare, "<|START_ACTION|>", "<|END_ACTION|>"),
+    CallFormat.SEED: _Style(tagged, "<seed:tool_call>", "</seed:tool_call>", typed=seed_calls),
+    CallFormat.MINIMAX: _Style(tagged, "<minimax:tool_call>", "</minimax:tool_call>", typed=invoked_calls),
 }
 
 KNOWN = frozenset(_STYLES)

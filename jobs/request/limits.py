@@ -28,7 +28,7 @@ _FORMS = "write 20M-tokens, 4gpu-hours or 5kWh, several with commas, or none"
 
 TOKENS, GPU_SECONDS, JOULES = "tokens", "gpu_seconds", "joules"
 MEASURES = (TOKENS, GPU_SECONDS, JOULES)
-"""What a budget may limit, by the names that a row of `batches` stores."""
+"""Measures that a budget may limit, by the names that a row of `batches` stores."""
 
 
 @dataclass(frozen=True, slots=True)

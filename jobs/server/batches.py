@@ -17,6 +17,7 @@ from nightmill.jobs.request.fields import unknown_field
 from nightmill.jobs.server.batch_endpoints import BatchEndpoints
 from nightmill.jobs.server.errors import invalid
 from nightmill.jobs.server.files import PREFIX
+from nightmill.jobs.server.limit_headers import limits_asked
 from nightmill.jobs.sql.http_batches import HttpBatch, HttpStatus
 
 BODY = frozenset({"input_file_id", "endpoint", "completion_window", "metadata", "webhook"})
@@ -48,6 +49,7 @@ class OpenAIBatchEndpoints(BatchEndpoints):
             completion_window=window,
             meta=read_metadata(body.get("metadata")),
             deadline_at=now + duration,
+            settings=dict(limits_asked(request)),
         )
         webhook = body.get("webhook")
         batch = await self._submission.submit(request, caller, asked, "input_file_id", webhook)
@@ -56,11 +58,19 @@ class OpenAIBatchEndpoints(BatchEndpoints):
     async def _object(self, batch: HttpBatch, *, listed: bool = False) -> JsonObject:
         counts: list[RowCount] = []
         note: str | None = None
+        stopped = None if listed else await self._service.run(self._stopped, batch)
         if batch.total is None:
             counts = await self._service.run(self._service.client.batches.store.counts, batch.batch)
             if batch.status is HttpStatus.IN_PROGRESS and not listed:
                 note = await self._service.run(self._waits, batch, counts)
-        return batch_object(batch, counts, note)
+        return batch_object(batch, counts, note, stopped)
+
+    def _stopped(self, batch: HttpBatch) -> str | None:
+        """Say which limit has stopped its rows; None if none has."""
+        try:
+            return self._service.client.batches.store.get(batch.batch).stopped_because
+        except BatchNotFoundError:  # no row is entered yet, or it was deleted
+            return None
 
     def _waits(self, batch: HttpBatch, counts: list[RowCount]) -> str | None:
         """Describe unserved models that its rows wait for; None if there are none."""
@@ -71,10 +81,13 @@ class OpenAIBatchEndpoints(BatchEndpoints):
         return waiting_note(models, batch)
 
 
-def batch_object(batch: HttpBatch, counts: list[RowCount], note: str | None = None) -> JsonObject:
+def batch_object(
+    batch: HttpBatch, counts: list[RowCount], note: str | None = None, stopped: str | None = None
+) -> JsonObject:
     """Build OpenAI's object for a batch; `counts` are used while it has none of its own.
 
-    `note`: reason for a delay, if it has no note of its own.
+    note     reason for a delay, if it has no note of its own
+    stopped  the limit that has stopped its rows
     """
     total, completed, failed = batch.total, batch.completed, batch.failed
     read, wrote = batch.prompt_tokens, batch.completion_tokens
@@ -92,6 +105,8 @@ def batch_object(batch: HttpBatch, counts: list[RowCount], note: str | None = No
     errors = [*batch.errors, *unlisted_errors(batch)]
     if (note := batch.note or note) is not None:
         errors.append(note_error(note))
+    if stopped is not None:
+        errors.append(limit_error(stopped, batch))
 
     def ended(status: HttpStatus) -> int | None:
         return _seconds(batch.ended_at) if batch.status is status else None
@@ -141,6 +156,12 @@ def unlisted_errors(batch: HttpBatch) -> list[JsonObject]:
 def note_error(note: str) -> JsonObject:
     """Build OpenAI's error for a temporary delay."""
     return {"code": "delayed", "line": None, "message": note, "param": None}
+
+
+def limit_error(stopped: str, batch: HttpBatch) -> JsonObject:
+    """Build OpenAI's error for a limit that has stopped a batch."""
+    remedy = f"POST /v1/night/{batch.batch}/limits raises it"
+    return {"code": "budget", "line": None, "message": f"{stopped}; {remedy}", "param": None}
 
 
 def waiting_note(models: Sequence[str | None], batch: HttpBatch) -> str | None:

@@ -22,7 +22,7 @@ from nightmill.jobs.sql.partials import SavedTokens
 from nightmill.jobs.sql.tables import JobRow
 
 COMPLETE = (StopReason.EOS, StopReason.STOP_SEQUENCE, StopReason.LENGTH)
-"""How an answer ended that depends on its request alone, and not on the sizes of a worker."""
+"""Stop reasons of answers that depend on the request alone, and not on the sizes of a worker."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,8 @@ from nightmill.jobs.sql.tables import QUEUED, RUNNING, JobRow
 
 _GROUPS = IdSource()
 _TO_QUEUE: dict[str, Any] = {"state": JobState.QUEUED, "worker": None, "sent_at": None, "started_at": None}
+UNCOUNTED: dict[str, Any] = {"uncounted_attempts": func.coalesce(JobRow.uncounted_attempts, 0) + 1}
+"""The values of a job whose worker has died: what the attempt cost died with it."""
 
 
 def running_jobs(connection: Connection, worker_id: str) -> Sequence[Any]:
@@ -52,7 +54,7 @@ def charge(connection: Connection, rows: Sequence[Any], reason: str, now: dateti
         connection.execute(
             update(JobRow)
             .where(JobRow.id.in_(chunk), RUNNING)
-            .values(state=JobState.CANCELLED, stop_reason=StopReason.CANCELLED, finished_at=now)
+            .values(state=JobState.CANCELLED, stop_reason=StopReason.CANCELLED, finished_at=now, **UNCOUNTED)
         )
         followers.ended(connection, chunk, now)
     left = [row.id for row in rows if row.cancel_requested_at is None]
@@ -61,7 +63,9 @@ def charge(connection: Connection, rows: Sequence[Any], reason: str, now: dateti
         group = _GROUPS.draw()
         for chunk in chunked(half):
             connection.execute(
-                update(JobRow).where(JobRow.id.in_(chunk), RUNNING).values(**_TO_QUEUE, suspects=group)
+                update(JobRow)
+                .where(JobRow.id.in_(chunk), RUNNING)
+                .values(**_TO_QUEUE, suspects=group, **UNCOUNTED)
             )
     return left
 
@@ -112,7 +116,7 @@ def _count_failure(connection: Connection, row: Any, reason: str, now: datetime)
     failures = row.failures + 1
     again = failures < row.max_attempts
     cancelled = row.cancel_requested_at is not None
-    values: dict[str, Any] = {"failures": failures, "errors": history(row, reason, now)}
+    values: dict[str, Any] = {"failures": failures, "errors": history(row, reason, now)} | UNCOUNTED
     if cancelled:
         values |= {"state": JobState.CANCELLED, "stop_reason": StopReason.CANCELLED, "finished_at": now}
     elif again:

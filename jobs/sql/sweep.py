@@ -120,6 +120,9 @@ class Sweep:
                 suspects.charge(connection, rows, f"worker {worker_id} has died", now)
             else:
                 for row in rows:
+                    connection.execute(
+                        update(JobRow).where(JobRow.id == row.id, RUNNING).values(**suspects.UNCOUNTED)
+                    )
                     hand_back(connection, (JobRow.id == row.id, RUNNING, JobRow.attempt == row.attempt), now)
             followers.ended(connection, [row.id for row in rows], now)
         return len(rows)

@@ -26,7 +26,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from nightmill.jobs.base.contract import MAX_ERROR_LENGTH, JobState, JsonObject
 from nightmill.jobs.sql.types import StorableString, StorableText, UtcDateTime
 
-SCHEMA_REVISION = "0035"
+SCHEMA_REVISION = "0037"
 """The migration that these declarations match."""
 
 
@@ -184,6 +184,7 @@ class JobRow(Base):
     # Shares of the steps that computed it, in all its attempts; joules where the GPU tells.
     gpu_seconds: Mapped[float | None] = mapped_column(Double)
     energy_joules: Mapped[float | None] = mapped_column(Double)
+    uncounted_attempts: Mapped[int | None]  # that ended with their worker: what they cost is not known
     arithmetic: Mapped[str | None] = mapped_column(StorableText())  # name of what computed the text
     prompt_digest: Mapped[str | None] = mapped_column(String(16))  # digest of the token ids
     reused_from: Mapped[str | None] = mapped_column(String(32))  # the job that the text was computed for

@@ -17,6 +17,7 @@ Faults of a night, and of a run as far as it has what they are for:
     disks    one that is full under SQLite, results and uploads (a tmpfs, where this user may mount one); a
              folder of uploads or results that is away, or answers ESTALE, for a second
     clocks   the database's, or a worker's, set back or forth by an hour, and right again
+    sleep    workers paused by hand in the middle of their work; one that loads two models in turn
     work     rows and templates that kill or stall their worker, rows and messages that nobody understands,
              cancel, retry, delete and prune beside each other, clients that fork
 
@@ -26,6 +27,7 @@ Rules:
     - Every caller has an answer or a refusal within the limit of its call (`limits`), whatever hangs.
     - Every process that was asked to end has ended within its grace, whatever hangs. What hangs is not
       continued first: in every second hang of a night, and at its end, somebody is asked to end beside it.
+    - A worker that sleeps, by hand or between the turns of two models, holds no job and claims none.
     - Nothing is left behind: processes, messages, saved tokens. Workers end for what a fault explains.
 
 A limit is for wrong behaviour, not for slow machines: the time that the machine was late by (`lateness`), and

@@ -61,7 +61,7 @@ class Fleet:
 
     def wait_until_ready(self) -> None:
         """Return when all take work; a campaign on workers that do not start is worth nothing."""
-        query = "SELECT count(*) FROM workers WHERE state = 'ready'"
+        query = "SELECT count(*) FROM workers WHERE state IN ('ready', 'sleeping')"  # until one has rows
         size = len(self.workers)
         try:
             wait_until(

@@ -1,4 +1,4 @@
-"""Every change of every job, and when batches began to be deleted, written down by triggers in SQL."""
+"""Every change of every job, when batches began to be deleted and workers fell asleep: by triggers in SQL."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -12,6 +12,15 @@ TRACKED = ("state", "attempt", "failures", "worker", "stop_reason", "finished_at
 _SQLITE_NOW = "(julianday('now') - 2440587.5) * 86400.0"
 _MARKED = "OLD.deleting_at IS NULL AND NEW.deleting_at IS NOT NULL"
 _COLUMNS = ("id", "batch", "prior", "deadline_at", "created_at", "error", *TRACKED)
+_KEPT = (*_COLUMNS, "worker_state")
+_ASLEEP = "OLD.state <> 'sleeping' AND NEW.state = 'sleeping'"
+_HELD = "(SELECT count(*) FROM jobs WHERE worker = NEW.id AND state = 'running')"
+
+
+def _values(row: str) -> str:
+    """The columns of a changed job, in SQL."""
+    state = f"(SELECT state FROM workers WHERE workers.id = {row}.worker)"
+    return ", ".join([*(f"{row}.{name}" for name in _COLUMNS), state])
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,7 @@ class Change:
     deadline_at: float | None = None
     created_at: float | None = None
     error: str | None = None
+    worker_state: str | None = None  # of its worker's row at that time
 
     @property
     def final(self) -> bool:
@@ -50,7 +60,7 @@ def install(engine: Engine) -> None:
 
 def read(engine: Engine) -> Iterator[Change]:
     """All changes, in their order."""
-    names = ", ".join(("n", "at", "op", *_COLUMNS))
+    names = ", ".join(("n", "at", "op", *_KEPT))
     with engine.connect() as connection:
         for row in connection.execute(text(f"SELECT {names} FROM campaign_history ORDER BY n")).mappings():
             times = {name: _seconds(row[name]) for name in ("deadline_at", "created_at", "finished_at")}
@@ -64,6 +74,13 @@ def deletions(engine: Engine) -> dict[str, list[float]]:
         for name, at in connection.execute(text("SELECT name, at FROM campaign_deletions")):
             found[name].append(at)
     return found
+
+
+def sleepers(engine: Engine) -> list[tuple[str, float, int]]:
+    """Each worker that fell asleep, when, and how many jobs it had then."""
+    with engine.connect() as connection:
+        found = connection.execute(text("SELECT id, at, held FROM campaign_sleepers"))
+        return [(worker, at, held) for worker, at, held in found]
 
 
 def rows(engine: Engine) -> dict[str, dict[str, Any]]:
@@ -84,7 +101,7 @@ def _seconds(value: Any) -> float | None:
 def _sqlite() -> Iterator[str]:
     yield (
         "CREATE TABLE campaign_history (n INTEGER PRIMARY KEY AUTOINCREMENT, at REAL, op TEXT, "
-        + ", ".join(_COLUMNS)
+        + ", ".join(_KEPT)
         + ")"
     )
     changed = " OR ".join(f"OLD.{name} IS NOT NEW.{name}" for name in TRACKED)
@@ -93,12 +110,16 @@ def _sqlite() -> Iterator[str]:
         ("U", "UPDATE", "NEW", f"WHEN {changed}"),
         ("D", "DELETE", "OLD", ""),
     ):
-        values = ", ".join(f"{row}.{name}" for name in _COLUMNS)
         yield (
             f"CREATE TRIGGER campaign_{event.lower()} AFTER {event} ON jobs {when} BEGIN "
-            f"INSERT INTO campaign_history (at, op, {', '.join(_COLUMNS)}) "
-            f"VALUES ({_SQLITE_NOW}, '{op}', {values}); END"
+            f"INSERT INTO campaign_history (at, op, {', '.join(_KEPT)}) "
+            f"VALUES ({_SQLITE_NOW}, '{op}', {_values(row)}); END"
         )
+    yield "CREATE TABLE campaign_sleepers (id TEXT, at REAL, held INTEGER)"
+    yield (
+        f"CREATE TRIGGER campaign_asleep AFTER UPDATE ON workers WHEN {_ASLEEP} BEGIN "
+        f"INSERT INTO campaign_sleepers VALUES (NEW.id, {_SQLITE_NOW}, {_HELD}); END"
+    )
     yield "CREATE TABLE campaign_deletions (name TEXT, at REAL)"
     yield (
         f"CREATE TRIGGER campaign_deleting AFTER UPDATE ON batches WHEN {_MARKED} BEGIN "
@@ -109,11 +130,11 @@ def _sqlite() -> Iterator[str]:
 def _postgresql() -> Iterator[str]:
     kinds = {"attempt": "integer", "failures": "integer"}
     kinds |= dict.fromkeys(("deadline_at", "created_at", "finished_at"), "timestamptz")
-    columns = ", ".join(f"{name} {kinds.get(name, 'text')}" for name in _COLUMNS)
+    columns = ", ".join(f"{name} {kinds.get(name, 'text')}" for name in _KEPT)
     yield f"CREATE TABLE campaign_history (n bigserial PRIMARY KEY, at float8, op text, {columns})"
-    inserting = f"INSERT INTO campaign_history (at, op, {', '.join(_COLUMNS)}) VALUES "
+    inserting = f"INSERT INTO campaign_history (at, op, {', '.join(_KEPT)}) VALUES "
     now = "extract(epoch FROM pg_catalog.clock_timestamp())"
-    values = {row: ", ".join(f"{row}.{name}" for name in _COLUMNS) for row in ("OLD", "NEW")}
+    values = {row: _values(row) for row in ("OLD", "NEW")}
     yield (
         "CREATE FUNCTION campaign_note() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
         f"IF TG_OP = 'DELETE' THEN {inserting} ({now}, 'D', {values['OLD']}); "
@@ -126,6 +147,15 @@ def _postgresql() -> Iterator[str]:
             f"CREATE TRIGGER campaign_{event.lower()} AFTER {event} ON jobs "
             f"FOR EACH ROW {when} EXECUTE FUNCTION campaign_note()"
         )
+    yield "CREATE TABLE campaign_sleepers (id text, at float8, held integer)"
+    yield (
+        "CREATE FUNCTION campaign_note_sleeper() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
+        f"INSERT INTO campaign_sleepers VALUES (NEW.id, {now}, {_HELD}); RETURN NULL; END $$"
+    )
+    yield (
+        "CREATE TRIGGER campaign_asleep AFTER UPDATE ON workers "
+        f"FOR EACH ROW WHEN ({_ASLEEP}) EXECUTE FUNCTION campaign_note_sleeper()"
+    )
     yield "CREATE TABLE campaign_deletions (name text, at float8)"
     yield (
         "CREATE FUNCTION campaign_note_deletion() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "

@@ -34,7 +34,10 @@ class Member:
         self.killed: set[int] = set()  # pids whose end we brought about
         self._world = world
         self.port = world.ports[number] if kind == "server" else 0
+        self._in_turn = kind == "worker" and number == 0
         self._arguments = _serving(self.port) if kind == "server" else ["worker"]
+        if self._in_turn:
+            self._arguments += world.in_turn
         self._answering = 0  # the pid that has answered
         self._stopped: list[psutil.Process] = []
         self._stopped_engines: list[psutil.Process] = []
@@ -46,6 +49,8 @@ class Member:
     def start(self) -> None:
         """Start it."""
         environment = self._world.environment | {"CAMPAIGN_CLOCK": str(self.clock)}
+        if self._in_turn:
+            del environment["NIGHTMILL_MODEL"]  # it has several
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [*COMMAND, *self._arguments], env=environment, stdin=subprocess.DEVNULL,

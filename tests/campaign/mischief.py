@@ -24,7 +24,7 @@ from tests.campaign.model import HOSTILE_CHATS
 from tests.campaign.plan import Action
 from tests.campaign.report import Report
 from tests.campaign.worker import NAN, POISONS
-from tests.campaign.world import World
+from tests.campaign.world import OTHER_MODEL, World
 
 LONGEST_WORK = 240.0  # of several calls, each of which may meet a hang: no work goes on for longer
 KEPT_SECONDS = 4.0  # prune deletes what ended before that
@@ -216,7 +216,8 @@ class Mischief:
             item.pop("priority")
         expected = (InvalidTransitionError, InvalidRequestError, LookupError)
         with self._ledger.timing("submit_batch", client_limit("submit_batch")):
-            batch = client.submit_batch(items, name=name)
+            which = OTHER_MODEL if draw.random() < 0.2 else None
+            batch = client.submit_batch(items, name=name, model=which)
         rows = self._world.sql('SELECT "row", id FROM jobs WHERE batch = :name', {"name": name})
         self._ledger.promised(*(caller.promise(job_id, items[row - 1], batch=name) for row, job_id in rows))
         if len(rows) != len(items):
@@ -254,7 +255,8 @@ class Mischief:
             start = draw.choice(sorted(POISONS)).decode()
             items[poison] |= {"prompt": f"{start} {caller.words(1)}", "ignore_eos": True}
         seeds = {"b": draw.randrange(1 << 62), "c": draw.randrange(1 << 62)}
-        batches = [client.submit_batch(items, name=name)]
+        models = {letter: OTHER_MODEL if draw.random() < 0.2 else None for letter in "abc"}
+        batches = [client.submit_batch(items, name=name, model=models["a"])]
         expected = (InvalidTransitionError, InvalidRequestError, LookupError)
         promised = [caller.promise(str(row), item, batch=name) for row, item in enumerate(items)]
         chats: list[list[dict[str, str]]] = []
@@ -264,7 +266,7 @@ class Mischief:
             if draw.random() < 0.5:
                 time.sleep(draw.uniform(0.0, 2.0))
             with caller.calling("submit_batch", *expected):
-                settings = {"seed": seeds[letter], "max_tokens": 20}
+                settings = {"seed": seeds[letter], "max_tokens": 20, "model": models[letter]}
                 batches.append(client.submit_batch(after=after, template=template, name=batch, **settings))
                 texts = [one.answer.text if one.answer else "" for one in promised]
                 if chats:
@@ -274,7 +276,7 @@ class Mischief:
                 else:
                     chats = [[{"role": "user", "content": f"Rate {said}"}] for said in texts]
                 promised = [
-                    caller.promise(str(row), {"messages": chat, **settings}, batch=batch)
+                    caller.promise(str(row), {"messages": chat, **settings}, batch=batch)  # of any model
                     for row, chat in enumerate(chats)
                 ]
                 self._promise_rows(batch, promised, poison)

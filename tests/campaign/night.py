@@ -181,7 +181,15 @@ def _judge(world: World, ledger: Ledger, report: Report, *, settled: bool) -> No
     trusted = CLOCK_TRUST_SECONDS if world.database == "postgresql" else 0.0
     wrong = [(since, (until or time.time()) + trusted) for since, until in world.wrong_clocks]
     deletions = history.deletions(world.engine)
-    evidence = Evidence(ledger.promises, ledger.intents, changes, present, settled, wrong, deletions)
+    sleepers = history.sleepers(world.engine)
+    report.count("workers that fell asleep", len(sleepers))
+    for name, number in world.sql(
+        "SELECT model, count(*) FROM loads WHERE ready_at IS NOT NULL GROUP BY model"
+    ):
+        report.count(f"loads of {name}", number)
+    evidence = Evidence(
+        ledger.promises, ledger.intents, changes, present, settled, wrong, deletions, sleepers
+    )
     for violation in judge(evidence):
         report.add(violation)
     query = (

@@ -34,6 +34,7 @@ class Evidence:
     settled: bool = True  # everything had the time to end
     wrong_clocks: Sequence[tuple[float, float]] = ()  # from when until when a clock was wrong, or trusted so
     deletions: Mapping[str, Sequence[float]] = field(default_factory=dict)  # by batch: when they were marked
+    sleepers: Sequence[tuple[str, float, int]] = ()  # a worker that fell asleep, when, how many jobs it had
 
 
 def judge(evidence: Evidence) -> Iterator[Violation]:
@@ -41,6 +42,9 @@ def judge(evidence: Evidence) -> Iterator[Violation]:
     lives: dict[str, list[Change]] = defaultdict(list)
     for change in evidence.history:
         lives[change.id].append(change)
+    for worker, _, held in evidence.sleepers:
+        if held:
+            yield Violation("held-asleep", f"worker {worker} fell asleep with {held} jobs in its hands")
     for job_id in evidence.promises:
         if job_id not in lives:
             yield Violation("lost", f"{job_id} was acknowledged and is in no row, and never was")
@@ -147,6 +151,8 @@ class _Life:
         match old.state, new.state:
             case "queued", "running":
                 legal = new.attempt == old.attempt + 1
+                if new.worker_state == "sleeping":
+                    yield self._wrong("claimed-asleep", f"was claimed by {new.worker}, which sleeps")
                 if self._prior(new) not in ("", "succeeded", "gone"):
                     yield self._wrong(
                         "ran-early", f"runs while the job that it follows is {self._prior(new)}"

@@ -126,7 +126,9 @@ ONLY = {
     },
 }
 # These come twice in a round.
-COMMON = ("kill_worker", "kill_engine", "kill_server", "cancel_and_retry", "batch_games", "chain_games")
+COMMON = (
+    *("kill_worker", "kill_engine", "kill_server", "sleep", "cancel_and_retry", "batch_games", "chain_games"),
+)
 KILLS = frozenset(
     {"kill_worker", "kill_engine", "kill_server", "terminate", "terminate_server"}
     | {

@@ -9,7 +9,7 @@ from tests.campaign.caller import Caller
 from tests.campaign.ledger import Ledger
 from tests.campaign.limits import client_limit
 from tests.campaign.report import Report
-from tests.campaign.world import World
+from tests.campaign.world import OTHER_MODEL, World
 
 MOST_UNFINISHED = 250
 LONGEST_LOOP = 180.0  # of several calls, each of which may meet the end of a hang
@@ -67,8 +67,8 @@ class Traffic:
             more.pop("deadline", None)
         if draw.random() < 0.3:
             more["batch"] = f"open-{draw.randrange(4)}"
-        if draw.random() < 0.3:
-            more["model"] = "bytes"
+        if (which := draw.random()) < 0.4:
+            more["model"] = "bytes" if which < 0.3 else OTHER_MODEL
         caller.enqueue(items, **more)
         self._closing.wait(draw.uniform(0.02, 0.3))
 

@@ -46,6 +46,8 @@ WORKER = {
     "hang_seconds": 20.0,
 }
 STEP_SECONDS = 0.01
+OTHER_MODEL = "letters"
+"""The name of a model that one worker has beside the usual one, and loads in turn with it."""
 LONGEST_TROUBLE = 75.0  # that a caller may still meet an outage of the database after it
 FULL_DISK = "a full disk"
 OF_THE_DATABASE = frozenset({"PostgreSQL", "frozen connections to postgres", FULL_DISK})
@@ -95,6 +97,8 @@ class World:
             broker_url=f"redis://127.0.0.1:{self.proxies.ports['redis']}/0",
             model=model.write(self.home / "bytes.gguf"), **WORKER,
         )  # fmt: skip
+        other = model.write(self.home / f"{OTHER_MODEL}.gguf")
+        self.in_turn = ("--models", f"{self.settings.model},{other}", "--stay", "2s")
         with Client(self.settings) as client:
             client.database.migrate()
         self.engine: Engine = create_engine(direct, pool_pre_ping=True)

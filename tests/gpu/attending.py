@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 
 from nightmill.worker.model.spec import Attention
-from nightmill.worker.runners.gpu.attention.choice import Decode, Prefill
 from nightmill.worker.runners.gpu.attention.pieces import NO_PIECES
+from nightmill.worker.runners.gpu.attention.plans import Decode, Prefill
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, Buffer
 from nightmill.worker.runners.gpu.shapes import padded_rows

@@ -16,7 +16,7 @@ from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.waits import BOUNDED_WAITS
 from nightmill.worker.runners.gpu.runner import CudaRunner
 from nightmill.worker.runners.kv_format import KvFormat
-from tests.support.cuda_runners import cuda_runner, pretended_card
+from tests.support.cuda_runners import ON_GPU, cuda_runner, pretended_card
 from tests.support.needs import Need, reason
 
 HERE = Path(__file__).parent
@@ -29,6 +29,12 @@ jitter   and warps come late to waits, at random
 """
 
 Make = Callable[..., CudaRunner]
+
+
+def pytest_report_header() -> list[str]:
+    """Say which card tests of a GPU are run as."""
+    card = pretended_card()
+    return [] if card is None else [f"the GPU is taken for {card.name}"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -47,6 +53,13 @@ def kernels() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiler, "COMMON_OPTIONS", (*compiler.COMMON_OPTIONS, *options))
         yield
+
+
+@pytest.fixture(autouse=True)
+def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The card that tests are run as is that of the processes that they start, too."""
+    if "pretend_device" in ON_GPU:
+        monkeypatch.setenv("NIGHTMILL_PRETEND_DEVICE", ON_GPU["pretend_device"])
 
 
 @pytest.fixture

@@ -9,10 +9,12 @@ import numpy.typing as npt
 from nightmill.worker.model.spec import Activation, Experts, FeedForward, Norm, RouterScores
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ABSENT, FP8, INT, Buffer, Format, Matrix
-from nightmill.worker.runners.gpu.experts.combine import Combine, Ending
+from nightmill.worker.runners.gpu.experts.combine import Branches, Combine
 from nightmill.worker.runners.gpu.experts.grouped import Given, GroupedProducts
 from nightmill.worker.runners.gpu.experts.room import ExpertRoom
 from nightmill.worker.runners.gpu.experts.route import Routing
+from nightmill.worker.runners.gpu.experts.tiles import ExpertTile
+from nightmill.worker.runners.gpu.rows.norms import Ending
 from nightmill.worker.runners.gpu.weights.layout import NormWeight
 from nightmill.worker.runners.gpu.weights.router import PART_SCALE, part_rows
 from nightmill.worker.runners.reference import ops
@@ -49,6 +51,7 @@ KINDS = {
         count=40, used=1, width=32, expert_scales=("gate", "up", "down"), groups=40, groups_used=7
     ),
     "shared": replace(QWEN, shared=FeedForward(width=32), shared_gated=True),
+    "beside": replace(QWEN, shared=FeedForward(width=32), beside=Norm(1e-5), activation=Activation.GELU),
 }  # fmt: skip
 ACTIVATED = {
     (Activation.SILU, True): ops.swiglu, (Activation.GELU, True): ops.geglu,
@@ -79,6 +82,7 @@ class Routed:
     mixed: Array  # words (T, R)
     stream: Array  # (T, R)
     normed: Array  # words (T, R)
+    tile_rows: int
 
 
 @dataclass
@@ -87,6 +91,7 @@ class ExpertTrial:
 
     kept        format of gate and up; None: the device's elements
     kept_second  of up and down, if that is another
+    among       tiles to choose from, if not from all
     """
 
     device: Device
@@ -95,6 +100,7 @@ class ExpertTrial:
     kept: Format | None = None
     kept_second: Format | None = None
     seed: int = 0
+    among: tuple[ExpertTile, ...] = ()
     _small: dict[str, Array] = field(init=False)
     _gate_up: list[Weights] = field(init=False)
     _down: Weights = field(init=False)
@@ -121,12 +127,15 @@ class ExpertTrial:
             "gate_up_bias": normal(sides * count, inner) * experts.bias,
             "down_bias": normal(count * width) * experts.bias,
             "norm": 1 + normal(width) / 4,
+            "routed": 1 + normal(width) / 4,
+            "of_shared": 1 + normal(width) / 4,
+            "factor": np.full(1, 0.7, dtype=np.float32),
         } | {part: 1 + normal(count) / 4 for part in experts.expert_scales}
 
     def _weights(self, rng: np.random.Generator, format_: Format, rows: int, columns: int) -> Weights:
         device = self.device
         if format_.packed:
-            raw, numbers = weights_of(format_, rows, columns)
+            raw, numbers = weights_of(format_, rows, columns, device.element)
             return Weights(
                 packed(device, format_, raw, columns), rounded(numbers, device.element).astype(np.float64)
             )
@@ -161,7 +170,8 @@ class ExpertTrial:
         if padding is not None:
             slots = device.upload(np.where(padding, PADDING, 3).astype(np.int32))
         of = lambda name, there=True: given[name] if there else ABSENT  # noqa: E731
-        routing, grouped = Routing(device, experts), GroupedProducts(device, self._formats)
+        routing = Routing(device, experts)
+        grouped = GroupedProducts(device, self._formats, self.among)
         tile = grouped.tile(experts, tokens)
         routing(
             of("router_bias", experts.router_bias), of("selection_bias", experts.selection_bias), at, tokens,
@@ -181,17 +191,17 @@ class ExpertTrial:
         down = Given(of("down_bias", experts.bias), given.get("down", ABSENT))
         grouped.down(experts, entering, self._down.held, down, at, tokens, tile)
         combine = Combine(device)
-        stream, normed, mixed = self._combined(combine, routing, at, tokens, given["norm"])
+        stream, normed, mixed = self._combined(combine, routing, at, tokens, given)
         chosen, shares, places = (fetched(device, one, tokens) for one in (at.chosen, at.shares, at.places))
         total = fetched(device, at.total)[0]
         tiles = device.download(at.tiles.address, (total, 4), INT)
         return Routed(
             chosen, shares, places, fetched(device, at.sources, choices), tiles, activated[:choices],
-            fetched(device, at.outputs, choices), mixed, stream, normed,
+            fetched(device, at.outputs, choices), mixed, stream, normed, tile.rows,
         )  # fmt: skip
 
     def _combined(
-        self, combine: Combine, routing: Routing, at: ExpertRoom, tokens: int, gain: Buffer
+        self, combine: Combine, routing: Routing, at: ExpertRoom, tokens: int, given: dict[str, Buffer]
     ) -> tuple[Array, Array, Array]:
         """The stream, its norm, and the sum alone."""
         device, experts, width = self.device, self.experts, self.width
@@ -199,8 +209,11 @@ class ExpertTrial:
         out = elements(device, np.full((tokens, width), np.nan))
         if experts.shared is not None:
             device.copy_in(at.shared.address, self.shared(tokens))
-        ending = Ending(scale=0.75, before=NormWeight(gain, NORM.eps))
-        combine.add(experts, at, routing.gates(at), ending, x, out, tokens)
+        ending, branches = Ending(scale=0.75, before=NormWeight(given["norm"], NORM.eps)), None
+        if experts.beside is not None:
+            eps, ending = experts.beside.eps, replace(ending, factor=given["factor"])
+            branches = Branches(NormWeight(given["routed"], eps), NormWeight(given["of_shared"], eps))
+        combine.add(experts, at, routing.gates(at), ending, x, out, tokens, branches)
         latent = replace(at, mixed=elements(device, np.full((tokens, width), np.nan)))
         combine.mix(experts, latent, tokens)
         device.synchronize()
@@ -292,8 +305,7 @@ class ExpertTrial:
         order = np.argsort(owners, kind="stable")[np.count_nonzero(owners < 0) :]
         np.testing.assert_array_equal(routed.places.reshape(-1)[order], np.arange(len(order)))
         np.testing.assert_array_equal(routed.sources[: len(order)], order // self.experts.used)
-        grouped, expected, first = GroupedProducts(self.device, ()), [], 0
-        rows = grouped.tile(self.experts, len(routed.chosen)).rows
+        rows, expected, first = routed.tile_rows, [], 0
         for expert, count in enumerate(np.bincount(owners[order], minlength=self.experts.count)):
             expected += [(expert, first + at, min(rows, count - at), 0) for at in range(0, count, rows)]
             first += count
@@ -342,9 +354,15 @@ class ExpertTrial:
         mixed = rounded(total, element).astype(np.float64)
         assert nmse(from_words_of(routed.mixed, self), mixed) < ROUNDED_ONCE[element]
         if experts.shared is not None:
-            gate = ops.sigmoid(logits[:, experts.count :].astype(np.float64))
-            total += np.random.default_rng(8).standard_normal(total.shape).astype(np.float32) * gate
+            shared = np.random.default_rng(8).standard_normal(total.shape).astype(np.float32)
+            if experts.beside is None:
+                total += shared * ops.sigmoid(logits[:, experts.count :].astype(np.float64))
+            else:
+                total = ops.rms_norm(total, self._small["routed"], experts.beside.eps)
+                shared = shared.astype(np.float64)
+                total += ops.rms_norm(shared, self._small["of_shared"], experts.beside.eps)
         stream = self.stream(len(total)) + 0.75 * total
+        stream *= 1.0 if experts.beside is None else float(self._small["factor"][0])
         assert nmse(routed.stream, stream) < SUMS
         normed = stream / np.sqrt(np.square(stream).mean(1, keepdims=True) + NORM.eps) * self._small["norm"]
         assert nmse(from_words_of(routed.normed, self), normed) < ROUNDED_ONCE[element]

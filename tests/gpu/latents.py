@@ -6,9 +6,9 @@ import numpy as np
 
 from nightmill.worker.model.rope import RopeStyle
 from nightmill.worker.model.spec import LatentAttention
-from nightmill.worker.runners.gpu.attention.choice import Decode, Prefill
 from nightmill.worker.runners.gpu.attention.latent import as_attention
 from nightmill.worker.runners.gpu.attention.latent_rows import HeadProducts, LatentRoom, LatentRows
+from nightmill.worker.runners.gpu.attention.plans import Decode, Prefill
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, Buffer
 from nightmill.worker.runners.gpu.kv_cache import PAGE, LayerCache

@@ -97,6 +97,15 @@ class Trial:
             kept[:, plain:] = rows[:, plain:]
         return kept
 
+    def _as_in_files(self, x: Array) -> Array:
+        """Rows with what steers heads in the order of the file's tensors, not of the kernels."""
+        mixer = self.mixer
+        if isinstance(mixer, GatedDeltaNet) and mixer.by_key_head:
+            plain = self._columns[0]
+            steering = x[:, plain:].reshape(len(x), 2, mixer.key_heads, -1)
+            x[:, plain:] = steering.swapaxes(1, 2).reshape(len(x), -1)
+        return x
+
     def states(self, sequence: int, piece: Piece) -> dict[str, Array]:
         """What a sequence's state is before a piece: zeros at its start, else random."""
         rng = np.random.default_rng((self.seed, sequence, piece.start, 1))
@@ -216,7 +225,7 @@ class Trial:
         weights: Any = {role: array.astype(np.float64) for role, array in self.weights.items()}
         errors = []
         for n, piece in enumerate([*drawn, *prompts]):
-            x = self.inputs(n, piece).astype(np.float64)
+            x = self._as_in_files(self.inputs(n, piece).astype(np.float64))
             state = {name: one.astype(np.float64)[None] for name, one in self.states(n, piece).items()}
             whole, token = [(slice(0, piece.length), 0)], np.zeros(1, dtype=np.intp)
             flow = (
@@ -269,12 +278,18 @@ def assert_same(one: Results, other: Results) -> None:
 
 
 def delta_net(
-    key_heads: int, value_heads: int, key_dim: int = 128, value_dim: int = 128, kernel: int = 4
+    key_heads: int,
+    value_heads: int,
+    key_dim: int = 128,
+    value_dim: int = 128,
+    kernel: int = 4,
+    *,
+    by_key_head: bool = False,
 ) -> GatedDeltaNet:
     """A mixer of those sizes."""
     return GatedDeltaNet(
         key_heads=key_heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim, kernel=kernel,
-        norm=Norm(1e-6),
+        norm=Norm(1e-6), by_key_head=by_key_head,
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.runner import CudaRunner
 from nightmill.worker.runners.kv_format import KvFormat
 from tests.gpu.conftest import Make
+from tests.support.cuda_runners import need_fp8
 from tests.support.driving import BLOCK, Chunk, Cuda, Pages, generate, logits_of
 from tests.support.engines import NoText
 from tests.support.ggufs import write_model
@@ -66,6 +67,8 @@ Case = tuple[str, WeightsFormat, KvFormat]
     scope="module", params=CASES, ids=lambda case: f"{case[0]}, {case[1].value}, KV {case[2].value}"
 )
 def case(request: pytest.FixtureRequest) -> Any:
+    if request.param[1] is WeightsFormat.FP8:
+        need_fp8()
     return request.param
 
 

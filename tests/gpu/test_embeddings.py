@@ -23,7 +23,7 @@ from tests.support.constraints import EveryNth
 from tests.support.cuda_runners import cuda_runner
 from tests.support.engines import NoText, complete
 from tests.support.family_cases import file_of
-from tests.support.ggufs import spec_tensors
+from tests.support.ggufs import half_tensors
 from tests.support.hybrid_cases import GPU_HYBRID_FILES
 from tests.support.one_by_one import OneByOne
 
@@ -111,8 +111,7 @@ def test_they_are_the_references_and_the_same_in_any_company(
 
 def test_those_of_a_model_with_states(tmp_path: Path) -> None:
     keys, like = GPU_HYBRID_FILES["lfm2"]
-    halves = {one: array.astype(np.float16).astype(np.float32) for one, array in spec_tensors(like).items()}
-    file = file_of(tmp_path, keys, like, **halves)
+    file = file_of(tmp_path, keys, like, **half_tensors(like))
     spec = read_spec(file)
     sizes = {"slots": 8, "kv_pages": 8 * 16}
     with (

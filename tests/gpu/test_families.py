@@ -14,7 +14,7 @@ from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from tests.support.comparing import compare_logits
 from tests.support.driving import BLOCK, Chunk, Cuda, Pages, Reference, logits_of
 from tests.support.family_cases import GPU_FILES, file_of
-from tests.support.ggufs import spec_tensors
+from tests.support.ggufs import half_tensors
 from tests.support.parts import PARTS, file_of_halves, file_of_q8_0
 
 PROMPT, DECODED = 100, 8
@@ -28,8 +28,7 @@ CHUNKS = {"whole": [100], "in chunks": [60, 40], "with rows that do not draw": [
 def test_logits_agree_with_the_reference_runner(name: str, prompt: str, tmp_path: Path) -> None:
     """Weights are half: what the GPU has of them is all there is."""
     keys, like = GPU_FILES[name]
-    halves = {name: array.astype(np.float16).astype(np.float32) for name, array in spec_tensors(like).items()}
-    file = file_of(tmp_path, keys, like, **halves)
+    file = file_of(tmp_path, keys, like, **half_tensors(like))
     agree(file, read_spec(file), prompt)
 
 

@@ -22,12 +22,11 @@ from nightmill.worker.runners.gpu.shapes import SUMMED, Kind, Shape
 from nightmill.worker.runners.reference import ops
 from nightmill.worker.runners.reference.rounding import to_fp8
 from tests.support.comparing import nmse
-from tests.support.cuda_runners import pretended_card
+from tests.support.cuda_runners import need_fp8
 from tests.support.driving import BLOCK, Chunk, Cuda, HasLogits, Pages, Reference, logits_of
 from tests.support.elements import BOTH_ELEMENTS, ROUNDED_ONCE, rounded
 from tests.support.family_cases import GPU_FILES, file_of
-from tests.support.ggufs import spec_tensors, write_model
-from tests.support.needs import Need, missing
+from tests.support.ggufs import half_tensors, write_model
 from tests.support.operands import Array, buffer, elements, fetched, fetched_fp8, fp8_room, poisoned
 
 ROWS = (1, 7, 63, 65, 257)
@@ -36,9 +35,7 @@ SIZES = ((1152, 896), (520, 80), (264, 18_944))  # outputs, inputs
 
 @pytest.fixture(autouse=True)
 def fp8() -> None:
-    with Device(pretended=pretended_card()) as device:
-        if not device.fp8:
-            missing(Need.FP8)
+    need_fp8()
 
 
 def bytes_of(numbers: Array) -> Array:
@@ -156,8 +153,7 @@ def test_every_family_is_computed_as_by_the_reference(name: str, tmp_path: Path)
     FP8 moves far.
     """
     keys, like = GPU_FILES[name]
-    halves = {name: array.astype(np.float16).astype(np.float32) for name, array in spec_tensors(like).items()}
-    file = file_of(tmp_path, keys, like, **halves)
+    file = file_of(tmp_path, keys, like, **half_tensors(like))
     spec = read_spec(file)
     text = np.random.default_rng(5).integers(0, spec.vocab, 78).tolist()
     chunks = [Chunk(0, text, 0, 70, 70), *(Chunk(0, text, 70 + i, 1, drawn=True) for i in range(8))]

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from nightmill.worker.model.spec import Attention
-from nightmill.worker.runners.gpu.attention.choice import Prefill, prefill_attention
+from nightmill.worker.runners.gpu.attention.choice import prefill_attention
+from nightmill.worker.runners.gpu.attention.plans import Prefill
 from nightmill.worker.runners.gpu.attention.prefill import PortablePrefill
 from nightmill.worker.runners.gpu.device.device import Device
 from tests.gpu.attending import make_sinks, prefill_oracle, run_prefill

@@ -8,22 +8,23 @@ import numpy.typing as npt
 import pytest
 
 from nightmill.worker.model.rope import RopeScaling, RopeStyle
-from nightmill.worker.model.spec import Activation, Attention, Norm, Temperature
-from nightmill.worker.runners.base import POOL
+from nightmill.worker.model.spec import Activation, Attention, LayerInputs, Norm, Temperature
 from nightmill.worker.runners.gpu.device.device import Device
-from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, Buffer, Matrix
+from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, Buffer, Format, Matrix
+from nightmill.worker.runners.gpu.kinds import made_heads
 from nightmill.worker.runners.gpu.products.fp8.quantise import Quantise
 from nightmill.worker.runners.gpu.rows.activate import COMPUTED, Activate
 from nightmill.worker.runners.gpu.rows.embedding import Embedding
+from nightmill.worker.runners.gpu.rows.layer_inputs import LayerInputRows
 from nightmill.worker.runners.gpu.rows.logits import LogitScale
-from nightmill.worker.runners.gpu.rows.norms import Norms
-from nightmill.worker.runners.gpu.rows.pooling import PooledSums
+from nightmill.worker.runners.gpu.rows.norms import Ending, Norms
 from nightmill.worker.runners.gpu.rows.rotation import Rotation
 from nightmill.worker.runners.gpu.weights.head_order import HeadOrder
 from nightmill.worker.runners.gpu.weights.layout import NO_NORM, LayerWeights, NormWeight
 from nightmill.worker.runners.reference import ops
 from nightmill.worker.runners.reference.rounding import to_fp8
 from tests.gpu.oracles import ATTENTION, EXACT, PAGE, assert_close
+from tests.support import packed_weights
 from tests.support.elements import BOTH_ELEMENTS, PRECISION, ROUNDED_ONCE, rounded
 from tests.support.operands import (
     buffer,
@@ -69,42 +70,6 @@ def test_gathered_rows_are_the_rows(device: Device, kind: type) -> None:
         out = poisoned(device, (count, 904), kind)
         embedding.gather_rows(held, device.upload(rows), out, count)
         np.testing.assert_array_equal(fetched(device, out), x[rows])
-
-
-@BOTH_ELEMENTS
-def test_hidden_states_are_added_to_the_sums_of_slots_in_their_order(device: Device) -> None:
-    """Of texts in pieces; complete sums come in the order of pools, with the bits of one addition each."""
-    spec = dense_spec(width=520)
-    sums = PooledSums(device, spec, slots=6, depth=2)
-    rng = np.random.default_rng(11)
-    states = [rounded(rng.standard_normal((count, 520)) * 30, device.element) for count in (1, 9, 700, 40)]
-    cuts = [[1], [4, 5], [300, 1, 399], [40]]  # of each text
-    slots = (5, 0, 3, 1)
-    wanted = [np.zeros(520, dtype=np.float32)] * 4
-    for text, rows in enumerate(states):
-        for row in rows.astype(np.float32):
-            wanted[text] = wanted[text] + row
-    found: dict[int, Array] = {}
-    done = [0] * 4
-    for turn, step in enumerate([(2, 1), (0, 2), (3, 2, 1)]):
-        pools = np.zeros(len(step), dtype=POOL)
-        parts = [np.full((3, 520), np.nan)]  # rows that draw
-        for place, text in enumerate(step):
-            count = cuts[text].pop(0)
-            parts.append(states[text][done[text] : done[text] + count])
-            begins, done[text] = done[text] == 0, done[text] + count
-            pools[place] = (-1, count, slots[text], begins, not cuts[text])
-        x = elements(device, np.concatenate(parts))
-        ended = [text for text in step if not cuts[text]]
-        complete = poisoned(device, (6, 520), np.float32)
-        sums.add(turn % 2, pools, x, 3, complete)
-        sums.tell(turn % 2, len(ended), complete)
-        device.synchronize()
-        told = sums.told(turn % 2, len(ended))
-        found |= dict(zip(ended, () if told is None else told, strict=True))
-    assert sorted(found) == [0, 1, 2, 3]
-    for text in range(4):
-        np.testing.assert_array_equal(found[text], wanted[text])
 
 
 NORMS = {
@@ -169,7 +134,7 @@ def test_either_kernel_gives_the_bits_of_an_rms_norm(device: Device) -> None:
         x = buffer(device, rows_of_all_sizes(rng, 9, width))
         outs = [poisoned(device, (9, width), ELEMENT) for _ in range(2)]
         norms(x, weight, outs[0], 9)
-        norms.add(None, ABSENT, NO_NORM, 1.0, x, weight, outs[1], 9)
+        norms.add(None, ABSENT, Ending(before=weight), x, outs[1], 9)
         np.testing.assert_array_equal(*(fetched(device, out) for out in outs))
 
 
@@ -219,14 +184,16 @@ def test_what_a_product_gives_is_normed_scaled_added_and_normed_again(
     first = Normed(device, NORMS[after], width, rng)
     second = Normed(device, NORMS.get(before), width, rng)
     bias = rng.standard_normal(width).astype(np.float32)
-    for count, scale, biased in ((1, 1.0, False), (7, 0.22, True), (66, 1.0, True)):
+    cases = ((1, 1.0, False, 0.0), (7, 0.22, True, 0.0), (66, 1.0, True, 0.0), (5, 1.0, False, 0.3))
+    for count, scale, biased, factor in cases:
+        times = buffer(device, np.full(1, factor, dtype=np.float32)) if factor else ABSENT
+        then = None if before == "nothing" else second.weight
+        ending = Ending(first.weight, scale, times, then)
         added, x = (rows_of_all_sizes(rng, count, width) for _ in range(2))
         held, out = buffer(device, np.vstack([x, x[:1]])), poisoned(device, (count, width), ELEMENT)
-        norms.add(
-            buffer(device, added), buffer(device, bias) if biased else ABSENT, first.weight, scale, held,
-            None if before == "nothing" else second.weight, out, count,
-        )  # fmt: skip
+        norms.add(buffer(device, added), buffer(device, bias) if biased else ABSENT, ending, held, out, count)
         total = x + scale * first.of(added.astype(np.float64) + biased * bias)
+        total *= factor or 1.0
         actual = fetched(device, held)
         np.testing.assert_array_equal(actual[count], x[0])
         assert_close(actual[:count], total, EXACT)
@@ -299,6 +266,65 @@ def test_logits_are_scaled_and_capped(device: Device, scale: float, cap: float |
         actual = fetched(device, held)
         assert_close(actual[:count], ops.softcap(logits.astype(np.float64) * scale, cap), 1e-12)
         np.testing.assert_array_equal(actual[count], logits[0])
+
+
+def test_suppressed_logits_are_never_the_largest(device: Device) -> None:
+    """Also where logits are capped, which comes first."""
+    rng = np.random.default_rng(4)
+    for cap in (None, 3.0):
+        suppress = LogitScale(device, replace(dense_spec(), logit_softcap=cap, suppressed=(0, 5, 999)))
+        for count in (1, 130):
+            logits = rng.standard_normal((count + 1, 1008)).astype(np.float32)
+            held, expected = buffer(device, logits), ops.softcap(logits.astype(np.float64), cap)
+            expected[:, [0, 5, 999]] = -np.inf
+            suppress(held, count)
+            actual = fetched(device, held)
+            np.testing.assert_array_equal(np.isinf(actual[:count]), np.isinf(expected[:count]))
+            np.testing.assert_allclose(actual[:count], expected[:count], rtol=1e-5, atol=1e-6)
+            np.testing.assert_array_equal(actual[count], logits[count])
+
+
+@BOTH_ELEMENTS
+@pytest.mark.parametrize("kept", [None, *(kept for kept in Format if kept.packed)], ids=str)
+def test_layers_inputs_are_made_of_two_embeddings(device: Device, kept: Format | None) -> None:
+    """The table is elements, or packed: of it only the tokens' rows are unpacked."""
+    layers, width, vocab = 8, 96, 50
+    inputs = LayerInputs(width=width, norm=Norm(1e-5))
+    plain = dense_spec(vocab=vocab, layers=layers, width=64)
+    spec = replace(plain, layers=tuple(replace(one, inputs=inputs) for one in plain.layers))
+    launcher, rng = LayerInputRows(device, spec), np.random.default_rng(2)
+    gain = rng.standard_normal(width).astype(np.float32)
+    norm = NormWeight(buffer(device, gain), 1e-5)
+    if kept is None:
+        numbers = rounded(rng.standard_normal((vocab, layers * width)), device.element)
+        table = matrix(device, numbers)
+    else:
+        raw, numbers = packed_weights.weights_of(kept, vocab, layers * width)
+        table = packed_weights.packed(device, kept, raw, layers * width)
+        numbers = rounded(numbers, device.element)
+    for count in (1, 7, 65):
+        tokens = rng.integers(0, vocab, count, dtype=np.int32)
+        tokens[count // 2] = vocab if count > 1 else tokens[0]
+        made = rounded(8 * rng.standard_normal((count, layers, width)), device.element)
+        held = elements(device, np.concatenate([made, made[:1]]))
+        launcher.make(buffer(device, tokens), table, held, norm, count)
+        exact = ops.rms_norm(made.astype(np.float64) * 64**-0.5, gain, 1e-5)
+        looked_up = np.concatenate([numbers, np.zeros_like(numbers[:1])])[tokens]
+        exact += looked_up.reshape(exact.shape).astype(np.float64) * np.sqrt(width)
+        exact *= 2**-0.5
+        actual = fetched(device, held)
+        assert_close(actual[:count], exact, ROUNDED_ONCE[device.element])
+        np.testing.assert_array_equal(actual[count], made[0])
+        for layer, taken in ((0, None), (layers - 1, rng.permutation(count)[: -(-count // 2)])):
+            rows = np.arange(count) if taken is None else taken
+            gate = rounded(2 * rng.standard_normal((len(rows) + 1, width)), device.element)
+            opened = elements(device, gate)
+            indices = 0 if taken is None else device.upload(taken.astype(np.int32))
+            launcher.gate(opened, held, layer, len(rows), indices)
+            by = ops.gelu(gate.astype(np.float64)[:-1]) * actual[rows, layer].astype(np.float64)
+            found = fetched(device, opened)
+            assert_close(found[:-1], by, ROUNDED_ONCE[device.element])
+            np.testing.assert_array_equal(found[-1], gate[-1])
 
 
 @BOTH_ELEMENTS
@@ -397,6 +423,69 @@ def test_qkv_is_normed_rotated_and_written(
             written = rows >= 0
             assert_close(by_row[rows[written]], expected[written], ROUNDED_ONCE[device.element])
             assert np.isnan(np.delete(by_row, rows[written], axis=0)).all()
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "normed values": {"value_norm": Norm(1e-5)},
+    "values made of keys": {"value_norm": Norm(1e-5), "values_are_keys": True},
+    "values that are keys": {"values_are_keys": True},
+    "another layer's keys": {"value_norm": Norm(1e-5), "keys_of": 0},
+}
+
+
+@BOTH_ELEMENTS
+@pytest.mark.parametrize("heads", [(3, 1, 40), (4, 2, 512), (8, 1, 256)], ids=str)
+@pytest.mark.parametrize("kind", OTHERS)
+def test_heads_that_a_layer_does_not_make(device: Device, kind: str, heads: tuple[int, int, int]) -> None:
+    """Values have a norm without weights; of keys, values, or of both there are none in the product."""
+    queries, kv_heads, head_dim = heads
+    spec = dense_spec(heads=queries, kv_heads=kv_heads, head_dim=head_dim, qk_norm=True)
+    attention = replace(spec.layers[0].attention, **OTHERS[kind])
+    norm = attention.qk_norm
+    assert norm is not None
+    rng = np.random.default_rng(head_dim)
+    shares, made = attention.keys_of is not None, made_heads(attention)
+    gains = [rng.standard_normal(head_dim).astype(np.float32) for _ in range(2)]
+    held = [buffer(device, gains[0]), ABSENT if shares else buffer(device, gains[1])]
+    layer = weights_of(ABSENT, held)
+    rotation = Rotation(device, attention, max_context=CONTEXT)
+    for count in ROWS:
+        given = rounded(3 * rng.standard_normal((count, made, head_dim)), device.element)
+        positions = rng.integers(0, CONTEXT, count, dtype=np.int32)
+        pages = count // PAGE + 3
+        rows = rng.permutation(pages * PAGE)[:count].astype(np.int32)
+        all_heads = queries + 2 * kv_heads
+        of_product, qkv = elements(device, given), poisoned(device, (count, all_heads, head_dim), ELEMENT)
+        apart = made < all_heads
+        target = qkv if apart else of_product
+        poison = np.full((pages, kv_heads, PAGE, head_dim), np.nan, dtype=np.float32)
+        cache = cache_of(device, poison, poison)
+        rotation(
+            target, layer, device.upload(positions), device.upload(rows), cache, count,
+            of_product if apart else None,
+        )  # fmt: skip
+        exact = given.astype(np.float64)
+        q, k, v = np.split(exact, [queries, queries + kv_heads], axis=1)
+        angles = ops.rope_table(positions, attention.rope.frequencies(), attention.rope.magnitude, np.float64)
+        interleaved = attention.rope.style is RopeStyle.PAIRS
+        turned = ops.rope(ops.rms_norm(q, gains[0], norm.eps), *angles, interleaved=interleaved)
+        actual = fetched(device, target)
+        assert_close(actual[:, :queries], turned, ROUNDED_ONCE[device.element])
+        if apart:
+            assert np.isnan(actual[:, queries:]).all()
+            np.testing.assert_array_equal(fetched(device, of_product), given)
+        if shares:
+            assert np.isnan(fetched(device, cache.keys)).all()
+            assert np.isnan(fetched(device, cache.values)).all()
+            continue
+        v = k if attention.values_are_keys else v
+        if attention.value_norm is not None:
+            v = ops.unit_rms(v, attention.value_norm.eps)
+        k = ops.rope(ops.rms_norm(k, gains[1], norm.eps), *angles, interleaved=interleaved)
+        for part, expected in ((cache.keys, k), (cache.values, v)):
+            found = fetched(device, part).transpose(0, 2, 1, 3).reshape(pages * PAGE, kv_heads, head_dim)
+            assert_close(found[rows], expected, ROUNDED_ONCE[device.element])
+            assert np.isnan(np.delete(found, rows, axis=0)).all()
 
 
 def ordered(attention: Attention, heads: Array) -> Array:

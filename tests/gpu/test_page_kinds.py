@@ -11,7 +11,6 @@ from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.worker.engine.request import Request
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
-from nightmill.worker.runners.gpu import kv_cache
 from nightmill.worker.runners.gpu.kv_cache import kinds_layout
 from nightmill.worker.runners.gpu.precision import Precision
 from tests.support.cuda_runners import cuda_runner
@@ -41,10 +40,7 @@ def requests(vocab: int) -> list[Request]:
     return made
 
 
-def test_a_text_does_not_depend_on_how_pages_of_windows_change_hands(
-    file: GgufFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kv_cache, "KINDS", True)
+def test_a_text_does_not_depend_on_how_pages_of_windows_change_hands(file: GgufFile) -> None:
     spec = read_spec(file)
     layout = kinds_layout(spec)
     assert layout is not None and len(layout.kinds) == 2

@@ -19,7 +19,7 @@ from nightmill.worker.runners.gpu.attention.prefill import PortablePrefill
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, Format
 from nightmill.worker.runners.gpu.kv_cache import PAGE
-from nightmill.worker.runners.gpu.products.fp8.hopper_fp8 import FP8_TILES, HopperFp8
+from nightmill.worker.runners.gpu.products.fp8.format import Fp8Format
 from nightmill.worker.runners.gpu.rows.norms import Norms
 from nightmill.worker.runners.gpu.rows.rotation import Rotation
 from nightmill.worker.runners.gpu.shapes import Kind, Shape
@@ -31,6 +31,7 @@ from tests.gpu.oracles import ATTENTION, LONG, attention_of, make_paged, make_qu
 from tests.gpu.test_fp8 import Rows
 from tests.gpu.test_kernels_rows import Normed, rows_of_all_sizes
 from tests.gpu.test_kernels_rows import weights_of as weights_of_heads
+from tests.support.cuda_runners import need_fp8
 from tests.support.elements import BOTH_ELEMENTS, ROUNDED_ONCE, rounded
 from tests.support.operands import (
     all_products,
@@ -199,14 +200,13 @@ def test_products_of_packed_weights_are_those_of_the_reference(device: Device, k
 
 
 def test_products_of_fp8_are_those_of_the_reference(device: Device) -> None:
-    if not device.hopper:
-        pytest.skip("the fast kernels run on Hopper only")
+    need_fp8()
     rng = np.random.default_rng(6)
     x, weight = Rows(device, ROWS, INPUTS, rng), Rows(device, OUTPUTS, INPUTS, rng)
     fast, slow = (room(device, (ROWS, OUTPUTS), FLOAT) for _ in range(2))
-    products = HopperFp8(device, [Kind.ADDEND], fp8_room(device, 0, 0))
+    products: Any = Fp8Format().launcher(device, [Kind.ADDEND], fp8_room(device, 0, 0))
     shape = Shape(ROWS, OUTPUTS, INPUTS, Kind.ADDEND, Format.FP8)
-    products.kernel(FP8_TILES[Kind.ADDEND][0], shape)(x.buffer, weight.matrix, fast)
+    products.candidates(shape)[0].kernel(shape)(x.buffer, weight.matrix, fast)
     ReferenceProducts(device)(x.buffer, weight.matrix, slow, ROWS)
     assert nmse(fetched(device, fast), fetched(device, slow)) < 1e-6  # tensor cores sum with fewer bits
 

@@ -21,7 +21,7 @@ from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.starting import StartStep
 from tests.gpu import failing_products_worker
 from tests.gpu.test_packed import SMALL
-from tests.support.cuda_runners import cuda_runner
+from tests.support.cuda_runners import ON_GPU, cuda_runner, need_fp8
 from tests.support.driving import GREEDY, generate
 from tests.support.quantised_models import Shape, write
 
@@ -34,6 +34,8 @@ CONTEXT = 256
     "weights", [WeightsFormat.FILE, WeightsFormat.FP8], ids=lambda weights: weights.value
 )
 def test_the_products_of_a_model_pass(name: str, weights: WeightsFormat, tmp_path: Path) -> None:
+    if weights is WeightsFormat.FP8:
+        need_fp8()
     file = GgufFile.open(write(tmp_path / "model.gguf", Shape(SMALL), name, pool_bytes=1 << 20))
     told: list[str] = []
     runner = cuda_runner(
@@ -74,7 +76,7 @@ def test_a_worker_whose_products_fail_serves_with_plain_ones(
     fault: str, sqlite_settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAULT", fault)
-    settings = sqlite_settings.model_copy(update={"model": demo_model(), "gpu": 0, "weights": "file"})
+    settings = sqlite_settings.model_copy(update=ON_GPU | {"model": demo_model(), "weights": "file"})
     log = tmp_path / "worker.log"
     with Client(settings) as client, running_worker(client, log, command=failing_products_worker.COMMAND):
         ids = client.enqueue_many(["Write a haiku about rain"] * 8, max_tokens=20, ignore_eos=True)
@@ -90,8 +92,9 @@ def test_a_worker_whose_products_fail_serves_with_plain_ones(
 def test_without_a_second_way_the_worker_ends_with_the_remedy(
     sqlite_settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    need_fp8()
     monkeypatch.setenv("FAULT", "wrong")
-    settings = sqlite_settings.model_copy(update={"model": demo_model(), "gpu": 0, "weights": "fp8"})
+    settings = sqlite_settings.model_copy(update=ON_GPU | {"model": demo_model(), "weights": "fp8"})
     with (
         Client(settings) as client,
         pytest.raises(NightmillError, match="--weights 16bit"),

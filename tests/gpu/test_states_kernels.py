@@ -34,6 +34,8 @@ DELTA = {
     "27B": delta_net(16, 48),
     "one head": delta_net(1, 1),
     "64 heads": delta_net(64, 64, 32, 32),
+    "80B of Qwen3-Next": delta_net(16, 32, by_key_head=True),
+    "neighbours": delta_net(3, 9, 96, 64, by_key_head=True),
     **{
         f"{k} x {v}": delta_net(2, 4, k, v, 2 + k // 32 % 3)
         for k in (32, 64, 96, 128)

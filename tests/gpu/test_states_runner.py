@@ -15,8 +15,7 @@ import pytest
 
 from nightmill.jobs.base.contract import StopReason
 from nightmill.jobs.request.parameters import GenerationParams
-from nightmill.worker.engine.engine import Engine
-from nightmill.worker.engine.options import Detokenizer, EngineSizes
+from nightmill.worker.engine.drafting import Drafts
 from nightmill.worker.engine.request import Completion, Request
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
@@ -28,30 +27,25 @@ from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.runner import CudaRunner
 from nightmill.worker.runners.kv_format import KvFormat
 from tests.support.comparing import compare_logits, nmse
-from tests.support.cuda_runners import cuda_runner
+from tests.support.cuda_runners import cuda_runner, need_fp8
 from tests.support.driving import BLOCK, GREEDY, Chunk, Cuda, Pages, Reference, logits_of
-from tests.support.engines import NoText
+from tests.support.engines import bits, engine_of, mixed_requests
 from tests.support.family_cases import file_of
-from tests.support.ggufs import spec_tensors
+from tests.support.ggufs import half_tensors
 from tests.support.hybrid_cases import GPU_HYBRID_FILES
+from tests.support.true_guesses import guess_truly
 from tests.tiny import FILES, expected, unpacked
 
 CONTEXT, PROMPT, DECODED = 400, 200, 12
 CHUNKS = {"whole": [200], "in pieces": [64, 128, 8], "with rows that do not draw": [128, 72]}
 KINDS = ["qwen35", "lfm2", "granitehybrid", "nemotron_h"]
-BEGINNING = np.random.default_rng(1).integers(0, 256, 160).tolist()
-PARAMS: list[dict[str, Any]] = [
-    {"temperature": 0.0}, {"temperature": 0.9, "repetition_penalty": 1.2}, {"top_k": 20, "logprobs": 3},
-]  # fmt: skip
-Bits = dict[str, tuple[tuple[int, ...], bytes]]
 
 
 def halved(path: Path, name: str, **changes: Any) -> GgufFile:
     """A family's file with weights that half holds exactly: what the GPU has of them is all there is."""
     keys, like = GPU_HYBRID_FILES[name]
     like = replace(like, **changes)
-    halves = {one: array.astype(np.float16).astype(np.float32) for one, array in spec_tensors(like).items()}
-    return file_of(path, keys, like, **halves)
+    return file_of(path, keys, like, **half_tensors(like))
 
 
 def logits_in(subject: Any, pages: Pages, chunks: list[Chunk]) -> npt.NDArray[np.float32]:
@@ -114,6 +108,7 @@ def test_a_tiny_models_answers_are_those_of_two_engines(name: str, precision: st
 @pytest.mark.parametrize("name", ["qwen35", "lfm2", "granitehybrid", "nemotron_h"])
 def test_weights_in_fp8_are_those_of_the_reference_runner(name: str, tmp_path: Path) -> None:
     """As near as rounding lets them be: what lies between two numbers of FP8 may become either."""
+    need_fp8()
     file = halved(tmp_path, name)
     spec, blocks = read_spec(file), CONTEXT // BLOCK
     text = np.random.default_rng(5).integers(0, spec.vocab, PROMPT + DECODED).tolist()
@@ -152,15 +147,14 @@ class Schedule:
     """An engine that computes requests under limits, and what became of it."""
 
     def __init__(
-        self, runner: CudaRunner, *, budget: int = 1000, sequences: int | None = None, sharing: bool = True
-    ) -> None:
+        self, runner: CudaRunner, *, budget: int = 1000, sequences: int | None = None, sharing: bool = True,
+        drafts: bool = False,
+    ) -> None:  # fmt: skip
         self.runner = runner
-        self.engine = Engine(
-            runner,
-            Detokenizer(text_stream=NoText, eos_ids=frozenset()),
-            EngineSizes(CONTEXT, max_sequences=sequences or runner.slots, token_budget=budget),
-            prefix_sharing=sharing,
-        )
+        self.engine = engine_of(
+            runner, CONTEXT, budget=budget, sequences=sequences, sharing=sharing,
+            drafts=Drafts.NGRAM if drafts else Drafts.OFF,
+        )  # fmt: skip
 
     def complete(self, requests: list[Request], steps_between: int = 0) -> dict[str, Completion]:
         """What becomes of requests, one of which comes every so many steps; 0: all come at once."""
@@ -181,6 +175,8 @@ class Schedule:
         places = list(scheduler._free_slots)
         if scheduler._sharing is not None:
             places += [self.runner.slots + place for place in scheduler._sharing._snapshots._free]
+        if scheduler.drafter is not None and scheduler.drafter.copies is not None:
+            places += [self.runner.slots + place for place in scheduler.drafter.copies._free]
         for place in places:
             for address, size in self.runner._states.arrays:
                 self.runner.device.fill(address + place * size, 0xFF, size)
@@ -188,24 +184,10 @@ class Schedule:
 
 def make_requests(count: int, *, tokens: int = 12) -> list[Request]:
     """Prompts that begin alike, for whole chunks, parts of one or not at all; some are equal."""
-    requests: list[Request] = []
-    for n in range(count):
-        rng = np.random.default_rng(n)
-        own = rng.integers(0, 256, int(rng.integers(1, 90))).tolist()
-        prompt = (*BEGINNING[: (0, 70, 128, 160)[n % 4]], *own)
-        if n % 5 == 4:
-            prompt = requests[-1].prompt_ids
-        params = GenerationParams.parse({"max_tokens": tokens, "ignore_eos": True} | PARAMS[n % 3])
-        requests.append(Request(f"j{n}", 1, prompt, params, seed=n))
+    requests = mixed_requests(count, (0, 70, 128, 160), tokens=tokens)
+    for n in range(4, count, 5):
+        requests[n] = replace(requests[n], prompt_ids=requests[n - 1].prompt_ids)
     return requests
-
-
-def bits(done: dict[str, Completion]) -> Bits:
-    """What two schedules must have in common."""
-    return {
-        job: (one.token_ids, b"" if one.logprobs is None else one.logprobs.records)
-        for job, one in done.items()
-    }
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -249,6 +231,21 @@ def test_under_every_schedule_texts_have_the_bits_that_they_have_alone(
             assert bits(done) == bits(plain)
             if sharing and pages == 400:
                 assert schedule.engine.stats.shared_tokens >= 3 * STATE_CHUNK
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "kernels"])
+def test_drafts_change_no_bit(
+    file: GgufFile, plain: dict[str, Completion], monkeypatch: pytest.MonkeyPatch, graphs: bool
+) -> None:
+    """States take back what wrong guesses went through; a row with a penalty is not guessed."""
+    guess_truly(monkeypatch, {job: one.token_ids for job, one in plain.items()}, vocab=256)
+    asked = make_requests(24)
+    with closing(runner_of(file, slots=64, depth=3, graphs=graphs)) as runner:
+        schedule = Schedule(runner, drafts=True)
+        for some in (asked[:8], asked[8:9], asked[9:24]):
+            done = schedule.complete(some)
+            assert bits(done) == {job: one for job, one in bits(plain).items() if job in done}
+    assert schedule.engine.stats.guessed_tokens > schedule.engine.stats.guessed_right > 20
 
 
 def test_a_text_goes_on_from_saved_tokens(file: GgufFile, plain: dict[str, Completion]) -> None:

@@ -13,6 +13,7 @@ from nightmill.jobs.base.contract import JobState
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.client.client import Client
 from nightmill.worker.commands.process import running_worker
+from tests.support.cuda_runners import ON_GPU
 from tests.support.servers import wait_until, worker_env
 from tests.tiny import FILES, expected, unpacked
 
@@ -30,7 +31,7 @@ def test_rows_of_a_file_become_the_tokens_of_two_engines(
     In F16, which holds these weights exactly: in BF16, which a worker takes for files in BF16, numbers have
     three bits less, and one of the tokens of `lfm2` is as near to another as that.
     """
-    chosen = {"gpu": 0, "dtype": "f16", "model": unpacked(name, tmp_path)}
+    chosen = ON_GPU | {"dtype": "f16", "model": unpacked(name, tmp_path)}
     settings = sqlite_settings.model_copy(update=chosen)
     prompts = expected(name)["prompts"]
     asked = {"max_tokens": 16, "temperature": 0, "ignore_eos": True, "logprobs": 0}
@@ -74,7 +75,7 @@ def test_after_a_kill_texts_go_on_to_what_they_are_undisturbed(
 ) -> None:
     """Few at once, and a worker that is killed amid them; then many at once, weights as in the file."""
     model = unpacked(name, tmp_path)
-    settings = sqlite_settings.model_copy(update=QUICK | {"gpu": 0, "gpu_memory": 0.2, "model": model})
+    settings = sqlite_settings.model_copy(update=QUICK | ON_GPU | {"gpu_memory": 0.2, "model": model})
     asked = {"temperature": 0.8, "ignore_eos": True}
     with Client(settings) as client:
         with running_worker(client, tmp_path / "plain.log", ["--max-sequences", "64"]):

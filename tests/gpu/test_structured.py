@@ -13,6 +13,7 @@ from nightmill.jobs.base.contract import StopReason
 from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.jobs.request.spec import JobSpec
 from nightmill.worker.assembly.model import demo_model
+from nightmill.worker.engine.drafting import Drafts
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import Completion, Request
@@ -26,6 +27,7 @@ from tests.gpu.conftest import Make
 from tests.support.driving import Reference
 from tests.support.engines import complete
 from tests.support.schemas import schemas
+from tests.support.true_guesses import guess_truly
 
 COUNT = 128
 CONTEXT = 320
@@ -61,8 +63,8 @@ class Held:
             for place, one in enumerate(asked)
         ]  # fmt: skip
 
-    def run(self, runner: Runner, requests: list[Request]) -> dict[str, Completion]:
-        """A request with a schema is compiled first; one without is free."""
+    def run(self, runner: Runner, requests: list[Request], *, drafts: bool = False) -> dict[str, Completion]:
+        """A request with a schema is compiled first; others are free. With drafts, some must be right."""
         engine = Engine(
             runner,
             Detokenizer(
@@ -72,6 +74,7 @@ class Held:
             ),
             EngineSizes(context_length=CONTEXT, max_sequences=runner.slots, token_budget=512),
             constraints=self.grammars,
+            drafts=Drafts.NGRAM if drafts else Drafts.OFF,
         )
         begun = [
             one
@@ -79,7 +82,9 @@ class Held:
             else replace(one, constraint=self.grammars.compile(one.constrained).result()())
             for one in requests
         ]
-        return complete(engine, begun)
+        done = complete(engine, begun)
+        assert not drafts or engine.stats.guessed_right > 0
+        return done
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +117,37 @@ def test_every_finished_answer_obeys_its_schema_however_steps_are_computed(
             finished += 1
             Draft202012Validator(schema, format_checker=FormatChecker()).validate(json.loads(text))
     assert finished > COUNT // 2
+
+
+LONG_KEYS = {
+    "type": "object",
+    "properties": {
+        "headline of the text": {"type": "string", "maxLength": 8},
+        "category of the text": {"enum": ["first of all", "second of all"]},
+    },
+    "required": ["headline of the text", "category of the text"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "kernels"])
+def test_drafts_change_no_answer(
+    make: Make, held: Held, monkeypatch: pytest.MonkeyPatch, graphs: bool
+) -> None:
+    """By guesses of the engine's own, and by others of which most are right and some may not follow."""
+    made = [schema for _, schema in schemas(seed=31, count=3)]
+    asked: list[dict[str, Any]] = [{"json_schema": schema} for schema in [*made, made[0]]]
+    asked += [{"regex": "(only this and )+nothing more"}, {"choice": ["a rather long answer", "a short one"]}]
+    requests = held.requests(
+        [*asked, {"json_schema": LONG_KEYS}, {"json_schema": LONG_KEYS}, {}], max_tokens=80
+    )
+    plain = outcomes(held.run(make(graphs=graphs), requests))
+    assert outcomes(held.run(make(graphs=graphs), requests, drafts=True)) == plain
+    guess_truly(monkeypatch, {name: one[0] for name, one in plain.items()}, vocab=held.vocab)
+    assert outcomes(held.run(make(graphs=graphs), requests, drafts=True)) == plain
+    assert outcomes(held.run(make(graphs=graphs), requests[2:4], drafts=True)) == {
+        one.job_id: plain[one.job_id] for one in requests[2:4]
+    }
 
 
 def test_free_rows_keep_their_bits_beside_rows_that_are_held(make: Make, held: Held) -> None:

@@ -19,6 +19,7 @@ from nightmill.jobs.sql.tables import LoadRow
 from nightmill.worker.assembly.model import demo_model
 from nightmill.worker.commands.process import running_worker
 from nightmill.worker.runners.gpu.device.nvml import GpuProbe
+from tests.support.cuda_runners import ON_GPU
 from tests.support.ggufs import write_model
 from tests.support.servers import wait_until
 
@@ -48,7 +49,7 @@ def test_two_models_in_turn_leave_no_memory_behind_and_their_rows_have_the_energ
     probe = GpuProbe(0)
     assert "memory_used" in probe.read(), "NVML tells nothing of this GPU"
     models = two_models(tmp_path)
-    settings = sqlite_settings.model_copy(update={"gpu": 0, "max_attempts": 1})
+    settings = sqlite_settings.model_copy(update=ON_GPU | {"max_attempts": 1})
     listed = ",".join(f"{name}={path}" for name, path in models.items())
     before = memory(probe)
     in_use: dict[str, float] = {}
@@ -99,7 +100,7 @@ def test_the_energy_of_rows_is_that_of_the_counter(sqlite_settings: Settings, tm
     probe = GpuProbe(0)
     assert probe.joules() is not None, "NVML does not count the energy of this GPU"
     path = next(iter(two_models(tmp_path).values()))
-    settings = sqlite_settings.model_copy(update={"model": path, "gpu": 0})
+    settings = sqlite_settings.model_copy(update=ON_GPU | {"model": path})
     with Client(settings) as client, running_worker(client, tmp_path / "energy.log"):
         warm = client.enqueue_many(["Write a haiku about rain"] * 64, max_tokens=64, ignore_eos=True)
         client.wait(warm, timeout=PATIENCE)

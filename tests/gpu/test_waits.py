@@ -12,6 +12,8 @@ import pytest
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.waits import BOUNDED_WAITS
 from tests.gpu.waiting import LAUNCHES
+from tests.support.cuda_runners import pretended_card
+from tests.support.needs import Need, missing
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 240  # kernels are compiled in it; a launch takes milliseconds
@@ -25,9 +27,9 @@ HEADS = (
 
 @pytest.fixture(autouse=True)
 def hopper() -> None:
-    with Device() as device:
+    with Device(pretended=pretended_card()) as device:
         if not device.hopper:
-            pytest.skip("these kernels run on Hopper only")
+            missing(Need.HOPPER)
 
 
 def launched(*arguments: str) -> subprocess.CompletedProcess[str]:

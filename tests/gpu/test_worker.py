@@ -8,6 +8,7 @@ from nightmill.jobs.client.client import Client
 from nightmill.worker.assembly.model import demo_model
 from nightmill.worker.commands.process import running_worker
 from tests.gpu import faulty_worker
+from tests.support.cuda_runners import ON_GPU
 from tests.support.servers import wait_until
 
 PATIENCE = 180.0
@@ -16,7 +17,7 @@ PATIENCE = 180.0
 def test_fault_of_the_gpu_hands_the_jobs_back_and_ends_the_process(
     sqlite_settings: Settings, tmp_path: Path
 ) -> None:
-    settings = sqlite_settings.model_copy(update={"model": demo_model(), "gpu": 0})
+    settings = sqlite_settings.model_copy(update=ON_GPU | {"model": demo_model()})
     with Client(settings) as client:
         with running_worker(client, tmp_path / "faulty.log", command=faulty_worker.COMMAND) as process:
             ids = client.enqueue_many(["Write a haiku about rain"] * 40, max_tokens=200, ignore_eos=True)
@@ -35,7 +36,7 @@ def test_fault_of_the_gpu_hands_the_jobs_back_and_ends_the_process(
 
 def test_two_workers_share_one_queue(sqlite_settings: Settings, tmp_path: Path) -> None:
     """On one GPU here, with a part of its memory each; `--gpu 0` and `--gpu 1` is the same with two."""
-    settings = sqlite_settings.model_copy(update={"model": demo_model(), "gpu": 0, "gpu_memory": 0.2})
+    settings = sqlite_settings.model_copy(update=ON_GPU | {"model": demo_model(), "gpu_memory": 0.2})
     arguments = ["--max-sequences", "16"]
     with (
         Client(settings) as client,

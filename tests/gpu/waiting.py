@@ -31,6 +31,7 @@ from tests.gpu.attending import run_prefill, run_split
 from tests.gpu.latents import make_absorbed, make_latents, run_latent_prefill
 from tests.gpu.oracles import attention_of, make_paged, make_queries
 from tests.gpu.test_fp8 import Rows
+from tests.support.cuda_runners import pretended_card
 from tests.support.operands import elements, fetched, fp8_room, matrix, poisoned
 from tests.support.packed_weights import packed, weights_of
 from tests.support.parts import latent_of
@@ -174,7 +175,7 @@ def run(device: Device, name: str) -> Results:
 def main() -> int:
     options = [one for one in sys.argv[1:] if one.startswith("-D")]
     compiler.COMMON_OPTIONS = (*compiler.COMMON_OPTIONS, *options)  # type: ignore[assignment]
-    with Device() as device:
+    with Device(pretended=pretended_card()) as device:
         for name in sys.argv[1:]:
             if name in options:
                 continue

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nightmill.jobs.request.parameters import GenerationParams
+from nightmill.worker.engine.drafting import Drafts
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import Request
@@ -171,7 +172,7 @@ def generate(
         Detokenizer(text_stream=NoText, eos_ids=eos_ids),
         EngineSizes(context_length=context, max_sequences=runner.slots, token_budget=token_budget),
         constraints=OneByOne(),
-        drafts=drafts,
+        drafts=Drafts.NGRAM if drafts else Drafts.OFF,
     )
     done = complete(engine, requests, check=check)
     assert {completion.error for completion in done.values()} <= {None}

@@ -19,6 +19,7 @@ from nightmill.worker.model.spec import (
     ShortConv,
 )
 from nightmill.worker.runners.gpu.catalogue import check_spec
+from tests.support.gemma4_cases import GEMMA4_FILES
 from tests.support.ggufs import spec_tensors, write_file
 from tests.support.hybrid_cases import (
     ALONE,
@@ -210,9 +211,9 @@ def _taken(spec: ModelSpec) -> bool:
     return bool(spec.experts)
 
 
-_STATES = ("qwen35moe", "granitehybrid, with experts", "nemotron_h_moe")
+_STATES = ("qwen35moe", "qwen3next", "granitehybrid, with experts", "nemotron_h_moe")
 _SIZED = {name: with_heads_of_32(file) if name in _STATES else file for name, file in EXPERT_FILES.items()}
-GPU_EXPERT_FILES = {name: file for name, file in _SIZED.items() if _taken(file[1])}
+GPU_EXPERT_FILES = {name: file for name, file in (_SIZED | GEMMA4_FILES).items() if _taken(file[1])}
 """Those that the CUDA runner computes, in sizes that there are kernels for."""
 
 

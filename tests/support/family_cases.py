@@ -244,7 +244,7 @@ FILES: dict[str, tuple[dict[str, Any], ModelSpec]] = {
         ),
     ),
 }  # fmt: skip
-GPU_FILES = dict(FILES)
+GPU_FILES = FILES | {"gemma4": GEMMA4_FILES["gemma4"]}
 """Families that the CUDA runner computes: those without a state."""
 FILES |= HYBRID_FILES | EXPERT_FILES | GEMMA4_FILES
 

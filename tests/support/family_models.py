@@ -18,6 +18,7 @@ from gguf import GGMLQuantizationType
 
 from nightmill.worker.model.spec import LayerSpec, ModelSpec, Role
 from tests.support.family_cases import GPU_FILES, HALVES, KEYS, NORM, PAIRS, SIZED, layer, model
+from tests.support.gemma4_cases import GEMMA4_FILES
 from tests.support.ggufs import write_file
 
 __all__ = [
@@ -61,7 +62,7 @@ FIRST = {
 """Those that have no file in `tests/unit/model/test_family_keys.py`."""
 MODELS: Final[dict[str, FamilyModel]] = (
     FIRST
-    | {name: FamilyModel(*found) for name, found in GPU_FILES.items()}
+    | {name: FamilyModel(*found) for name, found in GPU_FILES.items() if name not in GEMMA4_FILES}
     | {
         "phi3, long factors": FamilyModel(
             LONG_PHI, GPU_FILES["phi3, without a window"][1], ("rope_factors_short", "rope_factors_long")

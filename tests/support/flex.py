@@ -4,7 +4,7 @@ import asyncio
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -54,17 +54,19 @@ def http_client(url: str, key: str, connections: int) -> httpx2.AsyncClient:
 
 
 async def flex_calls(
-    client: httpx2.AsyncClient, calls: int, connections: int, max_tokens: int = 8
-) -> Answers:
-    """All of them, each connection with one at a time."""
-    numbers = iter(range(calls))
+    client: httpx2.AsyncClient, calls: int, connections: int, max_tokens: int = 8,
+    report: Callable[[int], None] = lambda ended: None,
+) -> Answers:  # fmt: skip
+    """All of them, each connection with one at a time; `report` gets how many have ended, after each."""
+    numbers, answers = iter(range(calls)), Answers()
 
-    async def work() -> list[tuple[int, str]]:
-        return [await call(client, number, max_tokens) for number in numbers]
+    async def work() -> None:
+        for number in numbers:
+            answers[await call(client, number, max_tokens)] += 1
+            report(answers.total())
 
-    return Answers(
-        [one for part in await asyncio.gather(*(work() for _ in range(connections))) for one in part]
-    )
+    await asyncio.gather(*(work() for _ in range(connections)))
+    return answers
 
 
 async def call(client: httpx2.AsyncClient, number: int, max_tokens: int = 8) -> tuple[int, str]:

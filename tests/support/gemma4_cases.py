@@ -48,6 +48,22 @@ def _model(*layers: LayerSpec) -> ModelSpec:
     return model("gemma4", *layers, embedding_scale=8.0, logit_softcap=30.0, overflows_half=True)
 
 
+_LARGE_LOCAL = replace(
+    _LOCAL, heads=8, kv_heads=1, head_dim=256, window=48, scale=1 / 16,
+    rope=Rope(style=RopeStyle.HALVES, dim=256, base=1e4),
+)  # fmt: skip
+_LARGE_WHOLE = replace(
+    _LARGE_LOCAL, head_dim=512, window=None,
+    rope=Rope(style=RopeStyle.HALVES, dim=512, base=1e6, divisors=(1.0,) * 64 + (2.0**100,) * 192),
+)  # fmt: skip
+LARGE_HEADS = _model(
+    _layer(_LARGE_LOCAL, _DENSE, _INPUTS),
+    _layer(replace(_LARGE_WHOLE, values_are_keys=True), _DENSE, _INPUTS),
+    _layer(replace(_LARGE_LOCAL, keys_of=0), _WIDE, _INPUTS),
+    _layer(replace(_LARGE_WHOLE, keys_of=1), _WIDE, _INPUTS),
+)
+"""Heads as large as real ones, in few layers."""
+
 _KEYS: dict[str, Any] = {
     "attention.key_length": 32, "attention.value_length": 32, "attention.key_length_swa": 16,
     "attention.value_length_swa": 16, "rope.dimension_count": 32, "rope.dimension_count_swa": 16,

@@ -244,10 +244,20 @@ def spec_tensors(spec: ModelSpec, *, seed: int = 0) -> dict[str, npt.NDArray[np.
             else:
                 around_one = role.endswith("norm") or role is Role.LAYER_SCALE
                 noise = 1 + 0.1 * noise if around_one else 0.2 * noise
+                if role is Role.ROUTER_NORM:  # what the router reads is divided by that
+                    noise *= np.float32(np.sqrt(shape[0]))
             tensors[name] = noise.astype(np.float32)
     if divisors := {rope.divisors for rope in spec.ropes if rope.divisors}:
         (tensors["rope_freqs.weight"],) = (np.array(one, dtype=np.float32) for one in divisors)
     return tensors
+
+
+def half_tensors(spec: ModelSpec) -> dict[str, npt.NDArray[np.float32]]:
+    """The same that a half holds exactly; divisors of angles, which stay float on a GPU, as they are."""
+    return {
+        name: array if name == "rope_freqs.weight" else array.astype(np.float16).astype(np.float32)
+        for name, array in spec_tensors(spec).items()
+    }
 
 
 def _written(writer: GGUFWriter, path: Path) -> Path:

@@ -1,7 +1,10 @@
 """Constraints of any kind that tests make, each asked by itself."""
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Protocol
+
+import numpy as np
 
 from nightmill.worker.engine.constraints import STUCK, Faults, NoGrammars, reason_of
 from nightmill.worker.runners.base import IntArray
@@ -23,7 +26,10 @@ class Constraint(Protocol):
 
 
 class OneByOne(NoGrammars):
-    """Asks each constraint by itself; requests bring them made."""
+    """Asks each constraint by itself; requests bring them made. `words`: of masks, where drafts are made."""
+
+    def __init__(self, words: int = 1) -> None:
+        self._words = words
 
     def masks(self, constraints: Mapping[int, Constraint], masks: IntArray, /) -> Faults:
         faults: Faults = {}
@@ -48,3 +54,28 @@ class OneByOne(NoGrammars):
             except Exception as error:
                 faults[place] = reason_of(error)
         return faults
+
+    def guess(self, constraint: Constraint, guesses: Sequence[int], most: int, /) -> Sequence[int]:
+        copy, taken, given = deepcopy(constraint), list[int](), list(guesses)
+        while len(taken) < most:
+            row = np.zeros(self._words, dtype=np.int32)
+            copy.mask(row)
+            allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
+            if given and given[0] in allowed:
+                token = given.pop(0)
+            elif len(allowed) == 1:
+                token, given = allowed[0], []
+            else:
+                break
+            copy.accept(token)
+            taken.append(token)
+        return taken
+
+    def ahead(self, constraint: Constraint, token_ids: Sequence[int], /) -> Constraint | None:
+        copy = deepcopy(constraint)
+        try:
+            for token_id in token_ids:
+                copy.accept(token_id)
+        except AssertionError:
+            return None
+        return copy

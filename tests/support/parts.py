@@ -1,17 +1,16 @@
-"""Specs of layers that families have with experts alone, here with other feed-forward networks."""
+"""Specs of layers that few families have, or with experts alone, here with other feed-forward networks."""
 
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 from gguf import GGMLQuantizationType
 from gguf.quants import quantize
 
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.rope import Rope, RopeStyle
 from nightmill.worker.model.spec import LatentAttention, Mixer, ModelSpec, Norm
-from tests.support.ggufs import spec_tensors, write_file
-from tests.support.specs import variant
+from tests.support.ggufs import half_tensors, spec_tensors, write_file
+from tests.support.specs import GEMMAS, variant
 
 __all__ = ["PARTS", "file_of_halves", "file_of_q8_0", "latent_of"]
 
@@ -39,14 +38,13 @@ PARTS = {
     "latents": _of(_LATENT, _LATENT, replace(_LATENT, query_latent=None)),
     "latents of older files": _of(*[replace(_LATENT, fused=True)] * 2),
     "small latents": _of(_SMALL, _SMALL),
+    "layers that read others' keys": GEMMAS["layers that read others' keys"],
 }
 
 
 def file_of_halves(path: Path, spec: ModelSpec) -> GgufFile:
     """A file with random weights for a spec, all of them halves."""
-    tensors = spec_tensors(spec).items()
-    halves = {name: array.astype(np.float16).astype(np.float32) for name, array in tensors}
-    return GgufFile.open(write_file(path / "model.gguf", "llama", {}, halves))
+    return GgufFile.open(write_file(path / "model.gguf", "llama", {}, half_tensors(spec)))
 
 
 def file_of_q8_0(path: Path, spec: ModelSpec) -> tuple[GgufFile, ModelSpec]:

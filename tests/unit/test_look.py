@@ -70,7 +70,9 @@ def test_figures_are_counted(root: Path) -> None:
     assert "docstrings of attributes: 1; that begin as fragments do: 1 " in said[-1]
 
 
-def test_the_drawing_of_this_product_fits_a_terminal() -> None:
+def test_this_product_fits_a_terminal_and_no_docstring_begins_as_a_fragment() -> None:
     modules = look.read(look.ROOT)
     for package in look.PACKAGES:
         assert max(map(len, look.draw(modules, package).text())) <= look.COLUMNS
+    for line in list(look.figures(look.ROOT, modules))[-2:]:
+        assert "that begin as fragments do: 0 " in line, "`make look` counts them"

@@ -2,12 +2,14 @@
 
 import logging
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 
 from threadpoolctl import threadpool_limits
 
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.errors import SettingsError
+from nightmill.worker.assembly.draft_model import build_draft_model
 from nightmill.worker.assembly.model import LoadedModel, OpenModel, element_of
 from nightmill.worker.assembly.sizes import (
     PAGE_SIZE,
@@ -19,6 +21,7 @@ from nightmill.worker.assembly.sizes import (
     precision_of,
     runner_sizes,
 )
+from nightmill.worker.engine.drafting import Drafts
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.metering import Metering
 from nightmill.worker.engine.options import Detokenizer, EngineSizes
@@ -27,6 +30,7 @@ from nightmill.worker.engine.stats import EngineStats
 from nightmill.worker.grammar import Grammars
 from nightmill.worker.model.tokenizer import TextStream
 from nightmill.worker.runners.base import STATE_CHUNK, Runner
+from nightmill.worker.runners.gpu.device.chosen import ChosenGpu
 from nightmill.worker.runners.gpu.device.known_cards import known_card
 from nightmill.worker.runners.gpu.device.nvml import GpuProbe
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
@@ -53,64 +57,81 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
     vocabulary = model.vocabulary
     vocabulary.spell_all()
     grammars = Grammars(vocabulary, spec.vocab)  # which reads the vocabulary while the runner loads
-    runner: Runner
     model.progress(StartStep.STARTING, "")
-    if gpu is None:
-        sequences = choose_slots(spec, sequences)
-        token_budget = REFERENCE.tokens_of_a_step(sequences + STATE_CHUNK)
-        runner = _reference_runner(settings, model, sequences=sequences, context=context)
-    else:
-        from nightmill.worker.assembly.forecast import forecast_of
-        from nightmill.worker.assembly.speed import GpuSpeed
-        from nightmill.worker.runners.gpu.device.chosen import ChosenGpu
-        from nightmill.worker.runners.gpu.runner import CudaRunner
-
-        runner = cuda = CudaRunner(
-            model.file,
-            spec,
-            runner_sizes(settings, spec),
-            gpu=ChosenGpu(gpu, pretended),
-            precision=replace(precision_of(settings, model.file, spec), plain_products=model.plain_products),
-            progress=model.progress,
+    chosen = None if gpu is None else ChosenGpu(gpu, pretended)
+    with ExitStack() as undoing:  # also on Ctrl-C, which must not leave memory of the GPU behind
+        draft = build_draft_model(settings, model, gpu=chosen, context=context)
+        if draft is not None:
+            undoing.callback(draft.close)
+        runner, sequences, token_budget = _runner(
+            settings, model, chosen, sequences=sequences, context=context
         )
-        token_budget, sequences = cuda.max_tokens, cuda.slots
-        found = forecast_of(
-            spec,
-            GpuSpeed(cuda.device.peaks(), cuda.device.multiprocessors),
-            cuda.precision,
-            cuda.memory,
-            context=context,
-        )
-        log.info("a KV cache in %s has room for %s", cuda.precision.kv_name.upper(), found.room)
+        undoing.callback(runner.close)
 
-    def engine() -> Engine:
-        return Engine(
-            runner,
-            Detokenizer(
-                text_stream=lambda: TextStream(vocabulary, strip_space=False),
-                eos_ids=vocabulary.eos_ids,
-                decode=vocabulary.decode,
-            ),
-            EngineSizes(
-                context_length=context,
-                max_sequences=sequences,
-                token_budget=token_budget,
-                interactive_slots=interactive_slots(sequences),
-                model_context=spec.context_length,
-            ),
-            prefix_sharing=settings.prefix_sharing,
-            constraints=grammars,
-            drafts=settings.drafts == "ngram",
-            metering=Metering(None if gpu is None else GpuProbe(gpu), time.monotonic),
-        )
+        def engine() -> Engine:
+            return Engine(
+                runner,
+                Detokenizer(
+                    text_stream=lambda: TextStream(vocabulary, strip_space=False),
+                    eos_ids=vocabulary.eos_ids,
+                    decode=vocabulary.decode,
+                ),
+                EngineSizes(
+                    context_length=context,
+                    max_sequences=sequences,
+                    token_budget=token_budget,
+                    interactive_slots=interactive_slots(sequences),
+                    encodes=spec.encoder is not None,
+                    model_context=spec.context_length,
+                ),
+                prefix_sharing=settings.prefix_sharing,
+                constraints=grammars,
+                drafts=Drafts(settings.drafts),
+                metering=Metering(None if gpu is None else GpuProbe(gpu), time.monotonic),
+            )
 
-    try:
         model.progress(StartStep.PROBING, "")
         probe(engine(), spec.vocab)  # by an engine of its own, which counts for itself
-    except BaseException:  # Ctrl-C too must not leave memory of the GPU behind
-        runner.close()
-        raise
-    return engine()
+        undoing.pop_all()
+    made = engine()
+    if draft is not None:
+        made.guess_by(draft)
+    return made
+
+
+def _runner(
+    settings: Settings, model: OpenModel, chosen: ChosenGpu | None, *, sequences: int, context: int
+) -> tuple[Runner, int, int]:
+    """The runner of a model, its sequences at once, and the most tokens of a step."""
+    spec = model.spec
+    if chosen is None:
+        sequences = choose_slots(spec, sequences)
+        token_budget = REFERENCE.tokens_of_a_step(sequences + STATE_CHUNK)
+        if spec.encoder is not None:
+            token_budget = max(token_budget, context)
+        runner = _reference_runner(settings, model, sequences=sequences, context=context)
+        return runner, sequences, token_budget
+    from nightmill.worker.assembly.forecast import forecast_of
+    from nightmill.worker.assembly.speed import GpuSpeed
+    from nightmill.worker.runners.gpu.runner import CudaRunner
+
+    cuda = CudaRunner(
+        model.file,
+        spec,
+        runner_sizes(settings, spec),
+        gpu=chosen,
+        precision=replace(precision_of(settings, model.file, spec), plain_products=model.plain_products),
+        progress=model.progress,
+    )
+    found = forecast_of(
+        spec,
+        GpuSpeed(cuda.device.peaks(), cuda.device.multiprocessors),
+        cuda.precision,
+        cuda.memory,
+        context=context,
+    )
+    log.info("a KV cache in %s has room for %s", cuda.precision.kv_name.upper(), found.room)
+    return cuda, cuda.slots, cuda.max_tokens
 
 
 def _reference_runner(

@@ -35,6 +35,7 @@ KV_HELP = (
 )
 
 
+DRAFTS = click.Choice(get_args(Settings.model_fields["drafts"].annotation))
 TOOL_FORMATS = click.Choice(get_args(Settings.model_fields["tool_format"].annotation))
 TOOL_FORMAT_HELP = (
     "How the model writes calls of tools; auto, the default: as its chat template shows; json: as JSON, "
@@ -84,9 +85,16 @@ def worker_options() -> list[click.Option]:
         ),
         click.Option(
             ["--drafts"],
-            type=click.Choice(["off", "ngram"]),
-            help="ngram: while few texts are computed, guess each one's next tokens from its own words, so "
-            "that it takes fewer steps; no text changes. Off by default [NIGHTMILL_DRAFTS].",
+            type=DRAFTS,
+            help="ngram: while few texts are computed, guess each one's next tokens from its own words and "
+            "its schema, so that it takes fewer steps; auto: while that is found to be faster. No text "
+            "changes. Off by default [NIGHTMILL_DRAFTS].",
+        ),
+        click.Option(
+            ["--draft"],
+            metavar="FILE",
+            help="With --drafts, a GGUF file of a small model with the same vocabulary, which guesses where "
+            "a text's own words say nothing [NIGHTMILL_DRAFT].",
         ),
         click.Option(
             ["--hours"],
@@ -181,6 +189,7 @@ WORKER_SETTINGS = frozenset(
         "context",
         "prefix_sharing",
         "drafts",
+        "draft",
         "hours",
         "idle_seconds",
         "drain_seconds",

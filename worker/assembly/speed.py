@@ -7,9 +7,10 @@ the same shares of their peaks, other hosts to be as fast. Steps of a model of s
 over before the host has the next, and rows before it has taken in others.
 """
 
+import math
 from dataclasses import dataclass
 
-from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.model.spec import ModelSpec, Role
 from nightmill.worker.runners.gpu.device.peaks import Peaks
 from nightmill.worker.runners.gpu.kv_cache import PAGE
 from nightmill.worker.runners.gpu.precision import WeightsFormat
@@ -64,7 +65,10 @@ def expected_rate(spec: ModelSpec, gpu: GpuSpeed, size: WeightsAndCache, load: E
     table = spec.vocab * spec.width
     parameters = spec.parameters
     multiplied = parameters if spec.tied_head else parameters - table  # of a table of its own, a row is read
-    active = multiplied - (parameters - spec.active_parameters)
+    rows = spec.weights().get(Role.LAYER_EMBEDDING)
+    looked_up = 0 if rows is None else math.prod(rows.shape)
+    multiplied -= looked_up
+    active = multiplied - (parameters - spec.active_parameters - looked_up)
     multiplied -= round(_idle(spec, sequences))
     reading = weights * multiplied / parameters / (peaks.bytes * _BYTES_SHARE)
     flops = peaks.flops * _FLOPS_SHARE

@@ -66,6 +66,24 @@ _CALLS: Final = {
     CallFormat.LLAMA: '{"name": NAME, "parameters": OBJECT}',
     CallFormat.MISTRAL: '[TOOL_CALLS][{"name": NAME, "arguments": OBJECT}]',
     CallFormat.MISTRAL_NAMED: "[TOOL_CALLS]NAME[ARGS]OBJECT",
+    CallFormat.QWEN_XML: "<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>",
+    CallFormat.GLM_XML: "<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>",
+    CallFormat.GEMMA: '<|tool_call>call:NAME{KEY:<|"|>VALUE<|"|>}<tool_call|>',
+    CallFormat.PYTHONIC: "[NAME(KEY=VALUE)]",
+    CallFormat.LFM2: "<|tool_call_start|>[NAME(KEY=VALUE)]<|tool_call_end|>",
+    CallFormat.GRANITE: '<|tool_call|>[{"name": NAME, "arguments": OBJECT}]',
+    CallFormat.PHI: '<|tool_call|>[{"name": NAME, "arguments": OBJECT}]<|/tool_call|>',
+    CallFormat.NEMOTRON: '<TOOLCALL>[{"name": NAME, "arguments": OBJECT}]</TOOLCALL>',
+    CallFormat.TOOL_CALLS: '<tool_calls>[{"name": NAME, "arguments": OBJECT}]</tool_calls>',
+    CallFormat.HARMONY: "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>OBJECT",
+    CallFormat.DEEPSEEK: "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>OBJECT<｜tool▁call▁end｜>",
+    CallFormat.DEEPSEEK_R1: (
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME ```json OBJECT ```<｜tool▁call▁end｜>"
+    ),
+    CallFormat.KIMI: "<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>OBJECT<|tool_call_end|>",
+    CallFormat.MINIMAX: '<minimax:tool_call><invoke name="NAME"><parameter name="KEY">VALUE</parameter>',
+    CallFormat.SEED: "<seed:tool_call><function=NAME><parameter=KEY>VALUE</parameter></function>",
+    CallFormat.COHERE: '<|START_ACTION|>[{"tool_name": NAME, "parameters": OBJECT}]<|END_ACTION|>',
     CallFormat.JSON: '{"name": NAME, "arguments": OBJECT}',
 }
 _FAULTY: Final = ("tokens", "roles")

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import click
 
+from nightmill.jobs.base.importing import imports
 from nightmill.jobs.base.logs import fit
 from nightmill.jobs.base.settings import PREFIX, Settings
 from nightmill.jobs.client.client import Client
@@ -78,10 +79,11 @@ def _worker(
         options["model"] = with_model_file(settings).model
     # The `celery` command would import the working folder's modules first, and a shell for its users, which
     # takes as long as the rest of Celery.
-    from celery.bin.base import CLIContext
-    from celery.bin.worker import worker as celery_worker
+    with imports():
+        from celery.bin.base import CLIContext
+        from celery.bin.worker import worker as celery_worker
 
-    from nightmill.worker.app import app
+        from nightmill.worker.app import app
 
     celery_worker.params.extend(app.user_options["worker"])
     arguments = ["--pool=threads", f"--loglevel={log_level}", *as_arguments(options)]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import compress
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -162,6 +162,8 @@ class BatchBuilder:
                 drawn=drawn,
                 admissions=tuple(_admission(sequence) for sequence in plan.admitted),
                 snapshots=_snapshots(prompts),
+                keeps=_copies(plan.drafts, "keeps"),
+                restores=_copies(plan.drafts, "restores"),
                 further=tuple(further),
                 pools=pools,
             ),
@@ -210,6 +212,12 @@ def _snapshots(prompts: list[Chunk]) -> tuple[tuple[int, int], ...]:
     return tuple((chunk.sequence.slot, chunk.snapshot) for chunk in saving if chunk.sequence.slot is not None)
 
 
+def _copies(drafts: list[Draft], which: Literal["keeps", "restores"]) -> tuple[tuple[int, int], ...]:
+    """The slots whose states are copied before the step, with the place of the copy."""
+    places = [(draft.sequence.slot, getattr(draft, which)) for draft in drafts]
+    return tuple((slot, place) for slot, place in places if slot is not None and place != NO_SNAPSHOT)
+
+
 class _Known(NamedTuple):
     """A token behind the prompt, at a place, that is given to the runner; `draws`: the next one is drawn."""
 
@@ -222,6 +230,8 @@ class _Known(NamedTuple):
 def _drafted(drafts: list[Draft]) -> Iterator[_Known]:
     """The tokens of drafts."""
     for draft in drafts:
+        for place, token in enumerate(draft.known, start=draft.start - draft.again):
+            yield _Known(draft.sequence, place, token, draws=False)
         for place, token in enumerate(draft.tokens, start=draft.start):
             yield _Known(draft.sequence, place, token, draws=True)
 

@@ -63,6 +63,17 @@ class GrammarBackend(Protocol):
         """Move each past the token that was drawn under it."""
         ...
 
+    def guess(self, constraint: Any, guesses: Sequence[int], most: int, /) -> Sequence[int]:
+        """Return the guesses up to the first that may not follow, then what else has to; at most so many.
+
+        What must follow is text: a model may spell it with other tokens. The constraint stays where it is.
+        """
+        ...
+
+    def ahead(self, constraint: Any, token_ids: Sequence[int], /) -> Any | None:
+        """A copy that has accepted these tokens; None if it did not accept one of them."""
+        ...
+
 
 class NoGrammars:
     """The constraints of an engine that has no grammars: each is refused."""
@@ -83,6 +94,14 @@ class NoGrammars:
     def accept(self, constraints: Sequence[Any], token_ids: Sequence[int], /) -> Faults:
         """See GrammarBackend."""
         return dict.fromkeys(range(len(constraints)), _NONE_HERE)
+
+    def guess(self, constraint: Any, guesses: Sequence[int], most: int, /) -> Sequence[int]:
+        """See GrammarBackend."""
+        return ()
+
+    def ahead(self, constraint: Any, token_ids: Sequence[int], /) -> Any | None:
+        """See GrammarBackend."""
+        return None
 
 
 def reason_of(error: Exception) -> str:

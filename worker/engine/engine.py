@@ -18,15 +18,16 @@ from nightmill.worker.engine.batch import BatchBuilder
 from nightmill.worker.engine.completing import completion, not_computed, snapshot
 from nightmill.worker.engine.constraints import GrammarBackend, NoGrammars, nothing_left
 from nightmill.worker.engine.deltas import FollowedTexts
-from nightmill.worker.engine.drafting import Drafter
+from nightmill.worker.engine.drafting import MOST_SEQUENCES, Drafter, Drafts, Guesser, StateCopies
 from nightmill.worker.engine.embeddings import normalised
 from nightmill.worker.engine.kv_cache import CacheIntegrityError, PagePool
 from nightmill.worker.engine.launches import Launch
 from nightmill.worker.engine.limits import RequestLimits
 from nightmill.worker.engine.logprobs import Records
-from nightmill.worker.engine.masking import FailedSequences, TokenMasks
+from nightmill.worker.engine.masking import FailedSequences, MaskedDraw, TokenMasks
 from nightmill.worker.engine.metering import Metering
 from nightmill.worker.engine.options import Detokenizer, EngineSizes
+from nightmill.worker.engine.payoff import Payoff
 from nightmill.worker.engine.plan import StepPlan
 from nightmill.worker.engine.request import (
     Completion,
@@ -60,6 +61,9 @@ _NO_EMBEDDINGS = (
     "embed: this worker computes no embeddings on its GPU: start another with --reference, which computes "
     "with NumPy"
 )
+_NO_TEXTS = (
+    "model: this is an encoder, which embeds texts and writes none: give rows with embed, or another model"
+)
 _NOT_COMPILED = "what the answer must be was not compiled: a fault of the worker, retry the job"
 
 
@@ -71,7 +75,7 @@ class Engine:
     prefix_sharing  compute equal beginnings of requests once, and keep such requests together;
                     not where a runner has states and no snapshots of them
     constraints     makes constraints, and asks those of a step together
-    drafts          guess tokens while few requests run; not where a runner has states
+    drafts          guess tokens while few requests run; not where a runner has states and no snapshots
     metering        what steps cost; by default their seconds alone
 
     Raises ValueError for sizes that contradict each other.
@@ -85,7 +89,7 @@ class Engine:
         *,
         prefix_sharing: bool = True,
         constraints: GrammarBackend | None = None,
-        drafts: bool = False,
+        drafts: Drafts = Drafts.OFF,
         clock: Callable[[], float] = time.time,
         metering: Metering | None = None,
     ) -> None:
@@ -98,6 +102,13 @@ class Engine:
         grid, needs = runner.prompt_grid, self._pool.needs
         if grid > 1 and (not runner.snapshots or grid % needs.segment):
             prefix_sharing = False
+        if sizes.encodes:  # a token's keys hang on those behind it
+            prefix_sharing = False
+            if sizes.token_budget < context_length:
+                raise ValueError(
+                    f"{sizes.token_budget} tokens a step have no room for a text of {context_length}"
+                )
+        self.encodes = sizes.encodes
         self._runner = runner
         self._max_sequences = max_sequences
         self._text_stream = text_stream = text.text_stream
@@ -111,14 +122,22 @@ class Engine:
         self._token_masks = TokenMasks(self.constraints, runner.vocab)
         self._clock = clock
         self._metering = metering or Metering(None, time.monotonic)
+        # Of the runner's snapshots, drafts have some to take states back from. Where windows give pages back,
+        # the tokens that are computed again then may need them.
+        drafting = drafts is not Drafts.OFF and not sizes.encodes and not (grid > 1 and needs.windowed)
+        places = min(MOST_SEQUENCES, runner.snapshots // 2) if drafting and grid > 1 else 0
         self._scheduler = Scheduler(
             self._pool, max_sequences=max_sequences, token_budget=sizes.token_budget,
             prefix_sharing=prefix_sharing, interactive_slots=sizes.interactive_slots,
-            max_given=max(1, runner.max_draws - max_sequences), prompt_grid=runner.prompt_grid,
-            snapshots=runner.snapshots,
+            max_given=max(1, runner.max_draws - max_sequences),
+            prompt_grid=0 if sizes.encodes else runner.prompt_grid,
+            snapshots=runner.snapshots - places,
         )  # fmt: skip
-        # States have no way back from a guess that was wrong.
-        self._drafter = Drafter() if drafts and runner.prompt_grid == 1 else None
+        self._drafter: Drafter | None = None
+        if drafting:
+            copies = StateCopies(runner.snapshots - places, places) if grid > 1 else None
+            payoff = Payoff(self._metering.clock) if drafts is Drafts.AUTO else None
+            self._drafter = Drafter(self.constraints, copies, payoff)
         self._scheduler.drafter = self._drafter
         self._groups = PrefixGroups() if prefix_sharing else None
         self._builder = BatchBuilder(self._pool, slots=runner.slots, context=self._limits.cache_context)
@@ -150,6 +169,8 @@ class Engine:
         fault = self._limits.fault(request.prompt_ids, params, request.generated_ids, draws=draws)
         if fault is None and embeds and not self._runner.embeds:
             fault = _NO_EMBEDDINGS
+        if fault is None and self.encodes and not embeds:
+            fault = _NO_TEXTS
         if fault is None and request.constrained is not None and request.constraint is None:
             fault = _NOT_COMPILED
         if fault is not None:
@@ -180,6 +201,11 @@ class Engine:
     def reject(self, request: Request, reason: StopReason, error: str | None = None) -> None:
         """Complete a request that is not computed."""
         self._done.append(not_computed(request, reason, error))
+
+    def guess_by(self, model: Guesser) -> None:
+        """Let a model guess, too, where drafts are made; it is closed with the engine."""
+        if self._drafter is not None:
+            self._drafter.model = model
 
     def cancel(self, job_id: str) -> None:
         """Stop a job at the next step; it keeps what it has. Unknown and finished jobs are ignored."""
@@ -313,6 +339,8 @@ class Engine:
     def close(self) -> None:
         """Release the runner; the engine is of no use afterwards. Safe to call twice."""
         self.constraints.close()
+        if self._drafter is not None and self._drafter.model is not None:
+            self._drafter.model.close()
         self._runner.close()
 
     def check_integrity(self) -> None:
@@ -385,15 +413,21 @@ class Engine:
         """
         while len(self._outstanding) > 1:
             self._apply(self._collect())
-        places = enumerate(launch.masked)
-        wanted = [(number, launch.wanting(place)) for number, place in places]
-        masked = [(number, sequence) for number, sequence in wanted if sequence is not None]
+        before = launch.before()
+        masked = [
+            MaskedDraw(number, sequence, before.get(place, ()))
+            for number, place in enumerate(launch.masked)
+            if (sequence := launch.wanting(place)) is not None
+        ]
         masks = self._runner.mask_room(len(launch.masked))
-        failed = self._token_masks.write(masks, masked)
+        written = self._token_masks.write(masks, masked)
         self._failed = True  # unless the runner returns
         self._runner.draw(masks)
         self._failed = False
-        self._fail(failed)
+        launch.ahead = {launch.masked[number]: constraint for number, constraint in written.ahead.items()}
+        for draw in written.unmasked:
+            draw.sequence.computed -= launch.drop_from(launch.masked[draw.number], draw.sequence)
+        self._fail(written.failed)
 
     def _fail(self, failed: FailedSequences) -> None:
         for sequence, fault in failed:
@@ -413,6 +447,7 @@ class Engine:
     def _apply(self, drawn: Drawn) -> None:
         """Give each sequence its token; those that stopped in the meantime get none."""
         launch = self._outstanding.popleft()
+        generated = self._generated
         self._metering.end(launch.plan)
         self._scheduler.collected = launch.number
         finished, not_a_number = SequenceState.FINISHED, NOT_A_NUMBER
@@ -435,27 +470,31 @@ class Engine:
             self._generated += 1
             tokens = sequence.tokens
             tokens.append(token)
+            if launch.ahead:
+                sequence.constraint = launch.ahead.get(place, sequence.constraint)
             if records is not None and sequence.likely != NO_LOGPROBS:
                 sequence.records += records.of(place, sequence.likely)
             if sequence.watch is not None or len(tokens) >= sequence.length_limit or token in sequence.ends:
                 self._finish_if_over(sequence)  # in other cases there is no reason to stop
                 self._follow_budget(sequence)
-        self._follow_drafts(launch)
         if launch.masked:
             drew = [launch.wanting(place) for place in launch.masked if ids[place] != not_a_number]
-            if obeying := [sequence for sequence in drew if sequence is not None]:
+            if obeying := [*dict.fromkeys(sequence for sequence in drew if sequence is not None)]:
                 self._fail(self._token_masks.accept(obeying))
+        self._follow_drafts(launch, self._generated - generated)
 
-    def _follow_drafts(self, launch: Launch) -> None:
+    def _follow_drafts(self, launch: Launch, tokens: int) -> None:
         """Go on from what was right of a launch's drafts, and see who may have guesses next."""
         if self._drafter is None:
             return
         self._drafter.settle(launch.plan.drafts, launch.number)
+        self._drafter.drew(self.running, self.waiting, tokens, prompts=bool(launch.plan.chunks))
         active = self._drafter.rows(self.running, self.waiting) > 0
-        if not active and not self._drafter.holding:
+        if not active:
+            self._drafter.let_run()
             return
         drew = dict.fromkeys(one for one in launch.drawing if one is not None)
-        self._drafter.follow([one for one in drew if one.state is SequenceState.RUNNING], active=active)
+        self._drafter.follow([one for one in drew if one.state is SequenceState.RUNNING])
 
     def _tell(self, launch: Launch, ids: list[int], records: Records | None) -> None:
         """Give sequences the log-probabilities of tokens of their prompts."""

@@ -1,6 +1,7 @@
 """Launches that were not collected yet: whom what they return is for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from nightmill.worker.engine.plan import StepPlan
 from nightmill.worker.engine.request import Sequence, SequenceState
@@ -18,6 +19,8 @@ class Launch:
     asking: list[Sequence | None]  # the same of tokens of prompts, which are told after those
     embedding: list[Sequence | None]  # whose embeddings it completes
     masked: list[int]  # places in `drawing` of those that draw under a mask
+    ahead: dict[int, Any] = field(default_factory=dict)
+    """Constraints of draws behind guesses, by place: each has accepted these guesses."""
 
     def forget(self, sequence: Sequence) -> None:
         """Nobody wants what this launch computes for a sequence."""
@@ -31,10 +34,25 @@ class Launch:
 
     def drop_rest(self, place: int) -> None:
         """Drop what was drawn for a sequence behind a place: it followed a guess that was wrong."""
-        sequence, place = self.drawing[place], place + 1
+        self.drop_from(place + 1, self.drawing[place])
+
+    def drop_from(self, place: int, sequence: Sequence | None) -> int:
+        """Drop what is drawn for a sequence from a place on; return how many draws that are."""
+        first = place
         while place < len(self.drawing) and self.drawing[place] is sequence:
             self.drawing[place] = None
             place += 1
+        return place - first
+
+    def before(self) -> dict[int, tuple[int, ...]]:
+        """Return the guesses that draws follow by the place in `drawing` of the draw."""
+        following: dict[int, tuple[int, ...]] = {}
+        place = len(self.plan.decodes)
+        for draft in self.plan.drafts:
+            for count in range(1, len(draft.tokens)):
+                following[place + count] = draft.guesses[:count]
+            place += len(draft.tokens)
+        return following
 
     def guesses(self) -> dict[int, int]:
         """Return the guesses by the place in `drawing` of the draw that each is compared with."""

@@ -1,6 +1,7 @@
 """The masks of a step: what constraints allow its sequences to draw, and no end before `min_tokens`."""
 
 from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -8,11 +9,29 @@ from nightmill.worker.engine.constraints import Faults, GrammarBackend, nothing_
 from nightmill.worker.engine.request import Sequence
 from nightmill.worker.runners.base import IntArray, mask_words
 
-MaskedDraws = list[tuple[int, Sequence]]
-"""Sequences that draw under a mask, and which of the step's masks it is."""
-
 FailedSequences = list[tuple[Sequence, str]]
 """Sequences that cannot go on under their constraints, and why."""
+
+
+class MaskedDraw(NamedTuple):
+    """A draw under a mask: which of the step's masks it is, and the guesses that it follows."""
+
+    number: int
+    sequence: Sequence
+    guesses: tuple[int, ...] = ()
+
+
+class Written(NamedTuple):
+    """The outcome of a step's masks.
+
+    failed    sequences that nothing can follow, and why
+    unmasked  draws behind guesses for which there is no mask: what they draw may not be taken
+    ahead     the constraint of each other draw behind guesses, which has accepted these
+    """
+
+    failed: FailedSequences
+    unmasked: list[MaskedDraw]
+    ahead: dict[int, Any]
 
 
 class TokenMasks:
@@ -22,27 +41,51 @@ class TokenMasks:
         self._constraints = constraints
         self._everything = everything(vocab)
 
-    def write(self, masks: IntArray, masked: MaskedDraws) -> FailedSequences:
-        """Write what `Runner.draw` takes, with the masks of these sequences at their places.
+    def write(self, masks: IntArray, masked: list[MaskedDraw]) -> Written:
+        """Write what `Runner.draw` takes, with the masks of these draws at their places.
 
-        Returns those that nothing can follow. What nobody wants may draw anything.
+        What nobody wants may draw anything, and so may what no mask was found for.
         """
-        held = {place: one.constraint for place, one in masked if one.constraint is not None}
+        held: dict[int, Any] = {}
+        ahead: dict[int, Any] = {}
+        unmasked: list[MaskedDraw] = []
+        latest: Any = None  # the constraint of the draw before; None behind a guess that it does not allow
+        for draw in masked:
+            place, sequence, guesses = draw
+            if sequence.constraint is None:
+                continue
+            if guesses:
+                latest = None if latest is None else self._constraints.ahead(latest, guesses[-1:])
+            else:
+                latest = sequence.constraint
+            if latest is None:
+                unmasked.append(draw)
+                continue
+            held[place] = latest
+            if guesses:
+                ahead[place] = latest
         if len(held) < len(masks):
             masks[[place for place in range(len(masks)) if place not in held]] = self._everything
         faults = self._constraints.masks(held, masks) if held else Faults()
-        for place, sequence in masked:
+        failed: FailedSequences = []
+        for draw in masked:
+            place, sequence, guesses = draw
             if sequence.forced:
                 faults.pop(place, None)  # where it allows no other token it allows this one at most
                 only(masks[place], sequence.forced[0])
                 continue
-            if sequence.must_go_on:
+            if sequence.must_go_on(len(guesses)):
                 spare(masks[place], sequence.ends)
             if (banned := completing(sequence)) and place not in faults:
                 take_out(masks[place], banned)
                 if not masks[place].any():
                     faults[place] = nothing_left("bad_words")
-        return [(sequence, faults[place]) for place, sequence in masked if place in faults]
+            if place in faults and guesses:
+                masks[place] = self._everything
+                unmasked.append(draw)
+            elif place in faults:
+                failed.append((sequence, faults[place]))
+        return Written(failed, unmasked, ahead)
 
     def accept(self, sequences: list[Sequence]) -> FailedSequences:
         """Move these past the tokens that were added last, so that they draw again; returns which cannot."""

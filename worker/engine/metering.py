@@ -114,6 +114,11 @@ class Metering:
         """Joules charged so far; None if the device does not tell."""
         return None if self._joules is None else self._bill.charged
 
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Its clock."""
+        return self._clock
+
     def begin(self) -> None:
         """A step is launched. Before the first one there was no work, which is charged to nobody."""
         if self._resting:
@@ -125,12 +130,12 @@ class Metering:
         """A step has ended: charge those that it computed and that are still there."""
         now = self._clock()
         seconds, self._until = max(0.0, now - self._until), now
-        drafted = sum(len(draft.tokens) for draft in plan.drafts)
+        drafted = sum(1 + draft.spare_rows for draft in plan.drafts)
         prompts, drawn = sum(chunk.length for chunk in plan.chunks), len(plan.decodes) + drafted
         share = self._costs.prompt_share
         costs = [
             *((sequence, 1.0) for sequence in plan.decodes),
-            *((draft.sequence, float(len(draft.tokens))) for draft in plan.drafts),
+            *((draft.sequence, 1.0 + draft.spare_rows) for draft in plan.drafts),
             *((chunk.sequence, share * chunk.length) for chunk in plan.chunks),
         ]
         live = [(one, cost) for one, cost in costs if one.state is not SequenceState.FINISHED]

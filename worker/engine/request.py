@@ -201,8 +201,13 @@ class Sequence:
 
     # What `Drafter` knows of it.
     guesses: Guesses | None = None
+    asked: tuple[int, tuple[int, ...]] = (0, ())  # its tokens when a model was asked, and what that guessed
     holds: bool = False  # it waits for its last token, since more may be guessed
     unsettled: bool = False  # its slot may not have its last token: a draft was drawn behind it
+
+    copy: int = NO_SNAPSHOT  # the place for a copy of its states
+    copied: int = 0  # tokens that the copy has gone through
+    stale: bool = False  # its states went through wrong guesses: the copy is what it goes on from
 
     snapshot: int = NO_SNAPSHOT  # the place of the states that it goes on from, if it has_shared_pages any
     marks: set[int] = field(default_factory=set)  # tokens of its prompt after which its states are copied
@@ -252,6 +257,11 @@ class Sequence:
         self.let_run()
         group = self.order if self.group is None else self.group
         self.rank = (-self.request.priority, group + self.request.behind, self.order)
+
+    @property
+    def may_be_guessed(self) -> bool:
+        """True if several of its tokens may be drawn at once: neither penalties nor thoughts look at them."""
+        return self.request.drawn_freely and not (self.masked_until and self.request.thinking is not None)
 
     def let_run(self) -> None:
         """One whose next token is drawn under a mask is computed up to that one; others run ahead.
@@ -342,12 +352,11 @@ class Sequence:
             tuple(self.tokens[begin:end]), given, self.likely, bytes(self.records[known * size :])
         )
 
-    @property
-    def must_go_on(self) -> bool:
-        """True while no token may end it."""
+    def must_go_on(self, ahead: int = 0) -> bool:
+        """Return whether no token may end it; `ahead`: once it has so many tokens more."""
         fewest = self.request.params.min_tokens
         before = 0 if self.watch is None else self.watch.answer_from
-        return fewest > 0 and (before is None or self.generated - before < fewest)
+        return fewest > 0 and (before is None or self.generated + ahead - before < fewest)
 
     @property
     def answer(self) -> list[int] | None:

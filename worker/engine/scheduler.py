@@ -31,7 +31,7 @@ from itertools import takewhile
 from nightmill.worker.engine.drafting import Draft, Drafter
 from nightmill.worker.engine.kv_cache import CacheIntegrityError, PagePool
 from nightmill.worker.engine.page_tables import KindTable
-from nightmill.worker.engine.plan import Chunk, StepPlan, next_chunk
+from nightmill.worker.engine.plan import Chunk, StepPlan, next_chunk, whole_prompt
 from nightmill.worker.engine.prefix_tree import PrefixNode
 from nightmill.worker.engine.request import Sequence, SequenceState
 from nightmill.worker.engine.sharing import PrefixSharing
@@ -52,8 +52,9 @@ class Scheduler:
 
     `token_budget` bounds the tokens of a step and must cover one token of each of `max_sequences`.
     `max_given`: tokens of prompts that a step may be asked about if all sequences draw. `prompt_grid`: pieces
-    of a prompt end at multiples of so many positions, or with it. `snapshots`: of states that the runner
-    keeps. `collected` is the number of the newest launch that is over; launches are numbered from 1.
+    of a prompt end at multiples of so many positions, or with it; 0: it is computed in one step.
+    `snapshots`: of states that the runner keeps. `collected` is the number of the newest launch that is over;
+    launches are numbered from 1.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Scheduler:
         self._max_sequences = max_sequences
         self._max_given = max_given
         self._grid = prompt_grid
+        self._whole_prompts = prompt_grid == 0
         self._waiting: list[tuple[Rank, Sequence]] = []  # a heap; may hold finished sequences
         self._waiting_count = 0
         self._running: list[Sequence] = []  # by rank
@@ -175,23 +177,27 @@ class Scheduler:
         grown: list[Sequence] = []
         preempted: list[Sequence] = []
         urgent = self._make_way(preempted)
-        admitted = self._admit(self._token_budget - len(self._running), interactive=True)
+        settling = self._settling()
+        admitted = [] if settling else self._admit(self._token_budget - len(self._running), interactive=True)
         self._grow(decodes, grown, preempted, urgent)
         if self.drafter is not None:
             decodes, drafts = self._drafts(decodes)
         # A better one may have taken an admitted one's pages.
         admitted = [one for one in admitted if one.state is SequenceState.RUNNING]
-        guesses = sum(len(draft.guesses) for draft in drafts)
-        budget = self._prompt_budget(self._token_budget - len(decodes) - len(drafts) - guesses)
-        if not preempted:
+        drafted = sum(draft.spare_rows for draft in drafts)
+        budget = self._prompt_budget(self._token_budget - len(decodes) - len(drafts) - drafted)
+        if not preempted and not settling:
             admitted += self._admit(budget)
         chunks: list[Chunk] = []
-        spare = self._max_sequences - len(self._running) - guesses
+        spare = self._max_sequences - len(self._running) - drafted
         given = spare + self._max_given
         for sequence in [sequence for sequence in self._running if not sequence.decoding]:
             if budget < 1:
                 break
-            chunk = next_chunk(sequence, budget, spare, given, self._grid)
+            if self._whole_prompts:
+                chunk = whole_prompt(sequence, budget)
+            else:
+                chunk = next_chunk(sequence, budget, spare, given, self._grid)
             if not chunk.length:
                 continue
             if self._sharing is not None:
@@ -214,6 +220,8 @@ class Scheduler:
             sequence.reach = max(sequence.reach, sequence.computed)
             sequence.last_launch = number
             sequence.unsettled = bool(draft.guesses)
+            assert self.drafter is not None
+            self.drafter.launched(draft)
         for chunk in plan.chunks:
             sequence = chunk.sequence
             sequence.prompt_logprobs_until = max(sequence.prompt_logprobs_until, chunk.given.stop)
@@ -236,6 +244,8 @@ class Scheduler:
 
         They are limited while there are interactive sequences, and for some steps afterwards.
         """
+        if self._whole_prompts:
+            return tokens
         if self._interactive:
             self._linger = LINGER_STEPS
         elif self._linger:
@@ -299,17 +309,17 @@ class Scheduler:
         """
         assert self.drafter is not None
         running, needs = len(self._running), self._pool.needs
-        rows = min(
-            self.drafter.rows(running, self._waiting_count),
-            self._max_sequences - running,
-            self._token_budget - running - 1,
-        )
+        room = min(self._max_sequences - running, self._token_budget - running - 1)
+        rows = min(self.drafter.rows(running, self._waiting_count), room)
         plain: list[Sequence] = []
         drafts: list[Draft] = []
+        self.drafter.ask(decodes, rows)
         for sequence in decodes:
             if not sequence.holds and not sequence.unsettled:
                 plain.append(sequence)
                 continue
+            if sequence.stale and self.drafter.again(sequence) > room:
+                continue  # until somebody ends
             length = len(sequence.tokens)
             most = min(rows, sequence.length_limit - 1 - length) if sequence.holds else 0
             draft = self.drafter.draft(sequence, most)
@@ -321,9 +331,16 @@ class Scheduler:
                     table.pages += self._pool.allocate(1)
                 sequence.room = needs.room(sequence.tables)
             draft = draft.within(sequence.room)
-            rows -= len(draft.guesses)
+            rows -= draft.spare_rows
+            room -= draft.spare_rows
             drafts.append(draft)
         return plain, drafts
+
+    def _settling(self) -> bool:
+        """Return whether states have to be taken back, which takes rows: nobody gets a slot until then."""
+        if self.drafter is None or self.drafter.copies is None:
+            return False
+        return any(sequence.stale for sequence in self._running)
 
     def _make_room(self, sequence: Sequence, pages: int, preempted: list[Sequence]) -> bool:
         """Preempt from the lowest rank up until so many pages are free.
@@ -358,6 +375,8 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         self._leaving.append(sequence)
+        if self.drafter is not None and self.drafter.copies is not None:
+            self.drafter.copies.leave(sequence)
         if self._sharing is not None:
             self._sharing.stop(sequence)
 
@@ -421,7 +440,7 @@ class Scheduler:
         self._waiting_count -= 1
         sequence.state = SequenceState.RUNNING
         sequence.slot = self._free_slots.pop()
-        sequence.unsettled = False
+        sequence.unsettled = sequence.stale = False
         needs = self._pool.needs
         sequence.tables = [KindTable() for _ in needs.kinds]
         if self._sharing is not None:
@@ -440,6 +459,8 @@ class Scheduler:
         self._pool.check_integrity(table.held for sequence in holders for table in sequence.tables)
         if self._sharing is not None:
             self._sharing.check_integrity(holders)
+        if self.drafter is not None and self.drafter.copies is not None:
+            self.drafter.copies.check_integrity(holders)
         slots = sorted(self._free_slots + [s.slot for s in holders if s.slot is not None])
         if slots != list(range(self._max_sequences)):
             raise CacheIntegrityError(f"slots are lost or given twice: {slots}")

@@ -64,11 +64,13 @@ def calls_lark(
             own = mark if WRITTEN[written].before.startswith(mark) else ""
             rules += call_rules(number, name, parameters, written, enforced, own)
             continue
-        quoted = name if written is CallFormat.MISTRAL_NAMED else json.dumps(name)
-        opening = before.replace("NAME", quoted).removeprefix(mark)
+        quoted = name if written in _BARE_NAMES else json.dumps(name)
+        first, index, second = before.replace("NAME", quoted).removeprefix(mark).partition("INDEX")
+        opening = _opening(first, apart=bare and form is not None)
+        if index:
+            opening += f" /[0-9]{{1,3}}/ {literal(second)}"
         rules += [
-            f"call{number}: {_opening(opening, apart=bare and form is not None)} arguments{number} "
-            f"{literal(after)}",
+            f"call{number}: {opening} arguments{number} {literal(after)}",
             f"arguments{number}: %json {json.dumps(enforced(parameters))}",
         ]
     rules.append("call: " + " | ".join(f"call{number}" for number in range(len(functions))))
@@ -149,6 +151,12 @@ _MARKS: Final = {
     CallFormat.TOOL_CALLS: "<tool_calls>",
     CallFormat.MISTRAL: "[TOOL_CALLS]",
     CallFormat.MISTRAL_NAMED: "[TOOL_CALLS]",
+    CallFormat.DEEPSEEK: "<｜tool▁calls▁begin｜>",
+    CallFormat.DEEPSEEK_R1: "<｜tool▁calls▁begin｜>",
+    CallFormat.KIMI: "<|tool_calls_section_begin|>",
+    CallFormat.COHERE: "<|START_ACTION|>",
+    CallFormat.SEED: "<seed:tool_call>",
+    CallFormat.MINIMAX: "<minimax:tool_call>",
 }
 """Marks that begin calls which may stand behind text, by format."""
 _AROUND_ARGUMENTS: Final = {
@@ -161,7 +169,20 @@ _AROUND_ARGUMENTS: Final = {
     CallFormat.PHI: ('{"name": NAME, "arguments": ', "}"),
     CallFormat.NEMOTRON: ('{"name": NAME, "arguments": ', "}"),
     CallFormat.TOOL_CALLS: ('{"name": NAME, "arguments": ', "}"),
-}
+    CallFormat.DEEPSEEK: ("<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+    CallFormat.DEEPSEEK_R1: (
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n", "\n```<｜tool▁call▁end｜>",
+    ),
+    CallFormat.KIMI: (
+        "<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>", "<|tool_call_end|>",
+    ),
+    CallFormat.COHERE: ('{"tool_call_id": "INDEX", "tool_name": NAME, "parameters": ', "}"),
+}  # fmt: skip
+"""Before and behind the arguments, with the function's NAME and the INDEX of the call in their places."""
+_BARE_NAMES: Final = frozenset(
+    {CallFormat.MISTRAL_NAMED, CallFormat.DEEPSEEK, CallFormat.DEEPSEEK_R1, CallFormat.KIMI}
+)
+"""Formats in which names are written without quotation marks."""
 _AROUND_CALLS: Final = {
     CallFormat.QWEN_XML: ("", "\n", ""),
     CallFormat.GLM_XML: ("", "\n", ""),
@@ -177,5 +198,11 @@ _AROUND_CALLS: Final = {
     CallFormat.MISTRAL: ("[TOOL_CALLS][", ", ", "]"),
     CallFormat.MISTRAL_NAMED: ("", "", ""),
     CallFormat.JSON: ("", ", ", ""),
+    CallFormat.DEEPSEEK: ("<｜tool▁calls▁begin｜>", "", "<｜tool▁calls▁end｜>"),
+    CallFormat.DEEPSEEK_R1: ("<｜tool▁calls▁begin｜>", "\n", "<｜tool▁calls▁end｜>"),
+    CallFormat.KIMI: ("<|tool_calls_section_begin|>", "", "<|tool_calls_section_end|>"),
+    CallFormat.COHERE: ("<|START_ACTION|>[\n    ", ",\n    ", "\n]<|END_ACTION|>"),
+    CallFormat.SEED: ("", "\n", ""),
+    CallFormat.MINIMAX: ("<minimax:tool_call>\n", "\n", "\n</minimax:tool_call>"),
 }
 """Before all calls, between two, and after all."""

@@ -26,6 +26,12 @@ _OWN_STATES = 8_000
 With the 50,000 that texts share, 64 of "([a-z ]*e[a-z ]{17}c){3}" had taken 700 MB after 200 tokens, and went
 on (a vocabulary of 49,152 tokens).
 """
+_FEW_LEXERS = 2
+"""Texts of so few lexers are asked one after the other: threads would wait for each other's lexer.
+
+So it is where drafts ask for the masks of one text behind several of its tokens: 0.35 ms a step, with two
+threads 2 ms (benchmarks.drafts, JSON, one sequence, on two busy cores).
+"""
 _RENEWING_SECONDS = 10.0
 """For all that are renewed between two steps: well below the silence that ends an engine."""
 
@@ -102,6 +108,19 @@ class Matcher:
         self.matcher = self.grammar.compile(most_states)
         return self.matcher.try_consume_tokens(self.drawn) == len(self.drawn)
 
+    def ahead(self, token_ids: Sequence[int]) -> "Matcher | None":
+        """The same text with these tokens, by itself; None if one of them cannot follow."""
+        copy = Matcher(self.grammar, self.matcher.deep_copy())
+        if copy.matcher.try_consume_tokens(list(token_ids)) < len(token_ids):
+            return None
+        copy.drawn = [*self.drawn, *token_ids]
+        return copy
+
+    def forced(self) -> list[int]:
+        """Tokens that spell the text that has to follow: the longest that there are, as models mostly do."""
+        text = self.matcher.compute_ff_bytes().decode(errors="ignore")  # a character may be cut
+        return self.grammar.tokens.tokenizer.greedy_tokenize(text) if text else []
+
 
 class Matchers:
     """Asks texts of `Grammar` together, on several cores and without Python's lock."""
@@ -148,7 +167,25 @@ class Matchers:
                     faults[place] = one.said(reason)
         return faults
 
+    def guess(self, constraint: Matcher, guesses: Sequence[int], most: int, /) -> Sequence[int]:
+        """See `nightmill.worker.engine.constraints`."""
+        may_follow = constraint.matcher.validate_tokens(list(guesses[:most])) if guesses else 0
+        taken = list(guesses[:may_follow])
+        if len(taken) == most:
+            return taken
+        end = constraint.ahead(taken) if taken else constraint
+        return taken if end is None else [*taken, *end.forced()][:most]
+
+    def ahead(self, constraint: Matcher, token_ids: Sequence[int], /) -> Matcher | None:
+        """See `nightmill.worker.engine.constraints`."""
+        return constraint.ahead(token_ids)
+
     def _fill(self, matchings: Iterable[tuple[int, Matcher]], masks: IntArray) -> None:
-        if matchers := [(one.matcher, place) for place, one in matchings]:
-            count, words = masks.shape
+        known = list(matchings)
+        matchers = [(one.matcher, place) for place, one in known]
+        count, words = masks.shape
+        if len({id(one.grammar) for _, one in known}) <= _FEW_LEXERS:
+            for matcher, place in matchers:
+                matcher.unsafe_compute_mask_ptr(masks[place].ctypes.data, 4 * words)
+        else:
             self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, 4 * words, count)

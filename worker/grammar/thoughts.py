@@ -18,7 +18,7 @@ _ANYTHING: Final = "(?s:.*)"
 FINAL: Final = "<|channel|>final<|message|>"
 """The header of the message that is the answer, in texts of gpt-oss."""
 START: Final = "<|start|>assistant"
-"""What begins the header of each message but the first."""
+"""The beginning of the header of each message but the first."""
 
 
 def behind_thoughts(asked: Constrained, thinking: tuple[str, str], *, opened: bool) -> Constrained:

@@ -48,6 +48,14 @@ WRITTEN: Final = {
     ),
     CallFormat.LFM2: _Marks("NAME(", ")", "KEY=", between=", "),
     CallFormat.PYTHONIC: _Marks("NAME(", ")", "KEY=", between=", "),
+    CallFormat.SEED: _Marks(
+        "<seed:tool_call>\n<function=NAME>\n", "</function>\n</seed:tool_call>", "<parameter=KEY>",
+        "</parameter>\n", text=("", "</parameter>\n"),
+    ),
+    CallFormat.MINIMAX: _Marks(
+        '<invoke name="NAME">\n', "</invoke>", '<parameter name="KEY">', "</parameter>\n",
+        text=("", "</parameter>\n"),
+    ),
 }  # fmt: skip
 """The marks of these formats, as the templates of their models write them."""
 

@@ -16,8 +16,10 @@ then nothing of the step is drawn; a step without masks needs no `draw`.
 
 Drafts: a step may draw several tokens of one sequence, which then follow tokens that the engine guessed: each
 is a chunk of its own, computed and drawn as if it were known to be right. No launch that follows says
-FROM_SLOT for that sequence, until one has drawn a single token of it; and its draws have neither masks nor
-penalties. Not where there are states.
+FROM_SLOT for that sequence, until one has drawn a single token of it; and its draws have no penalties. Where
+there are states, each guess has gone through them: a step may copy a slot's states to a snapshot before it
+computes (`StepBatch.keeps`), and a later one take them back (`StepBatch.restores`), in which the tokens since
+then are computed again.
 
 Not a number: where a row's logits are none (`worker.runners.sampling` says when), NOT_A_NUMBER is returned
 in place of its token, and every other row draws as if that row were not there. The slot goes on as if token 0
@@ -188,6 +190,8 @@ class StepBatch:
     slots           (S,)    the slot of its sequence
     draws           (R,)    what is drawn (DRAW), in the order of rows; then what is given. One of a sequence,
                             but for drafts
+    keeps           slots whose states are copied before the step, each with the number of the snapshot
+    restores        slots whose states become a snapshot before the step, each with its number
     drawn           the first so many chunks are tokens that were drawn or guessed; the others are of prompts
     admissions      applied before the step
     snapshots       slots whose states are copied after it, each with the number of the snapshot that they
@@ -208,6 +212,8 @@ class StepBatch:
     admissions: tuple[Admission, ...] = ()
     snapshots: tuple[tuple[int, int], ...] = ()
     pools: PoolArray = field(default_factory=lambda: NO_POOLS)
+    keeps: tuple[tuple[int, int], ...] = ()
+    restores: tuple[tuple[int, int], ...] = ()
     further: tuple[KindRows, ...] = ()
 
     @property

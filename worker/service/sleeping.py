@@ -39,7 +39,7 @@ log = logging.getLogger("nightmill.worker")
 
 _MODULE = "nightmill.worker.service.sleeping"
 LOOK_SECONDS = 1.0
-"""How often a sleeping worker looks whether it is to wake."""
+"""Seconds between the looks of a sleeping worker whether it is to wake."""
 
 
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
@@ -49,6 +49,7 @@ class Sleeper:
     """Beats as a sleeping worker until there is no reason left to sleep.
 
     rule     the reasons
+    claims   of the worker, which holds none while it sleeps
     heart    of the worker's row
     turning  of a worker with several models, which wakes for one of them
     """
@@ -56,6 +57,7 @@ class Sleeper:
     def __init__(
         self,
         rule: RestRule,
+        claims: Claims,
         heart: Heart,
         sweep: Sweep,
         heartbeat_seconds: float,
@@ -65,6 +67,7 @@ class Sleeper:
         """The model to wake for, of a worker with several."""
         self._rule = rule
         self._turning = turning
+        self._claims = claims
         self._heart = heart
         self._sweep = sweep
         self._heartbeat_seconds = heartbeat_seconds
@@ -89,6 +92,7 @@ class Sleeper:
             if reason is None:
                 return True
             if now - self._beaten_at >= self._heartbeat_seconds:
+                self._hand_back()
                 self._heart.beat(WorkerState.SLEEPING, reason, self._rule.stats())
                 self._beaten_at = now
                 self._sweep.expire()  # whoever is awake does as much; there may be nobody
@@ -99,6 +103,15 @@ class Sleeper:
                 self._complaint = str(error)
                 log.warning("%s", error)
         return False
+
+    def _hand_back(self) -> None:
+        """Queue the jobs that the worker could not hand back when it went to sleep: a database was away.
+
+        Nobody else would, as the worker is alive.
+        """
+        if left := list(self._claims.running()):
+            self._claims.hand_back(left)
+            log.warning("%d jobs that were still this worker's are handed back", len(left))
 
 
 def sleep_command(worker_id: str, model: str, options: dict[str, Any], command: Sequence[str]) -> list[str]:
@@ -173,7 +186,7 @@ def _sleep(settings: Settings, worker_id: str, model: str, command: Sequence[str
     rule = RestRule(claims, settings, (None, *models) if models else (None, model))
     heart, loads = Heart(claims, settings.stale_seconds), Loads(database, worker_id)
     turning = Turning(loads, models, rules_of(settings)) if models else None
-    sleeper = Sleeper(rule, heart, Sweep(database), settings.heartbeat_seconds, turning)
+    sleeper = Sleeper(rule, claims, heart, Sweep(database), settings.heartbeat_seconds, turning)
     try:
         signal.pthread_sigmask(
             signal.SIG_UNBLOCK, END_SIGNALS

@@ -1,5 +1,5 @@
 // A decode step of at most 8 tokens: products fused with what is around them, for latency. Five launches a layer
-// with the attention between them.
+// with the attention between them. On every GPU from sm_80 on.
 //
 //   few_qkv_*     qkv of norm(x), bias, rotation; queries to qkv (T, (H + 2 G) D), keys and values to the pages, or with
 //                 -DKV_FP8 to qkv: no block has a head whole, so that `kv_write` of `qkv_rope.cu` has to follow
@@ -11,7 +11,7 @@
 // x (T, width) float, all else elements; weights (outputs, K) row-major, K a multiple of 32; norms as in `rms_norm.cu`, the others as
 // `qkv.cuh` says. Everything is computed and rounded as by `rms_norm`, a product
 // of `hopper_gemm.cu`, `qkv_rope_write` and `activate.cu` one after the other, to the same bits: sums go through K in order,
-// 16 elements at a time (m16n8k16 with the tokens as rows), from one accumulator; those of few_residual in the two
+// 16 elements at a time (m16n8k16 with the tokens as rows), from one accumulator; on Hopper those of few_residual in the two
 // halves of a long K, which two warps take.
 //
 // Bytes: the weights once. A block has 8 rows of W (few_swiglu: `groups` of 8 of gate and 8 of up), which it asks for
@@ -19,8 +19,9 @@
 // a warp for each group multiplies when inputs and weights are there. Latency is that of K / 16 dependent products,
 // or half as many.
 //
-// few_swiglu has the weights of `down` brought to L2 when its own are there, for those blocks of `down` that find no room
-// on a multiprocessor before it ends. Asked for earlier, they would be in the way of what is needed first.
+// On Hopper few_swiglu has the weights of `down` brought to L2 when its own are there, for those blocks of `down` that find no
+// room on a multiprocessor before it ends. Asked for earlier, they would be in the way of what is needed first. Other GPUs have
+// no instruction for that, or kernels that do not overlap.
 //
 // Blocks that take little of a multiprocessor let those of the kernels behind them in early, and with them their
 // weights: registers are spared, and blocks of few_swiglu are few enough to run all at once.
@@ -56,10 +57,12 @@ static __device__ __forceinline__ void fetch_rows(uint32_t target, int rows, int
 
 // Asks for this block's share of so many bytes, a multiple of 16, to be brought to L2. One thread of a block calls it.
 static __device__ __forceinline__ void fetch_to_l2(const unsigned char* start, int bytes) {
+#if __CUDA_ARCH__ >= 900
     const int blocks = gridDim.x, share = (bytes / blocks + 127) / 128 * 128;
     const int from = static_cast<int>(blockIdx.x) * share, size = min(share, bytes - from);
     if (size > 0)
         asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(start + from), "r"(size) : "memory");
+#endif
 }
 
 // norm(x) as rows of elements in shared memory, summed in the order of `rms_norm`: the warps of the block that a row has
@@ -312,8 +315,10 @@ template <int HELD>
 static __device__ __forceinline__ void input_rows(const float* __restrict__ x, const float* __restrict__ gains, float eps,
                                                   const Projection& first, const Projection& second, int tokens, int width) {
     const int blocks = first.outputs / ROWS, block = blockIdx.x;
-    const Projection& to = block < blocks ? first : second;
-    const int first_row = (block < blocks ? block : block - blocks) * ROWS, pitch = pitch_of(width);
+    const bool ahead = block < blocks;
+    const Projection to{ahead ? first.w : second.w, ahead ? first.out : second.out,  // by parts: without a stack
+                        ahead ? first.outputs : second.outputs, ahead ? first.floats : second.floats};
+    const int first_row = (ahead ? block : block - blocks) * ROWS, pitch = pitch_of(width);
     const uint32_t inputs_at = shared_address(shared), weights_at = inputs_at + tokens * pitch;
     launch_next();
     Norm<HELD> norm(tokens, width, gains);

@@ -3,10 +3,12 @@
 import json
 import sqlite3
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from sqlalchemy import update
 
 from nightmill.jobs.base.contract import JobState, StopReason
 from nightmill.jobs.base.settings import Settings
@@ -23,6 +25,8 @@ from nightmill.jobs.formats.rows import FileFormat
 from nightmill.jobs.reply.job import Job
 from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.jobs.sql.queue_stats import QueueStats
+from nightmill.jobs.sql.sweep import Sweep
+from nightmill.jobs.sql.tables import JobRow
 from nightmill.jobs.tables.into import UsersTable
 from tests.support.servers import worker_env
 
@@ -173,3 +177,23 @@ def test_lines_and_parquet_of_an_earlier_version_are_known(tmp_path: Path) -> No
         writer.write([row])
         writer.close()
         assert list(job_ids(tmp_path / name, FileFormat.PARQUET, errors=False)) == ["1" * 32]
+
+
+def test_what_died_with_a_worker_is_told_as_not_known(client: Client) -> None:
+    claims, sweep = worker(client), Sweep(client.database)
+    batch = client.submit_batch(["a", "b", "c"], name="night", seed=3)
+    ids = list(batch.store.ids("night", JobState.QUEUED))
+    assert len(claims.claim(ids)) == 3
+    assert sweep.bury(claims.worker_id, blame=True) == 3  # in two halves
+    with client.database.write() as connection:
+        connection.execute(update(JobRow).values(suspects=None))
+    assert [claim.attempt for claim in claims.claim(ids[2:])] == [2]
+    assert sweep.bury(claims.worker_id, blame=True) == 1  # alone, and charged
+    assert len(claims.claim(ids[:1])) == 1
+    assert sweep.bury(claims.worker_id, blame=False) == 1
+    (claim,) = claims.claim(ids[:1])
+    assert claims.hand_back([(claim.job_id, claim.attempt)], {(claim.job_id, claim.attempt): (0.5, None)})
+    status = batch.status()
+    assert (status.uncounted_attempts, status.gpu_seconds) == (5, 0.5)
+    assert "not known  what 5 attempts cost that ended with a worker" in describe_status(status)
+    assert asdict(status)["uncounted_attempts"] == 5

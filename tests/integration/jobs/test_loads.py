@@ -220,7 +220,7 @@ def test_a_load_is_as_long_as_the_last_one_took_and_ends_with_the_turn(
 def test_who_sleeps_with_several_models_wakes_for_the_one_that_has_rows(client: Client) -> None:
     claims, turning = in_turn(client, "a")
     rule = RestRule(claims, client.settings, (None, *MODELS))
-    sleeper = Sleeper(rule, Heart(claims, 30.0), Sweep(client.database), 5.0, turning)
+    sleeper = Sleeper(rule, claims, Heart(claims, 30.0), Sweep(client.database), 5.0, turning)
     assert not sleeper.look(0.0)
     (worker,) = client.workers()
     assert worker.wakes_for_jobs and worker.models == [*MODELS]

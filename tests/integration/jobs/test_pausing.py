@@ -4,7 +4,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from nightmill.jobs.base.contract import StopReason, WorkerState
+from nightmill.jobs.base.contract import JobState, StopReason, WorkerState
 from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.printing import describe_status
 from nightmill.jobs.errors import InvalidRequestError
@@ -57,7 +57,7 @@ def test_hours_follow_the_databases_clock_and_deadlines_are_kept_meanwhile(
     claims = registered(client, "a")
     settings = client.settings.model_copy(update={"hours": "22:00-06:00/UTC"})
     rule = RestRule(claims, settings, (None, "model"))
-    sleeper = Sleeper(rule, Heart(claims, 30.0), Sweep(client.database), 5.0)
+    sleeper = Sleeper(rule, claims, Heart(claims, 30.0), Sweep(client.database), 5.0)
     clock.time = datetime(2026, 1, 2, 12, 0, tzinfo=UTC)
     late = client.enqueue("too late", deadline=timedelta(hours=1))
     assert not sleeper.look(0.0)
@@ -71,6 +71,22 @@ def test_hours_follow_the_databases_clock_and_deadlines_are_kept_meanwhile(
     assert client.get(late).stop_reason == "deadline"
     clock.advance(hours=8, minutes=1)
     assert sleeper.look(7.0)
+
+
+def test_who_sleeps_hands_back_what_it_could_not_when_it_fell_asleep(client: Client) -> None:
+    """Its heartbeat goes on, so nobody else would take the job from it."""
+    claims = registered(client, "a")
+    job_id = client.enqueue("Once")
+    (claim,) = claims.claim([job_id])
+    client.pause_workers()
+    rule = RestRule(claims, client.settings, (None, "model"))
+    sleeper = Sleeper(rule, claims, Heart(claims, 30.0), Sweep(client.database), 5.0)
+    assert client.get(job_id).state is JobState.RUNNING
+    assert not sleeper.look(0.0)
+    job = client.get(job_id)
+    assert (job.state, job.attempt, claims.running()) == (JobState.QUEUED, claim.attempt, {})
+    client.cancel(job_id)
+    assert not sleeper.look(6.0)
 
 
 def test_an_idle_worker_wakes_for_jobs_that_are_due_and_its_own(client: Client, clock: Clock) -> None:

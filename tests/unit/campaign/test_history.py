@@ -6,8 +6,10 @@ from collections.abc import Iterator
 import pytest
 from sqlalchemy import Engine, create_engine, text
 
+from nightmill.jobs.base.contract import WorkerState
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.client.client import Client
+from nightmill.jobs.sql.claims import Claims
 from tests.campaign import history
 from tests.campaign.ledger import Promise
 from tests.campaign.oracle import Evidence, judge
@@ -72,3 +74,19 @@ def test_the_moment_in_which_a_batch_begins_to_be_deleted_is_seen(
         client.get_batch("night").delete()
     (marked,) = history.deletions(engine)["night"]
     assert before - 60 < marked < time.time() + 60
+
+
+def test_who_falls_asleep_is_seen_with_what_is_in_its_hands(
+    server_settings: Settings, engine: Engine
+) -> None:
+    with Client(server_settings) as client:
+        claims = Claims(client.database, "a" * 32)
+        claims.register("host", 1, "model", None)
+        claims.beat(WorkerState.READY)
+        claims.claim([client.enqueue("prompt")])
+        claims.beat(WorkerState.SLEEPING)
+        claims.beat(WorkerState.SLEEPING)  # it sleeps already
+        claims.claim([client.enqueue("another")])
+    assert [(worker, held) for worker, _, held in history.sleepers(engine)] == [("a" * 32, 1)]
+    states = [change.worker_state for change in history.read(engine) if change.state == "running"]
+    assert states == ["ready", "sleeping"]

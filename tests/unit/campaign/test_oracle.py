@@ -259,3 +259,14 @@ def test_a_retry_of_the_first_row_may_hold_those_behind_it_again() -> None:
     asked = (Intent("cancel", "p", 100.0), Intent("retry", "p", 102.5))
     assert kinds(chain(first, second), *asked) == []
     assert kinds(chain(first, second), asked[0]) == ["illegal", "illegal"]
+
+
+def test_a_claim_of_a_worker_that_sleeps_and_one_that_it_keeps_are_caught() -> None:
+    history = life("queued", "running", "succeeded")
+    history[1] = replace(history[1], worker_state="ready")
+    assert kinds(history) == []
+    history[1] = replace(history[1], worker_state="sleeping")
+    assert kinds(history) == ["claimed-asleep"]
+    for held, found in ((0, []), (2, ["held-asleep"])):
+        evidence = Evidence({}, (), [], frozenset(), sleepers=[("w", 100.0, 0), ("v", 101.0, held)])
+        assert [violation.kind for violation in judge(evidence)] == found

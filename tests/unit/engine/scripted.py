@@ -7,6 +7,7 @@ import codecs
 from collections import deque
 from dataclasses import fields
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from nightmill.jobs.base.arithmetic import Arithmetic
 from nightmill.jobs.base.contract import StopReason
 from nightmill.jobs.errors import RunnerError
 from nightmill.jobs.request.parameters import GenerationParams
+from nightmill.worker.engine.draft_model import DraftModel
+from nightmill.worker.engine.drafting import Drafts
 from nightmill.worker.engine.embeddings import normalised
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.logprobs import of_nothing
@@ -132,10 +135,15 @@ def expected_records(request: Request, answer: tuple[int, ...], likely: int) -> 
     return records
 
 
+NARROW = range(4, 8)
+"""Keys of constraints that mostly allow one token."""
+
+
 class Rule:
     """A constraint: about half of the tokens may be next, which hangs on all that were drawn.
 
-    Now and then none at all. Accepts nothing that it did not allow.
+    Now and then none at all. Accepts nothing that it did not allow. A key of NARROW mostly allows one token,
+    which hangs on the last one.
     """
 
     def __init__(self, key: int) -> None:
@@ -145,6 +153,8 @@ class Rule:
     def allowed(self, drawn: list[int]) -> list[int]:
         """What may follow these."""
         number = hashed(self.key, drawn)
+        if self.key in NARROW and number % 8:
+            return [hashed(self.key, drawn[-1:]) % EOS]
         return [] if number % 31 == 0 else [token for token in range(VOCAB) if number >> token & 1]
 
     def mask(self, row: IntArray, /) -> None:
@@ -223,7 +233,16 @@ class ScriptedRunner:
         assert len(self.queue) < self.depth
         assert self.undrawn is None, "the masks of the launch before are missing"
         for field in fields(batch):
-            if field.name not in ("admissions", "draws", "drawn", "snapshots", "further", "pools"):
+            if field.name not in (
+                "admissions",
+                "draws",
+                "drawn",
+                "snapshots",
+                "further",
+                "pools",
+                "keeps",
+                "restores",
+            ):
                 assert getattr(batch, field.name).dtype == np.int32
         self.batches.append(batch)
         busy = set().union(*(slots for _, slots in self.queue)) if self.queue else set()
@@ -235,6 +254,12 @@ class ScriptedRunner:
             saved = self.saved[admission.snapshot] if admission.snapshot >= 0 else []
             self.states[admission.slot] = [*saved]
         assert len(batch.slots) <= self.slots
+        for slot, place in batch.restores:
+            self.states[slot] = [*self.saved[place]]
+        for slot, place in batch.keeps:
+            self.saved[place] = [*self.states[slot]]
+        touched = [slot for slot, _ in (*batch.restores, *batch.keeps)]
+        assert len({*touched}) == len(touched) and {*touched} <= {*batch.slots[: batch.drawn].tolist()}
         prompts = batch.slots[batch.drawn :].tolist()
         assert len(set(prompts)) == len(prompts)
         assert (np.diff(batch.sequence_starts)[: batch.drawn] == 1).all()
@@ -402,6 +427,37 @@ class ScriptedRunner:
         pass
 
 
+CYCLE = [1, 2, 3, 4, 5]
+
+
+class RepeatingRunner(ScriptedRunner):
+    """Draws a cycle of tokens, whatever the prompt."""
+
+    def choose(self, seed: int, tokens: list[int], allowed: list[int] | None) -> int:
+        return CYCLE[len(tokens) % len(CYCLE)]
+
+
+class GuessingRunner(ScriptedRunner):
+    """Of a model that guesses: what it has drawn comes back as a prompt."""
+
+    def check_kinds(self, seed: int, text: list[int], rows: np.ndarray) -> None:
+        pass
+
+
+class HastyRunner(GuessingRunner):
+    """Draws what the scripted runner draws, but for one token in four."""
+
+    def choose(self, seed: int, tokens: list[int], allowed: list[int] | None) -> int:
+        token = super().choose(seed, tokens, allowed)
+        return token if hashed(VOCAB, tokens) % 4 else (token + 1) % VOCAB
+
+
+def hasty_model(context: int) -> DraftModel:
+    """A model that guesses the scripted runner's tokens, most of them rightly."""
+    runner = HastyRunner(slots=16, kv_pages=16 * (context // 4 + 3), depth=2)
+    return DraftModel(runner, context=context + 8, token_budget=64)
+
+
 class Clock:
     """Time that stands still until told otherwise."""
 
@@ -413,18 +469,19 @@ class Clock:
 
 
 def make_engine(
-    runner: ScriptedRunner, clock: Clock | None = None, metering: Metering | None = None, **limits: int
+    runner: ScriptedRunner, clock: Clock | None = None, metering: Metering | None = None, **limits: Any
 ) -> Engine:
     settings = {"context_length": 64, "max_sequences": runner.slots, "token_budget": 32} | limits
     text, sharing = Detokenizer(PieceStream, frozenset({EOS})), settings.pop("prefix_sharing", True)
     drafts = settings.pop("drafts", False)
+    drafts = drafts if isinstance(drafts, Drafts) else Drafts.NGRAM if drafts else Drafts.OFF
     return Engine(
         runner,
         text,
         EngineSizes(**settings),
         prefix_sharing=bool(sharing),
         constraints=OneByOne(),
-        drafts=bool(drafts),
+        drafts=drafts,
         clock=clock or Clock(),
         metering=metering,
     )
@@ -442,6 +499,10 @@ def make_request(
         job_id, attempt, prompt, parsed, seed, deadline, priority, generated, constraint,
         interactive=interactive, prompt_logprobs_from=prompt_logprobs_from, embeds=embeds,
     )  # fmt: skip
+
+
+def cyclic(job_id: str = "j", tokens: int = 40, **params: Any) -> Request:
+    return make_request(job_id, (0, 1), max_tokens=tokens, ignore_eos=True, **params)
 
 
 def run(engine: Engine, steps: int = 10_000) -> list[Completion]:

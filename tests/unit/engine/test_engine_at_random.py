@@ -1,9 +1,10 @@
 """The engine under random use: each request completes once, with the text it would have alone.
 
 Many prompts begin alike, so that pages are shared, evicted and waited for; work is abandoned at any step and
-goes on from the tokens that it had. Some texts repeat, and drafts guess what they go on
-with. In some runs a token cannot be computed with: only requests that have it fail. In some the runner has
-states, and snapshots of them. Some requests obey a constraint, which may leave them nothing to draw.
+goes on from the tokens that it had. Some texts repeat, and drafts guess what they go on with, or a model.
+In some runs a token cannot be computed with: only requests that have it fail. In some the runner has states,
+and snapshots of them. Some requests obey a constraint, which may leave them nothing to draw, or one token
+after another that is forced.
 """
 
 from dataclasses import replace
@@ -21,6 +22,7 @@ from nightmill.worker.runners.base import PageKind
 from tests.unit.engine.scripted import (
     EOS,
     LOOPING,
+    NARROW,
     VOCAB,
     Clock,
     Rule,
@@ -28,6 +30,7 @@ from tests.unit.engine.scripted import (
     expected,
     expected_embedding,
     expected_records,
+    hasty_model,
     make_engine,
     make_request,
 )
@@ -62,20 +65,22 @@ class EngineMachine(RuleBasedStateMachine):
         depth=st.integers(1, 3),
         blocks=st.integers(2, 14),
         page_size=st.sampled_from([1, 2, 4]),
-        slots=st.integers(1, 5),
+        slots=st.sampled_from([1, 2, 3, 5, 12]),
         spare=st.sampled_from([0, 1, 3, 30]),
         sharing=st.sampled_from([True, True, False]),
         poison=st.sampled_from([None, 3, 9, 13]),
         reserved=st.integers(0, 2),
         grid=st.sampled_from([1, 1, 2, 4]),
-        snapshots=st.integers(0, 3),
+        snapshots=st.sampled_from([0, 1, 2, 3, 10]),
         kinds=st.sampled_from(KINDS),
         drafts=st.booleans(),
+        model=st.booleans(),
     )
     def build(
         self, depth: int, blocks: int, page_size: int, slots: int, spare: int, sharing: bool,
         poison: int | None, reserved: int, grid: int,
         snapshots: int, kinds: tuple[tuple[int | None, int], ...], drafts: bool,
+        model: bool,
     ) -> None:  # fmt: skip
         self.clock = Clock()
         self.poison = poison
@@ -105,6 +110,8 @@ class EngineMachine(RuleBasedStateMachine):
             interactive_slots=min(reserved, slots - 1),
             drafts=drafts,
         )
+        if model:
+            self.engine.guess_by(hasty_model(CONTEXT))
         self.requests: dict[tuple[str, int], Request] = {}
         self.attempts: dict[str, int] = {}
         self.cancelled: set[str] = set()
@@ -125,7 +132,7 @@ class EngineMachine(RuleBasedStateMachine):
         min_tokens=st.sampled_from([0, 0, 0, 3, 12]),
         priority=st.integers(0, 2),
         patience=st.sampled_from([None, None, None, 0, 1, 5]),
-        obeys=st.sampled_from([None, None, 1, 2, 3]),
+        obeys=st.sampled_from([None, None, 1, 2, *NARROW[:2]]),
         logprobs=st.sampled_from([None, None, 0, 2]),
         told=st.sampled_from([None, None, 0.0, 0.3, 0.9, 1.0]),
         pooling=st.sampled_from([None, None, None, *Pooling]),

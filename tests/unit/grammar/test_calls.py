@@ -107,6 +107,22 @@ WRITTEN = {
     CallFormat.NEMOTRON: ('I see.<TOOLCALL>[{"name": "NAME", "arguments": ', "}]</TOOLCALL>"),
     CallFormat.TOOL_CALLS: ('I see.<tool_calls>[{"name": "NAME", "arguments": ', "}]</tool_calls>"),
     CallFormat.HARMONY: ("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", ""),
+    CallFormat.DEEPSEEK: (
+        "I see.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ),
+    CallFormat.DEEPSEEK_R1: (
+        "I see.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n",
+        "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ),
+    CallFormat.KIMI: (
+        "I see.<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:12<|tool_call_argument_begin|>",
+        "<|tool_call_end|><|tool_calls_section_end|>",
+    ),
+    CallFormat.COHERE: (
+        'I see.<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "NAME", "parameters": ',
+        "}\n]<|END_ACTION|>",
+    ),
 }
 IN_JSON = sorted(WRITTEN, key=str)
 
@@ -226,6 +242,16 @@ def test_calls_whose_arguments_have_marks_of_their_own_obey_their_schemas(writte
             "<arg_value>7</arg_value>\n</tool_call>",
         ),
         (CallFormat.GEMMA, '<|tool_call>call:f{note:<|"|>a "b" <c><|"|>,n:7}<tool_call|>'),
+        (
+            CallFormat.SEED,
+            '<seed:tool_call>\n<function=f>\n<parameter=note>a "b" <c></parameter>\n'
+            "<parameter=n>7</parameter>\n</function>\n</seed:tool_call>",
+        ),
+        (
+            CallFormat.MINIMAX,
+            '<minimax:tool_call>\n<invoke name="f">\n<parameter name="note">a "b" <c></parameter>\n'
+            '<parameter name="n">7</parameter>\n</invoke>\n</minimax:tool_call>',
+        ),
     ],
 )
 def test_a_text_stands_bare_between_its_marks(written: CallFormat, text: str) -> None:

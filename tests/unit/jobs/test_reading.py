@@ -19,6 +19,11 @@ HERMES, LLAMA, MISTRAL, NAMED, JSON = (
 )  # fmt: skip
 CALL = '{"name": "weather", "arguments": {"place": "Bonn"}}'
 BONN = ("weather", {"place": "Bonn"})
+BEGIN, CALLED, SEP, END, ALL = (
+    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+)  # fmt: skip
+"""DeepSeek's marks."""
 # (format, text, content, calls)
 CASES: list[tuple[CallFormat, str, str, list[tuple[str, object]]]] = [
     (HERMES, f"<tool_call>\n{CALL}\n</tool_call>", "", [BONN]),
@@ -91,6 +96,30 @@ CASES: list[tuple[CallFormat, str, str, list[tuple[str, object]]]] = [
     (CallFormat.PHI, f"<|tool_call|>[{CALL}, {CALL}]<|/tool_call|>", "", [BONN, BONN]),
     (CallFormat.NEMOTRON, f"<TOOLCALL>[{CALL}]</TOOLCALL>", "", [BONN]),
     (CallFormat.TOOL_CALLS, f"<tool_calls>\n{CALL}\n{CALL}\n</tool_calls>", "", [BONN, BONN]),
+    (CallFormat.DEEPSEEK,
+     f'Well.{BEGIN}{CALLED}weather{SEP}{{"place": "Bonn"}}{END}{CALLED}news{SEP}{{}}{END}{ALL}',
+     "Well.", [BONN, ("news", {})]),
+    (CallFormat.DEEPSEEK, f"{BEGIN}{CALLED}weather{SEP}Bonn{END}{ALL}",
+     f"{BEGIN}{CALLED}weather{SEP}Bonn{END}{ALL}", []),
+    (CallFormat.DEEPSEEK_R1,
+     f'{BEGIN}{CALLED}function{SEP}weather\n```json\n{{"place": "{ALL}"}}\n```{END}\n'
+     f"{CALLED}function{SEP}news\n```json\n{{}}\n```{END}", "", [("weather", {"place": ALL}), ("news", {})]),
+    (CallFormat.KIMI,
+     "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+     '{"place": "Bonn"}<|tool_call_end|><|tool_call_begin|>a.news:11<|tool_call_argument_begin|>{}'
+     "<|tool_call_end|><|tool_calls_section_end|> ok", " ok", [BONN, ("a.news", {})]),
+    (CallFormat.COHERE,
+     '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "weather", "parameters": '
+     '{"place": "Bonn"}}\n]<|END_ACTION|>', "", [BONN]),
+    (CallFormat.SEED,
+     "<seed:tool_call>\n<function=weather>\n<parameter=place>\nBonn </parameter>\n"
+     "<parameter=n>7</parameter>\n</function>\n</seed:tool_call>",
+     "", [("weather", {"place": "\nBonn ", "n": 7})]),
+    (CallFormat.MINIMAX,
+     'I look.\n<minimax:tool_call>\n<invoke name="weather">\n<parameter name="place">Bonn</parameter>\n'
+     '</invoke>\n<invoke name="news">\n</invoke>\n</minimax:tool_call>', "I look.", [BONN, ("news", {})]),
+    (CallFormat.MINIMAX, '<minimax:tool_call><invoke name="weather">Bonn</invoke></minimax:tool_call>',
+     '<minimax:tool_call><invoke name="weather">Bonn</invoke></minimax:tool_call>', []),
     (JSON, f"```json\n[{CALL}]\n```", "", [BONN]),
     (JSON, f" {CALL}\n", "", [BONN]),
     (JSON, '{"place": "Bonn"}', '{"place": "Bonn"}', []),
@@ -143,10 +172,34 @@ TWO = [("news", {"of": [1, {}]}), BONN]
         (MISTRAL, f"[TOOL_CALLS][{NEWS_CALL}, {CALL}]"),
         (NAMED, '[TOOL_CALLS]news[ARGS]{"of": [1, {}]}[TOOL_CALLS]weather[ARGS]{"place": "Bonn"}'),
         (JSON, f"[{NEWS_CALL}, {CALL}]"),
+        (
+            CallFormat.DEEPSEEK,
+            f'{BEGIN}{CALLED}news{SEP}{{"of": [1, {{}}]}}{END}'
+            f'{CALLED}weather{SEP}{{"place": "Bonn"}}{END}{ALL}',
+        ),
+        (
+            CallFormat.KIMI,
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.news:0<|tool_call_argument_begin|>"
+            '{"of": [1, {}]}<|tool_call_end|><|tool_call_begin|>functions.weather:1'
+            '<|tool_call_argument_begin|>{"place": "Bonn"}<|tool_call_end|><|tool_calls_section_end|>',
+        ),
+        (
+            CallFormat.MINIMAX,
+            '<minimax:tool_call>\n<invoke name="news">\n<parameter name="of">[1, {}]</parameter>\n'
+            '</invoke>\n<invoke name="weather">\n<parameter name="place">Bonn</parameter>\n</invoke>\n'
+            "</minimax:tool_call>",
+        ),
     ],
 )
 def test_of_calls_that_had_to_be_made_those_before_a_cut_count(written: CallFormat, text: str) -> None:
-    first = text.index("{}]}") + (4 if written is NAMED else 5)
+    whole = {
+        NAMED: "{}]}",
+        CallFormat.DEEPSEEK: "{}]}",
+        CallFormat.KIMI: "{}]}",
+        CallFormat.MINIMAX: "</invoke>",
+    }
+    end = whole.get(written, "{}]}}")
+    first = text.index(end) + len(end)
     for length in range(len(text) + 1):
         cut = text[:length]
         reply = read_reply(cut, Markup(written), MUST, "j")
@@ -363,6 +416,10 @@ def test_what_models_may_write_never_raises_and_loses_nothing() -> None:
         "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|tool_call>", "call:weather{", '<|"|>',
         "<tool_call|>", "<|tool_call_start|>[", "weather(a=", ")", "]<|tool_call_end|>", "<|tool_call|>",
         "<|/tool_call|>", "'", "<TOOLCALL>", "</TOOLCALL>", "<tool_calls>", "</tool_calls>", "<|end|>",
+        "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>weather<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
+        "<|tool_calls_section_begin|>", "<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>",
+        "<|tool_call_end|>", "<|START_ACTION|>", "<|END_ACTION|>", "<minimax:tool_call>",
+        '<invoke name="weather">', '<parameter name="a">', "</invoke>", "<seed:tool_call>",
         "<|python_start|>", "-" * 3_000, "{[1]: 2}", "{**{}}", "{1}",
     ]  # fmt: skip
     for _ in range(4_000):

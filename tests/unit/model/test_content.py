@@ -16,6 +16,7 @@ from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.tokenizer import Tokenizer
 from tests.support.ggufs import CHATML, write_model
 from tests.support.needs import Need, missing
+from tests.support.thinning import thinned
 from tests.unit.model.conftest import DOWNLOADED
 from tests.unit.model.test_templates import TEMPLATES
 
@@ -128,7 +129,7 @@ def around(role: str, content: Any) -> list[dict[str, Any]]:
     return chats[role]
 
 
-@pytest.mark.parametrize("name", TEMPLATES or ["none"])
+@pytest.mark.parametrize("name", thinned(TEMPLATES or ["none"], 4, 1))
 def test_real_templates_show_every_role_or_it_is_known_which_they_leave_out(name: str) -> None:
     """Each role with a unique text, as a string and as parts: shown, refused, or known to be dropped."""
     if name == "none":

@@ -7,6 +7,7 @@ messages, or it is refused with the reason.
 import random
 import re
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.tokenizer import Tokenizer
 from tests.support.ggufs import byte_vocabulary, write_model
 from tests.support.needs import Need, missing
+from tests.support.thinning import thinned
 from tests.unit.model.conftest import DOWNLOADED
 from tests.unit.model.test_templates import TEMPLATES
 
@@ -104,8 +106,13 @@ def search(source: str, tokenizer: Tokenizer, chats: list[Chat], harmless: list[
     return same, refused
 
 
-@pytest.mark.parametrize("llama", [False, True], ids=["chatml", "llama"])
-@pytest.mark.parametrize("refusal", range(len(_REFUSALS)))
+@pytest.mark.parametrize(
+    ("refusal", "llama"),
+    [
+        pytest.param(refusal, llama, marks=() if refusal and refusal % 2 == llama else pytest.mark.slow)
+        for refusal, llama in product(range(len(_REFUSALS)), (False, True))
+    ],
+)
 def test_no_edit_of_a_template_makes_control_tokens_of_a_message(
     refusal: int, llama: bool, tokenizer: Tokenizer
 ) -> None:
@@ -174,7 +181,7 @@ def real(name: str, tmp_path: Path) -> tuple[str, Tokenizer, list[str]]:
     return source, tokenizer_of(tmp_path, own), own
 
 
-@pytest.mark.parametrize("name", TEMPLATES or ["none"])
+@pytest.mark.parametrize("name", thinned(TEMPLATES or ["none"], 4))
 def test_real_templates_take_texts_with_brackets(name: str, tmp_path: Path) -> None:
     """Refused is only what cannot be told apart: code, markup and earlier thoughts go through."""
     source, tokenizer, _ = real(name, tmp_path)
@@ -213,7 +220,7 @@ def turns(say: Any, tools: bool) -> Chat:
     return [{"role": "system", "content": say()}, *chat, {"role": "user", "content": say()}]
 
 
-@pytest.mark.parametrize("name", TEMPLATES or ["none"])
+@pytest.mark.parametrize("name", thinned(TEMPLATES or ["none"], 4, 2))
 def test_no_message_becomes_a_control_token_of_a_real_template(name: str, tmp_path: Path) -> None:
     """60 chats of each, whose messages are made of the template's own control tokens."""
     source, tokenizer, own = real(name, tmp_path)

@@ -13,7 +13,7 @@ from nightmill.worker.assembly.model import load_model
 from nightmill.worker.commands.inspection import inspect
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
-from nightmill.worker.model.spec import Role
+from nightmill.worker.model.spec import Norm, Role
 from nightmill.worker.model.tokenizer import Tokenizer
 from nightmill.worker.runners.gpu.computed import refusal
 from tests.support.family_cases import file_of
@@ -157,16 +157,16 @@ def test_suppressed_tokens_are_never_drawn(tmp_path: Path) -> None:
     assert (after[kept_out] == -np.inf).all()
 
 
-def test_no_kernel_computes_it_and_says_so() -> None:
-    assert refusal(GEMMA4_FILES["gemma4"][1]) == (
-        "layers that read the keys of others, norms of values, layers with inputs of their own, layers with "
-        "scaled outputs"
-    )
-    experts = refusal(GEMMA4_FILES["gemma4, with experts"][1])
-    assert experts is not None
-    assert "experts beside a dense network" in experts and "values made of keys" in experts
-    suppressed = replace(GEMMA4_FILES["gemma4"][1], suppressed=(3,))
-    assert "suppressed tokens" in str(refusal(suppressed))
+def test_kernels_compute_all_of_it() -> None:
+    """But for what its files never have: values without a norm of queries and keys that is theirs, too."""
+    for _, spec in GEMMA4_FILES.values():
+        assert refusal(spec) is None
+        assert refusal(replace(spec, suppressed=(3,))) is None
+    spec = GEMMA4_FILES["gemma4"][1]
+    first = spec.layers[0]
+    other = replace(first.attention, value_norm=Norm(1e-3))
+    unlike = replace(spec, layers=(replace(first, mixer=other), *spec.layers[1:]))
+    assert refusal(unlike) == "a model with its own value_norm"
 
 
 @pytest.mark.parametrize("name", GEMMAS)

@@ -14,6 +14,7 @@ from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.tokenizer import Tokenizer
 from tests.support.ggufs import CHATML, byte_vocabulary, write_model
 from tests.support.needs import Need, missing
+from tests.support.thinning import thinned
 from tests.unit.model.conftest import DOWNLOADED
 from tests.unit.model.test_templates import TEMPLATES
 
@@ -119,7 +120,7 @@ def test_control_tokens_that_a_file_types_as_text_are_found(
     assert tokenizer.markers.keys() >= ({"<|turn|>"} if fault is None else set())
 
 
-@pytest.mark.parametrize("name", TEMPLATES or ["none"])
+@pytest.mark.parametrize("name", thinned(TEMPLATES or ["none"], 4, 2))
 def test_no_real_template_is_blamed_for_what_its_vocabulary_has(name: str, tmp_path: Path) -> None:
     """With the tokens that stand in it as control tokens, no template has a fault."""
     if name == "none":

@@ -72,12 +72,12 @@ def digests(model: Path, names: list[str]) -> list[str]:
 
 
 def test_a_prompt_is_the_same_in_another_zone_locale_year_and_process(tmp_path: Path) -> None:
-    """154 chats under 14 templates, those that show the date among them."""
+    """110 chats under 10 templates, those that show the date among them."""
     if not TEMPLATES:
         missing(Need.VOCABULARIES)
     texts = {name: (DOWNLOADED / "templates" / name).read_text(encoding="utf-8") for name in TEMPLATES}
-    dated = [name for name, text in texts.items() if "strftime_now" in text][:6]
-    names = dated + random.Random(3).sample(sorted(set(TEMPLATES) - set(dated)), 6)
+    dated = [name for name, text in texts.items() if "strftime_now" in text][:4]
+    names = dated + random.Random(3).sample(sorted(set(TEMPLATES) - set(dated)), 4)
     model = write_model(tmp_path / "m.gguf", layers=1)
     answers = []
     for year, variables in _SURROUNDINGS:
@@ -86,7 +86,7 @@ def test_a_prompt_is_the_same_in_another_zone_locale_year_and_process(tmp_path: 
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=300)
         answers.append(done.stdout.splitlines())
     assert answers[0] == answers[1] == answers[2]
-    assert len(answers[0]) >= 14 * len(CHATS) and len(set(answers[0])) > 60
+    assert len(answers[0]) >= 10 * len(CHATS) and len(set(answers[0])) > 45
 
 
 def test_another_version_of_jinja_is_the_reason_that_verifying_names(

@@ -14,6 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from nightmill.worker.model.chat.renderer import Limits, Renderer
 from tests.support.needs import Need, missing
+from tests.support.thinning import thinned
 from tests.unit.model.conftest import DOWNLOADED
 
 pytestmark = pytest.mark.heavy
@@ -182,7 +183,7 @@ def test_what_templates_use_of_jinja(name: str) -> None:
     assert confined(source, variables, chats) == [expected]
 
 
-@pytest.mark.parametrize("name", TEMPLATES or ["none"])
+@pytest.mark.parametrize("name", thinned(TEMPLATES or ["none"], 4, 3))
 def test_real_templates_are_rendered_as_plain_jinja_does(name: str) -> None:
     if name not in TEMPLATES:
         missing(Need.VOCABULARIES)

@@ -7,7 +7,7 @@ import pytest
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.catalogue import check_spec
-from tests.support.specs import PLAIN, VARIANTS, dense_spec
+from tests.support.specs import GEMMAS, PLAIN, VARIANTS, dense_spec
 
 WHOLE = VARIANTS["norms of whole Q and K"]
 WHOLE_AFTER = replace(WHOLE.layers[0].attention, qk_norm_rotated=True)
@@ -26,7 +26,7 @@ def test_what_kernels_do_not_compute_is_refused_by_name(name: str) -> None:
 
 
 COMPUTED = [
-    *VARIANTS.values(), PLAIN, dense_spec(qk_norm=True, bias=False), dense_spec(layers=24),
+    *VARIANTS.values(), *GEMMAS.values(), PLAIN, dense_spec(qk_norm=True, bias=False), dense_spec(layers=24),
 ]  # fmt: skip
 
 

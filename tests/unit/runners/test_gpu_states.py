@@ -34,6 +34,7 @@ from nightmill.worker.runners.gpu.weights.layout import (
 )
 from tests.support.cuda_runners import cuda_runner
 from tests.support.driving import GREEDY, Chunk, Pages
+from tests.support.expert_cases import EXPERT_FILES
 from tests.support.family_cases import file_of
 from tests.support.ggufs import spec_tensors
 from tests.support.hybrid_cases import GPU_HYBRID_FILES, HYBRID_FILES
@@ -91,11 +92,31 @@ def test_a_padded_step_has_empty_pieces_behind_its_own(
         bounds = StepBounds(max_tokens=64, max_draws=64, slots=8, table_width=4, max_pieces=8, states=True)
         buffers = StepBuffers(device, bounds, padding_page=9, depth=1)
         step = batch(*(Chunk(slot, TEXT, 9 + slot, 1, drawn=True) for slot in (6, 2, 4)))
-        inputs = buffers.write_padded(0, step, 5, np.zeros((0, 4), dtype=np.int32), 0)
+        inputs = buffers.write_padded(0, step, 5, [np.zeros((0, 4), dtype=np.int32)], [0])
         assert (inputs.pieces_of_states.drawn.count, inputs.pieces_of_states.prompts.count) == (5, 0)
         first = (inputs.pieces_of_states.drawn.first_rows - buffers._packed) // 4
         arrays = sent[-1][first : first + 20].reshape(4, 5)
     assert arrays.tolist() == [[0, 1, 2, 0, 0], [1, 1, 1, 0, 0], [6, 2, 4, 0, 0], [15, 11, 13, 0, 0]]
+
+
+def test_a_padded_step_with_guesses_has_a_piece_for_each_sequence(
+    hopper: RecordedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[np.ndarray] = []
+    monkeypatch.setattr(Device, "copy_in", lambda device, address, array: sent.append(array.copy()))
+    with Device() as device:
+        bounds = StepBounds(max_tokens=64, max_draws=64, slots=8, table_width=4, max_pieces=8, states=True)
+        buffers = StepBuffers(device, bounds, padding_page=9, depth=1)
+        drawn = [
+            Chunk(slot, TEXT, 9 + place, 1, drawn=True) for slot, place in ((6, 0), (2, 3), (2, 4), (2, 5))
+        ]
+        inputs = buffers.write_padded(
+            0, batch(*drawn), 5, [np.zeros((0, 4), dtype=np.int32)], [0], again=True
+        )
+        first = (inputs.pieces_of_states.drawn.first_rows - buffers._packed) // 4
+        arrays = sent[-1][first : first + 20].reshape(4, 5)
+    assert inputs.pieces_of_states.drawn.count == 5
+    assert arrays.tolist() == [[0, 1, 0, 0, 0], [1, 3, 0, 0, 0], [6, 2, 0, 0, 0], [9, 12, 0, 0, 0]]
 
 
 def test_states_are_copied_before_a_step_and_after_it(
@@ -126,9 +147,11 @@ def test_states_are_copied_before_a_step_and_after_it(
             Admission(2, (1, 2), GREEDY, 0, snapshot=NO_SNAPSHOT),
             Admission(6, (1, 2), GREEDY, 0, snapshot=1),
         )
-        runner.launch(replace(step, admissions=admissions, snapshots=((5, 0),)))
+        runner.launch(
+            replace(step, admissions=admissions, snapshots=((5, 0),), keeps=((3, 1),), restores=((7, 0),))
+        )
         runner.collect()
-        assert copied == [[[9, 5], [9, 6]], [[5, 8]]]
+        assert copied == [[[9, 5], [9, 6], [8, 7], [3, 9]], [[5, 8]]]
         places = [index for index, name in enumerate(done) if name == "copy_states"]
         assert len(places) == 2
         assert places[0] < done.index("gather_tokens") < done.index("delta_recurrent") < places[1]
@@ -235,6 +258,19 @@ def rows_on_the_gpu(spec: ModelSpec, index: int, role: Role, tensors: dict[str, 
         parts.append(part)
         first += rows
     return np.concatenate(parts)
+
+
+def test_betas_come_before_alphas_whatever_their_order_in_the_file() -> None:
+    """There those of each key head are beside each other."""
+    spec = EXPERT_FILES["qwen3next"][1]
+    net, tensors = spec.layers[0].mixer, spec_tensors(spec)
+    assert isinstance(net, GatedDeltaNet)
+    rows = tensors["blk.0.ssm_ba.weight"].reshape(net.key_heads, 2, -1, spec.width)
+    controls = rows_on_the_gpu(spec, 0, Role.MIXER_CONTROLS, tensors).reshape(
+        2, net.key_heads, -1, spec.width
+    )
+    np.testing.assert_array_equal(controls[0], rows[:, 0])
+    np.testing.assert_array_equal(controls[1], rows[:, 1])
 
 
 def test_gates_of_attention_are_a_matrix_of_their_own_in_the_order_of_the_output() -> None:

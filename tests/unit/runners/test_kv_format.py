@@ -1,9 +1,7 @@
 """What an FP8 cache leaves of keys and values, and what caches take."""
 
 import numpy as np
-import pytest
 
-from nightmill.worker.runners.gpu import kv_cache
 from nightmill.worker.runners.gpu.kv_cache import PAGE, kinds_layout, page_bytes, pool_page_bytes
 from nightmill.worker.runners.kv_format import KvFormat
 from nightmill.worker.runners.reference.fp8 import POWERS_OF_HALF, as_kept, exponents_of, round_e4m3
@@ -60,8 +58,7 @@ def test_the_same_memory_holds_nearly_twice_the_tokens() -> None:
         assert times < (plain - 4 * PAGE) / (fp8 - 4 * PAGE) < 2
 
 
-def test_layers_that_read_others_keys_take_no_pages_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "KINDS", True)
+def test_layers_that_read_others_keys_take_no_pages_on_a_gpu() -> None:
     spec = GEMMAS["layers that read others' keys"]
     whole, window = (
         2 * 24 * 1,
@@ -73,12 +70,8 @@ def test_layers_that_read_others_keys_take_no_pages_on_a_gpu(monkeypatch: pytest
     assert pool_page_bytes(spec) == 2 * layout.numbers + 4 * PAGE * layout.kinds[0].stride
 
 
-def test_one_kind_stays_where_prompts_pages_become_elements_and_where_all_have_windows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_kind_stays_where_prompts_pages_become_elements_and_where_all_have_windows() -> None:
     both = VARIANTS["window, then all"]
-    assert kinds_layout(both) is None
-    monkeypatch.setattr(kv_cache, "KINDS", True)
     assert kinds_layout(both) is not None
     for spec, kv in (
         (both, KvFormat.FP8), (VARIANTS["window"], KvFormat.ELEMENT), (PLAIN, KvFormat.ELEMENT),

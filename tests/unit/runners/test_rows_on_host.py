@@ -10,7 +10,9 @@ import pytest
 
 from nightmill.worker.model.rope import RopeStyle
 from nightmill.worker.runners.gpu.device.element import Element
+from nightmill.worker.runners.gpu.device.operands import Format
 from nightmill.worker.runners.gpu.rows.activate import COMPUTED
+from tests.gpu import test_kernels_pooling
 from tests.gpu import test_kernels_rows as on_gpu
 from tests.unit.runners.host_kernels import HostDevice, run_rows_on_host
 
@@ -42,8 +44,21 @@ def test_embedding_scaled_and_not_and_logits(launched: set[str], device: Any) ->
     assert launched == {"embed", "scale_logits"}
 
 
+@pytest.mark.parametrize("kept", [None, Format.Q4_K, Format.Q8_0], ids=str)
+def test_layers_inputs(launched: set[str], device: Any, kept: Format | None) -> None:
+    on_gpu.test_layers_inputs_are_made_of_two_embeddings(device, kept)
+    name = "layer_inputs" if kept is None else f"layer_inputs_{kept.name}"
+    assert launched - {f"repack_{kept.name}" if kept else ""} == {name, "gate_inputs"}
+
+
+def test_suppressed_logits(launched: set[str]) -> None:
+    device: Any = HostDevice()
+    on_gpu.test_suppressed_logits_are_never_the_largest(device)
+    assert launched == {"scale_logits", "suppress_logits"}
+
+
 def test_hidden_states_are_added_in_order(launched: set[str], device: Any) -> None:
-    on_gpu.test_hidden_states_are_added_to_the_sums_of_slots_in_their_order(device)
+    test_kernels_pooling.test_hidden_states_are_added_to_the_sums_of_slots_in_their_order(device)
     assert launched == {"pool_rows"}
 
 
@@ -87,3 +102,11 @@ def test_what_is_done_to_heads(launched: set[str], kind: str, style: RopeStyle) 
     device: Any = HostDevice()
     on_gpu.test_qkv_is_normed_rotated_and_written(device, kind, style, 3, 1, 40, normed=True)
     assert launched - {"qk_statistics"} == {"qkv_rope_write", "rope_table"}
+
+
+@pytest.mark.parametrize("heads", [(3, 1, 40), (4, 2, 512)], ids=str)
+@pytest.mark.parametrize("kind", on_gpu.OTHERS)
+def test_heads_that_a_layer_does_not_make(launched: set[str], kind: str, heads: tuple[int, int, int]) -> None:
+    device: Any = HostDevice()
+    on_gpu.test_heads_that_a_layer_does_not_make(device, kind, heads)
+    assert launched == {"qkv_rope_write", "rope_table"}

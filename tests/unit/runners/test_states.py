@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from nightmill.jobs.base.contract import StopReason
 from nightmill.jobs.request.parameters import GenerationParams
+from nightmill.worker.engine.drafting import Drafts
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import Completion, Request
@@ -24,6 +25,7 @@ from tests.support.engines import NoText
 from tests.support.ggufs import spec_tensors, write_file, write_spec
 from tests.support.poisoned import EMBEDDING
 from tests.support.specs import HYBRIDS
+from tests.support.true_guesses import guess_truly
 
 KINDS = ["a gated delta net", "Mamba-2", "a short convolution", "one part in a layer"]
 BEGINNING = np.random.default_rng(1).integers(0, 400, 160).tolist()
@@ -37,7 +39,7 @@ class Schedule:
 
     def __init__(
         self, file: GgufFile, kind: str, *, slots: int, pages: int = 400, budget: int = 4000, depth: int = 1,
-        sharing: bool = True,
+        sharing: bool = True, drafts: bool = False,
     ) -> None:  # fmt: skip
         self.runner = ReferenceRunner(file, HYBRIDS[kind], kv_pages=pages, slots=slots, depth=depth)
         self.engine = Engine(
@@ -45,6 +47,7 @@ class Schedule:
             Detokenizer(text_stream=NoText, eos_ids=frozenset()),
             EngineSizes(context_length=400, max_sequences=slots, token_budget=budget),
             prefix_sharing=sharing,
+            drafts=Drafts.NGRAM if drafts else Drafts.OFF,
         )
 
     def complete(self, requests: list[Request], steps_between: int = 0) -> dict[str, Completion]:
@@ -67,6 +70,9 @@ class Schedule:
             self.runner.states.fill(slot, np.nan)
         if scheduler._sharing is not None:
             for place in scheduler._sharing._snapshots._free:
+                self.runner.states.fill(self.runner.slots + place, np.nan)
+        if scheduler.drafter is not None and scheduler.drafter.copies is not None:
+            for place in scheduler.drafter.copies._free:
                 self.runner.states.fill(self.runner.slots + place, np.nan)
 
 
@@ -113,7 +119,7 @@ def plain(files: dict[str, GgufFile]) -> dict[str, dict[str, Completion]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     slots=st.integers(1, 12), pages=st.integers(17, 60), spare=st.sampled_from([0, 1, 40, 200]),
     depth=st.integers(1, 3), sharing=st.booleans(), steps_between=st.integers(0, 4),
@@ -130,6 +136,21 @@ def test_under_every_schedule_texts_have_the_bits_that_they_have_alone(
     requests = make_requests(12)
     done = schedule.complete([requests[n] for n in order], steps_between)
     assert bits(done) == bits(plain[kind])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("slots", "pages"), [(40, 400), (14, 40)], ids=["room for all", "some give way"])
+def test_drafts_change_no_bit(
+    kind: str, slots: int, pages: int, monkeypatch: pytest.MonkeyPatch, files: dict[str, GgufFile],
+    plain: dict[str, dict[str, Completion]],
+) -> None:  # fmt: skip
+    """States take back what wrong guesses went through; a row with a penalty is not guessed."""
+    guess_truly(monkeypatch, {job: one.token_ids for job, one in plain[kind].items()}, vocab=400)
+    schedule = Schedule(files[kind], kind, slots=slots, pages=pages, drafts=True, depth=2)
+    done = schedule.complete(make_requests(12), 2 if slots == 14 else 0)
+    assert bits(done) == bits(plain[kind])
+    stats = schedule.engine.stats
+    assert stats.guessed_tokens > stats.guessed_right > 15
 
 
 @pytest.mark.parametrize("kind", KINDS)

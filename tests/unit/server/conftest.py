@@ -1,9 +1,11 @@
 """A real server on a free port, and a worker in this process whose texts tests know beforehand."""
 
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import httpx2
@@ -28,6 +30,14 @@ KEYS = f"alice={ALICE}, bob={BOB}, eve:read={EVE}, ops:admin={OPS}"
 
 STATS = {"context": 200, "arithmetic": str(ARITHMETIC)}
 """What the worker says of itself."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _certificates_are_read_once() -> Iterator[None]:
+    """Clients of HTTP read 140 certificates when they are made, a third of a test, and use none here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
+        yield
 
 
 class Slow(ScriptedRunner):

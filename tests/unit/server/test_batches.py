@@ -396,3 +396,41 @@ def test_a_batch_over_http_ends_at_its_budget_and_goes_on_with_a_larger_one(serv
         server.bench.run(list(batch.store.ids(batch.name, JobState.QUEUED)))
         night = wait_until(lambda: (now := http.get(url).json())["ended_at"] and now, what="the end")
         assert (night["status"], night["succeeded"]) == ("completed", 60)
+
+
+def test_headers_give_a_batch_of_openais_client_its_limits(server: Server) -> None:
+    client = server.openai()
+    rows = [row(f"r{seed}", seed=seed) for seed in range(150)]
+    budget = {"X-Nightmill-Budget": "1-tokens", "X-Nightmill-Max-Failures": "5%"}
+    batch = submit(client, *rows, extra_headers=budget, metadata={"night": "one"})
+    sweep = Sweep(server.client.database)
+
+    def over() -> Any:
+        sweep.end_stopped()
+        now = client.batches.retrieve(batch.id)
+        return now.status not in OPEN and now
+
+    done = wait_until(over, what="the budget")
+    assert done.status == "expired" and 0 < done.request_counts.completed < 150
+    (why,) = done.errors.data
+    assert why.code == "budget" and why.message.startswith("its budget of 1 tokens is used up (")
+    assert why.message.endswith(f"; POST /v1/night/{batch.id}/limits raises it")
+    left = lines(client, done.error_file_id)
+    assert {one["error"]["code"] for one in left} == {"budget"}
+    assert len(left) == 150 - done.request_counts.completed
+    with server.http() as http:
+        night = http.get(f"/v1/night/{batch.id}").json()
+        assert (night["budget"], night["max_failures"]) == ({"tokens": 1}, 0.05)
+        raised = http.post(f"/v1/night/{batch.id}/limits", json={"budget": "1M-tokens"})
+        assert raised.status_code == 200, raised.text
+    queued = server.client.get_batch(batch.id).store.ids(batch.id, JobState.QUEUED)
+    server.bench.run(list(queued))
+    done = ended(client, batch)
+    assert (done.status, done.request_counts.completed, done.errors) == ("completed", 150, None)
+    for headers, message in (
+        ({"X-Nightmill-Budget": "much"}, "X-Nightmill-Budget: 'much' is not a budget; write 20M-tokens"),
+        ({"X-Nightmill-Max-Failures": "5"}, "X-Nightmill-Max-Failures: '5' is not a share of rows; write"),
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            submit(client, rows[0], extra_headers=headers)
+        assert message in str(refused.value) and refused.value.param == next(iter(headers))

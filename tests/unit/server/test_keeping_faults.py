@@ -104,7 +104,9 @@ FAULTS: dict[str, Break] = {
 }
 
 
-@pytest.mark.parametrize("after", [0, 16])
+@pytest.mark.parametrize(
+    ("server_settings", "after"), [("sqlite", 0), ("postgresql", 16)], indirect=["server_settings"]
+)
 @pytest.mark.parametrize("said", FAULTS)
 def test_a_folder_that_fails_for_a_while_costs_time_alone(
     world: World, monkeypatch: pytest.MonkeyPatch, said: str, after: int

@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 from gguf import GGMLQuantizationType, TokenType
 
+from nightmill.jobs.base.contract import CallFormat
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.commands.main import main
 from nightmill.jobs.errors import RunnerError
@@ -19,7 +20,7 @@ from nightmill.jobs.messages.embedded import EmbeddedRedis
 from nightmill.worker.assembly.forecast import CARDS, Card, forecast
 from nightmill.worker.assembly.model import demo_model
 from nightmill.worker.assembly.options import KV, WEIGHTS
-from nightmill.worker.commands.inspection import quantisation_of, shares
+from nightmill.worker.commands.inspection import Shown, quantisation_of, shares
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
@@ -295,3 +296,9 @@ def test_shares_are_of_bytes() -> None:
     assert sum(found.values()) == pytest.approx(1) and found.keys() == kinds
     assert all(re.fullmatch(r"\w+ \d+%", share) for share in shares(found))
     assert shares({"Q4_K": 0.8, "Q6_K": 0.196, "F32": 0.004}) == ["Q4_K 80%", "Q6_K 20%"]
+
+
+@pytest.mark.parametrize("calls", list(CallFormat))
+def test_how_calls_are_written_is_told_of_each_format(calls: CallFormat) -> None:
+    told = Shown("", {}, str(calls), None, opened=False, fault=None).lines()["tools"]
+    assert told.startswith("called as ") and told.endswith(f" ({calls})") and "NAME" in told

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from nightmill.jobs.base.contract import CallFormat, Tools
 from nightmill.jobs.errors import ChatTemplateError
@@ -43,6 +43,23 @@ _SHAPES: Final[tuple[tuple[CallFormat, re.Pattern[str]], ...]] = (
     (CallFormat.GRANITE, re.compile(rf"<\|tool_call\|>\s*\[?\s*{_CALL}")),
     (CallFormat.NEMOTRON, re.compile(rf"<TOOLCALL>\s*\[?\s*{_CALL}")),
     (CallFormat.TOOL_CALLS, re.compile(rf"<tool_calls>\s*\[?\s*{_CALL}")),
+    (CallFormat.DEEPSEEK, re.compile(rf"<｜tool▁call▁begin｜>{_NAME}<｜tool▁sep｜>\s*\{{")),
+    (
+        CallFormat.DEEPSEEK_R1,
+        re.compile(rf"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{_NAME}\s*```json\s*\{{"),
+    ),
+    (
+        CallFormat.KIMI,
+        re.compile(
+            rf"<\|tool_call_begin\|>\s*(?:{_ID}|functions\.{_NAME}:0)\s*<\|tool_call_argument_begin\|>\s*\{{"
+        ),
+    ),
+    (
+        CallFormat.COHERE,
+        re.compile(
+            rf'<\|START_ACTION\|>\s*\[\s*\{{"tool_call_id": "0", "tool_name": "{_NAME}", "parameters": \{{'
+        ),
+    ),
 )
 _SHAPES_OF_ARGUMENTS: Final[tuple[tuple[CallFormat, re.Pattern[str]], ...]] = (
     (
@@ -63,14 +80,26 @@ _SHAPES_OF_ARGUMENTS: Final[tuple[tuple[CallFormat, re.Pattern[str]], ...]] = (
         CallFormat.LFM2,
         re.compile(rf"<\|tool_call_start\|>\[{_NAME}\({_KEY}=['\"]{_VALUE}['\"]\)\]<\|tool_call_end\|>"),
     ),
+    (
+        CallFormat.SEED,
+        re.compile(
+            rf"<seed:tool_call>\s*<function={_NAME}>\s*<parameter={_KEY}>{_VALUE}</parameter>\s*</function>"
+        ),
+    ),
+    (
+        CallFormat.MINIMAX,
+        re.compile(
+            rf'<minimax:tool_call>\s*<invoke name="{_NAME}">\s*<parameter name="{_KEY}">{_VALUE}</parameter>'
+        ),
+    ),
     (CallFormat.PYTHONIC, re.compile(rf"(?<!>)\[{_NAME}\({_KEY}=['\"]{_VALUE}['\"]\)\]")),
 )
-"""How calls are written whose arguments are no JSON."""
+"""Patterns of calls whose arguments are not JSON, in the order in which they are tried."""
 _SIGNS: Final = (
     ("<|tool_call|>", CallFormat.GRANITE),
     ("<|tool_list_start|>", CallFormat.LFM2),
 )
-"""What templates say to their model that show no calls of earlier messages."""
+"""Signs in templates that show no calls of earlier messages, with the format that each tells of."""
 _BARE = re.compile(rf"\s*(?:<\|python_tag\|>)?{_CALL}\s*\}}")
 REMEDY: Final = (
     "serve the model with --tool-format json, by which a system message describes tools, or remove them"
@@ -86,6 +115,9 @@ class ToolUse:
     in_words       the template does not know tools: they are described in a system message
     in_system      the template wants tools as a text of JSON in the system message (Phi-4 mini)
     in_content     the template shows no calls of earlier messages: they are written into their texts
+    described      the template shows calls, but says nothing of tools: a system message does (DeepSeek)
+    no_content     the template shows calls only of messages without a text (DeepSeek R1), which so lose it
+    numbered       calls have their name and number as ids (Kimi): by "chat", or by "message", or not
     """
 
     calls: CallFormat
@@ -93,6 +125,9 @@ class ToolUse:
     in_words: bool = False
     in_content: bool = False
     in_system: bool = False
+    described: bool = False
+    no_content: bool = False
+    numbered: Literal["chat", "message"] | None = None
 
     def told(
         self, messages: Messages, tools: Tools | None
@@ -102,10 +137,18 @@ class ToolUse:
             return _in_words(messages, tools), None
         if self.in_system and tools is not None:
             messages = _in_system(messages, tools.functions)
+        if self.described and tools is not None:
+            messages = _with_system(messages, _description(self.calls, tools))
+        if self.numbered:
+            messages = _numbered(messages, self.numbered)
+        if self.no_content:
+            messages = [
+                {**message, "content": None} if message.get("tool_calls") else message for message in messages
+            ]
         if self.in_content:
             messages = [_with_calls_in_text(message, self.calls) for message in messages]
         told = list(messages) if self.as_text else [_with_objects(message) for message in messages]
-        return told, None if tools is None else list(tools.functions)
+        return told, None if tools is None or self.described else list(tools.functions)
 
 
 def tool_use(render: Render, wanted: CallFormat | None) -> ToolUse:
@@ -123,7 +166,10 @@ def tool_use(render: Render, wanted: CallFormat | None) -> ToolUse:
         told = render({"messages": in_system, "tools": None, "add_generation_prompt": True})
         if not isinstance(told, ChatTemplateError) and _NAME in told:
             return ToolUse(wanted or CallFormat.PHI, in_content=True, in_system=True)
-        raise ChatTemplateError(f"tools: the model's chat template does not know them; {REMEDY}")
+        shown = _use_without_tools(render, wanted)
+        if shown is None:
+            raise ChatTemplateError(f"tools: the model's chat template does not know them; {REMEDY}")
+        return shown
     for as_text in (False, True):
         text = render({"messages": _chat(as_text), "tools": [_TOOL], "add_generation_prompt": True})
         if isinstance(text, ChatTemplateError):
@@ -134,6 +180,9 @@ def tool_use(render: Render, wanted: CallFormat | None) -> ToolUse:
         if not _PLAIN.search(text):
             continue
         found = wanted or _format_of(text, told)
+        if found is CallFormat.KIMI:
+            by_message = f"functions.{_NAME}:0" in text
+            return ToolUse(found, as_text, numbered="message" if by_message else "chat")
         if found is not None:
             return ToolUse(found, as_text)
     by_sign = next((one for sign, one in _SIGNS if sign in told), None)
@@ -142,6 +191,20 @@ def tool_use(render: Render, wanted: CallFormat | None) -> ToolUse:
     raise ChatTemplateError(
         f"tools: how calls are written by the model's chat template is not known here; {REMEDY}"
     )
+
+
+def _use_without_tools(render: Render, wanted: CallFormat | None) -> ToolUse | None:
+    """Return how calls are written by a template that says nothing of tools; None if it shows no calls."""
+    for no_content in (False, True):
+        for as_text in (False, True):
+            messages = _chat(as_text)
+            if no_content:
+                messages[1]["content"] = None
+            text = render({"messages": messages, "tools": None, "add_generation_prompt": True})
+            found = None if isinstance(text, ChatTemplateError) else _format_of(text, "")
+            if found in _EXAMPLES:
+                return ToolUse(wanted or found, as_text, described=True, no_content=no_content)
+    return None
 
 
 def _format_of(text: str, prompt: str) -> CallFormat | None:
@@ -214,6 +277,65 @@ def _python(function: Mapping[str, Any]) -> str:
     return f"{function.get('name')}({', '.join(f'{name}={value!r}' for name, value in named)})"
 
 
+def _numbered(messages: Messages, by: Literal["chat", "message"]) -> list[Mapping[str, Any]]:
+    """The messages with ids such as functions.NAME:0 for calls and their results."""
+    ids: dict[Any, str] = {}
+    count, told = 0, []
+    for message in messages:
+        calls = message.get("tool_calls")
+        if isinstance(calls, list):
+            named = []
+            for place, call in enumerate(calls):
+                function = call.get("function") if isinstance(call, Mapping) else None
+                name = function.get("name") if isinstance(function, Mapping) else None
+                number = count + place if by == "chat" else place
+                if isinstance(name, str) and isinstance(call.get("id"), str):
+                    ids[call["id"]] = f"functions.{name}:{number}"
+                    call = {**call, "id": ids[call["id"]]}
+                named.append(call)
+            count += len(calls)
+            message = {**message, "tool_calls": named}
+        elif message.get("role") == "tool" and message.get("tool_call_id") in ids:
+            message = {**message, "tool_call_id": ids[message["tool_call_id"]]}
+        told.append(message)
+    return told
+
+
+_DESCRIBED: Final = """## Tools
+You have access to the following tools:
+{functions}
+
+IMPORTANT: ALWAYS adhere to this exact format for tool use:
+{example}
+
+tool_call_name must be one of these tools, and tool_call_arguments must be JSON that follows its parameters.
+{several}"""
+"""The system message on tools that DeepSeek's model cards give."""
+_EXAMPLES: Final = {
+    CallFormat.DEEPSEEK: (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>tool_call_name<｜tool▁sep｜>tool_call_arguments<｜tool▁call▁end｜>"
+        "<｜tool▁calls▁end｜>"
+    ),
+    CallFormat.DEEPSEEK_R1: (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>tool_call_name\n```json\n"
+        "tool_call_arguments\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    ),
+}
+"""Examples of calls, in formats whose templates may say nothing of tools."""
+
+
+def _description(written: CallFormat, tools: Tools) -> str:
+    functions = "".join(
+        f"\n### {function['name']}\nDescription: {function.get('description') or ''}\n\n"
+        f"Parameters: {json.dumps(function.get('parameters', {}), ensure_ascii=False)}\n"
+        for function in (tool["function"] for tool in tools.functions)
+    )
+    several = (
+        "Chain several calls without anything between them." if tools.parallel else "Make one call at most."
+    )
+    return _DESCRIBED.format(functions=functions.rstrip("\n"), example=_EXAMPLES[written], several=several)
+
+
 # -- in words ------------------------------------------------------------------------------------
 
 _INSTRUCTION: Final = (
@@ -231,9 +353,14 @@ def _in_words(messages: Messages, tools: Tools | None) -> list[Mapping[str, Any]
         return told
     functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools.functions)
     said = _INSTRUCTION.format(functions=functions, several=_SEVERAL if tools.parallel else "")
-    if told and told[0]["role"] == "system":
-        return [{**told[0], "content": f"{told[0]['content']}\n\n{said}"}, *told[1:]]
-    return [{"role": "system", "content": said}, *told]
+    return _with_system(told, said)
+
+
+def _with_system(messages: Messages, said: str) -> list[Mapping[str, Any]]:
+    """The messages with a text at the end of the first, which is the system's."""
+    if messages and messages[0].get("role") == "system":
+        return [{**messages[0], "content": f"{messages[0].get('content')}\n\n{said}"}, *messages[1:]]
+    return [{"role": "system", "content": said}, *messages]
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from nightmill.worker.runners.gpu.attention.latent_rows import LatentRoom
 from nightmill.worker.runners.gpu.device.device import Arena, Device, aligned
 from nightmill.worker.runners.gpu.device.operands import BYTE, ELEMENT, FLOAT, INT, Buffer
 from nightmill.worker.runners.gpu.experts.room import ExpertRoom
-from nightmill.worker.runners.gpu.kinds import layer_kinds, mixer_sizes
+from nightmill.worker.runners.gpu.kinds import kinds_of, mixer_sizes
 from nightmill.worker.runners.gpu.precision import HALF, Precision
 from nightmill.worker.runners.gpu.products.formats import ModelFormats
 from nightmill.worker.runners.gpu.rows.norms import only_rms_norms
@@ -58,6 +58,7 @@ _SHARED = {
     "entering": "normed",  # the head's rows are normed when the layers are done
     "mixed_drawing": "qkv",  # gathered when attention is done with queries
     "no_rows": "tokens",  # for products that are timed before there are tokens
+    "made": "mixed",  # read before attention gives anything
 }
 """Buffers in the memory of another, whose contents are of no use any more when theirs are written."""
 
@@ -72,6 +73,7 @@ class Activations:
     normed: Buffer  # what enters the head, elements
     entering: Buffer  # what enters a layer, normed: elements, or what its products read if its norms round
     qkv: Buffer  # elements, also of what another mixer makes of its input
+    made: Buffer  # of queries, keys and values what a product gives, if that is not all, elements
     mixed: Buffer  # what a mixer gives, elements
     gate_up: Buffer  # elements; without a gate as wide as `activated`
     activated: Buffer  # elements
@@ -86,6 +88,8 @@ class Activations:
     quantised: Buffer  # what enters a product with rounded weights, if it was elements
     gates: Buffer  # of attention, elements
     controls: Buffer  # of mixers with states, float
+    inputs: Buffer  # of layers for the token itself, those of all layers in a row, elements
+    input_gate: Buffer  # and what a layer multiplies with its own, elements
     work: Buffer  # what kernels of such mixers hand on among them, bytes
     expert_work: Buffer  # what those of experts do (`experts/room.py`), bytes
 
@@ -121,19 +125,22 @@ def _widths(layer: LayerSpec) -> dict[str, int]:
     inner = 2 * ffn if dense.gated else ffn
     sizes = mixer_sizes(layer.mixer)
     return {
-        "qkv": sizes.inputs, "mixed": sizes.outputs, "mixed_drawing": sizes.outputs, "gates": sizes.gates,
+        "qkv": sizes.inputs, "made": sizes.made, "mixed": sizes.outputs, "mixed_drawing": sizes.outputs,
+        "gates": sizes.gates,
         "controls": sizes.controls, "gate_up": inner, "activated": ffn,
     }  # fmt: skip
 
 
 def _arrays(spec: ModelSpec, precision: Precision, max_tokens: int, max_draws: int) -> dict[str, _Array]:
     tokens, draws = padded_rows(max_tokens), padded_rows(max_draws)
-    rows = dict.fromkeys(("qkv", "mixed", "gates", "gate_up", "activated"), tokens)
+    rows = dict.fromkeys(("qkv", "made", "mixed", "gates", "gate_up", "activated"), tokens)
     rows["mixed_drawing"] = min(tokens, draws)
     widths = [_widths(layer) for layer in spec.layers]
+    room = [one | {"mixed": max(one["mixed"], one["made"])} for one in widths]
     whole = any(attention.qk_norm_whole for attention in spec.attentions)
     controls = max(one["controls"] for one in widths)
-    adds = any(Kind.ADDEND in layer_kinds(layer) for layer in spec.layers)
+    adds = Kind.ADDEND in kinds_of(spec)
+    given = 0 if spec.layer_inputs is None else spec.layer_inputs.width
     rounded = ModelFormats(spec, precision).rounded
     read = ELEMENT if rounded is None else rounded.activations
     # What makes controls, and routers, are elements.
@@ -147,7 +154,7 @@ def _arrays(spec: ModelSpec, precision: Precision, max_tokens: int, max_draws: i
         "x": _Array((tokens, spec.width), FLOAT),
         "normed": _Array((tokens, spec.width), ELEMENT),
         "entering": _Array((tokens, spec.width), read if rounds else ELEMENT, rounds),
-        **{name: _Array((rows[name], max(one[name] for one in widths)), ELEMENT) for name in rows},
+        **{name: _Array((rows[name], max(one[name] for one in room)), ELEMENT) for name in rows},
         "x_drawing": _Array((draws, spec.width), FLOAT),
         "logits": _Array((padded_rows(min(draws, LOGIT_ROWS)), padded_vocab(spec)), FLOAT),
         "drawn": _Array((draws,), INT),
@@ -158,6 +165,8 @@ def _arrays(spec: ModelSpec, precision: Precision, max_tokens: int, max_draws: i
             (tokens * (rounded is not None), max(widest, spec.width)), read, rounded is not None
         ),
         "controls": _Array((tokens, controls), FLOAT),
+        "inputs": _Array((tokens, given * len(spec.layers)), ELEMENT),
+        "input_gate": _Array((tokens, given), ELEMENT),
         "work": _Array((max(StateMixers.workspace(spec, tokens), LatentRoom.workspace(spec, tokens)),), BYTE),
         "expert_work": _Array((ExpertRoom.workspace(spec, tokens, fp8=rounded is not None),), BYTE),
     }

@@ -5,6 +5,7 @@ from typing import Protocol
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.model.spec import LatentAttention, ModelSpec
 from nightmill.worker.runners.gpu.activations import LOGIT_ROWS, Activations
+from nightmill.worker.runners.gpu.attention.choice import attention_workspace
 from nightmill.worker.runners.gpu.attention.decode import DecodeAttention
 from nightmill.worker.runners.gpu.attention.general import GeneralDecode
 from nightmill.worker.runners.gpu.attention.hopper_wide import HopperWide
@@ -23,6 +24,7 @@ from nightmill.worker.runners.gpu.precision import HALF, Precision
 from nightmill.worker.runners.gpu.products.formats import ModelFormats
 from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.rows.embedding import Embedding
+from nightmill.worker.runners.gpu.rows.layer_inputs import LayerInputRows
 from nightmill.worker.runners.gpu.rows.logits import LogitScale
 from nightmill.worker.runners.gpu.rows.norms import Norms
 from nightmill.worker.runners.gpu.rows.pooling import PooledSums
@@ -53,11 +55,21 @@ class Launcher(Protocol):
 
 
 _LAUNCHERS: tuple[type[Launcher], ...] = (
-    Embedding, Norms, Activate, Rotation, LogitScale, PooledSums, DecodeAttention, HopperPrefill,
-    PortablePrefill, HopperWide, WideDecode, GeneralDecode, LatentKernels, StateMixers, States, Routing,
-    Combine, Sampler, Dequantizer,
+    Embedding, LayerInputRows, Norms, Activate, Rotation, LogitScale, PooledSums, DecodeAttention,
+    HopperPrefill, PortablePrefill, HopperWide, WideDecode, GeneralDecode, LatentKernels, StateMixers, States,
+    Routing, Combine, Sampler, Dequantizer,
 )  # fmt: skip
-_LAST = (Norms, Activate, Rotation, PortablePrefill, LatentKernels, StateMixers, Routing, GroupedProducts)
+_LAST = (
+    LayerInputRows,
+    Norms,
+    Activate,
+    Rotation,
+    PortablePrefill,
+    LatentKernels,
+    StateMixers,
+    Routing,
+    GroupedProducts,
+)
 
 
 def sources_for(spec: ModelSpec, precision: Precision, *, hopper: bool) -> list[Source]:
@@ -88,22 +100,16 @@ def workspace_bytes(
         Activations.workspace(spec, precision, max_tokens=max_tokens, max_draws=max_draws),
         ModelFormats(spec, precision).workspace(),
         Sampler.workspace(max_rows=LOGIT_ROWS, multiprocessors=multiprocessors),
-        *(Rotation.workspace(one, max_context=max_context) for one in spec.attentions),
+        Rotation.workspace(spec, max_context=max_context),
         *(LatentRows.workspace(one, max_context=max_context) for one in spec.latents),
     ]
     if spec.latents:
         return sum(needed) + LatentKernels.workspace(spec.latents[0])
-    attention = spec.attentions[0]
-    if DecodeAttention.suits(attention):
-        needed.append(
-            DecodeAttention.workspace(attention, max_context=max_context, multiprocessors=multiprocessors)
-        )
-    elif WideDecode.suits(attention):
-        needed.append(WideDecode.workspace(attention))
-    if HopperPrefill.suits(attention, hopper=hopper):
-        sizes = {"slots": slots, "max_context": max_context, "max_tokens": max_tokens}
-        needed.append(HopperPrefill.reserved(spec, precision.kv, **sizes))
-    return sum(needed)
+    of_attention = attention_workspace(
+        spec, precision.kv, hopper=hopper, multiprocessors=multiprocessors, slots=slots,
+        max_context=max_context, max_tokens=max_tokens,
+    )  # fmt: skip
+    return sum(needed) + of_attention
 
 
 def check_spec(spec: ModelSpec, precision: Precision = HALF, gpu: NamedGpu | None = None) -> None:
@@ -114,10 +120,9 @@ def check_spec(spec: ModelSpec, precision: Precision = HALF, gpu: NamedGpu | Non
     problems = [refusal(spec)]
     if problems == [None]:  # launchers know nothing of what is refused
         problems += [launcher.refusal(spec) for launcher in _LAST]
-    # A step has one set of tiles and pieces, which all layers share.
-    heads = {(one.heads, one.kv_heads, one.head_dim) for one in spec.attentions}
-    if len(heads | {(one.heads, one.latent, one.kept) for one in spec.latents}) > 1:
-        problems.append("layers with different heads")
+    # Of latents a step has one set of tiles and pieces, which all layers share.
+    if len({(one.heads, one.latent, one.kept) for one in spec.latents}) > 1:
+        problems.append("latents of different heads")
     for problem in filter(None, problems):
         raise RunnerError(f"the CUDA kernels do not take {problem}; `--reference` generates without a GPU")
     if spec.latents and precision.kv is KvFormat.FP8:

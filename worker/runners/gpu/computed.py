@@ -4,11 +4,9 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from nightmill.worker.model.spec import Attention, Experts, FeedForward, GatedDeltaNet, LayerSpec, ModelSpec
+from nightmill.worker.model.spec import Attention, Experts, FeedForward, LayerSpec, ModelSpec
 
 __all__ = ["refusal"]
-
-_OF_ATTENTION = {"keys_of": "layers that read the keys of others", "value_norm": "norms of values"}
 
 
 def refusal(spec: ModelSpec) -> str | None:
@@ -23,22 +21,10 @@ def refusal(spec: ModelSpec) -> str | None:
 
 def _lacking(spec: ModelSpec) -> Iterator[str]:
     """List what whole layers have that no kernel computes."""
-    mixers = [layer.mixer for layer in spec.layers]
-    for field, title in _OF_ATTENTION.items():
-        if any(getattr(attention, field) is not None for attention in spec.attentions):
-            yield title
-    if any(attention.values_are_keys for attention in spec.attentions):
-        yield "values made of keys"
-    if any(experts.beside is not None for experts in spec.experts):
-        yield "experts beside a dense network"
-    if spec.layer_inputs is not None:
-        yield "layers with inputs of their own"
-    if any(layer.output_scale for layer in spec.layers):
-        yield "layers with scaled outputs"
-    if spec.suppressed:
-        yield "suppressed tokens"
-    if any(isinstance(mixer, GatedDeltaNet) and mixer.by_key_head for mixer in mixers):
-        yield "delta nets in the order of key heads"
+    if spec.encoder is not None:
+        yield "an encoder, whose tokens see those behind them"
+    if any(layer.inputs is not None for layer in spec.layers) and spec.layer_inputs is None:
+        yield "some layers with inputs of their own"
 
 
 def _computed(spec: ModelSpec) -> ModelSpec:
@@ -58,6 +44,7 @@ def _computed(spec: ModelSpec) -> ModelSpec:
         embedding_scale=spec.embedding_scale,
         logit_scale=spec.logit_scale,
         logit_softcap=spec.logit_softcap,
+        suppressed=spec.suppressed,
         tensor_types=spec.tensor_types,
     )
 
@@ -73,6 +60,8 @@ def _computed_layer(layer: LayerSpec) -> LayerSpec:
         feed_forward_post_norm=layer.feed_forward_post_norm,
         residual_scale=layer.residual_scale,
         parallel=layer.parallel and not isinstance(layer.feed_forward, Experts),
+        inputs=layer.inputs,
+        output_scale=layer.output_scale,
     )
 
 
@@ -97,11 +86,18 @@ def _computed_network(network: FeedForward | Experts) -> FeedForward | Experts:
         fused=network.fused,
         latent=network.latent,
         shared=None if network.shared is None else replace(network.shared, bias=False),
-        shared_gated=network.shared_gated,
+        shared_gated=network.shared_gated and network.beside is None,
+        # Both branches end in a norm of what is there in one launch: no product of a latent comes between.
+        beside=network.beside if network.shared is not None and network.latent is None else None,
     )
 
 
 def _computed_attention(attention: Attention) -> Attention:
+    heads, own = attention.qk_norm, attention.keys_of is None
+    # Values are normed as queries and keys are, by heads and before rotation, with one epsilon.
+    alike = heads is not None and attention.value_norm == heads and not heads.centred and not heads.bias
+    alike = alike and not attention.qk_norm_whole
+    split = not (attention.fused or attention.gated or attention.qk_norm_whole)
     return Attention(
         heads=attention.heads,
         kv_heads=attention.kv_heads,
@@ -120,6 +116,9 @@ def _computed_attention(attention: Attention) -> Attention:
         softcap=attention.softcap,
         temperature=attention.temperature,
         sinks=attention.sinks,
+        value_norm=attention.value_norm if alike else None,
+        values_are_keys=attention.values_are_keys and split and own,
+        keys_of=attention.keys_of if split else None,
     )
 
 

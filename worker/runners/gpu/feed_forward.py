@@ -9,25 +9,26 @@ from nightmill.worker.model.spec import Experts, FeedForward, ModelSpec
 from nightmill.worker.runners.gpu.activations import Activations
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer, Format, Matrix
-from nightmill.worker.runners.gpu.experts.combine import Combine, Ending
-from nightmill.worker.runners.gpu.experts.grouped import ExpertTile, Given, GroupedProducts
+from nightmill.worker.runners.gpu.experts.combine import Branches, Combine
+from nightmill.worker.runners.gpu.experts.grouped import Given, GroupedProducts
 from nightmill.worker.runners.gpu.experts.room import SLICE, ExpertRoom
 from nightmill.worker.runners.gpu.experts.route import Routing
+from nightmill.worker.runners.gpu.experts.tiles import ExpertTile
 from nightmill.worker.runners.gpu.kinds import gate_up_kind
 from nightmill.worker.runners.gpu.precision import Precision
 from nightmill.worker.runners.gpu.products.chooser import Products
 from nightmill.worker.runners.gpu.products.fp8.quantise import Quantise
 from nightmill.worker.runners.gpu.rows.activate import Activate
+from nightmill.worker.runners.gpu.rows.norms import Ending, Norms
 from nightmill.worker.runners.gpu.shapes import Kind
 from nightmill.worker.runners.gpu.weights.layout import (
     OF_EXPERTS,
     ExpertWeights,
     LayerWeights,
-    NormWeight,
     formats_in,
 )
 
-__all__ = ["ExpertAlone", "ExpertLaunchers", "GateUp", "Mixture", "MixtureAddition"]
+__all__ = ["ExpertAlone", "ExpertLaunchers", "GateUp", "Mixture"]
 
 
 class GateUp:
@@ -69,22 +70,26 @@ class ExpertLaunchers:
     """The launchers that all mixtures of a model share.
 
     formats  of the matrices of experts
+    norms    of the residual stream
     padding  slot of the tokens that fill up a step
     """
 
     @classmethod
     def of(
-        cls, device: Device, spec: ModelSpec, precision: Precision, *, padding: int
+        cls, device: Device, spec: ModelSpec, precision: Precision, norms: Norms, *, padding: int
     ) -> "ExpertLaunchers | None":
         """Load them for a model; None if it has no experts."""
-        return cls(device, formats_in(spec, precision, *OF_EXPERTS), padding) if spec.experts else None
+        if not spec.experts:
+            return None
+        return cls(device, formats_in(spec, precision, *OF_EXPERTS), norms, padding)
 
-    def __init__(self, device: Device, formats: set[Format], padding: int) -> None:
+    def __init__(self, device: Device, formats: set[Format], norms: Norms, padding: int) -> None:
         self.device = device
         self.padding = padding
         self.grouped = GroupedProducts(device, formats)
         self.combine = Combine(device)
         self.quantise = Quantise(device) if any(format_.scaled for format_ in formats) else None
+        self.norms = norms
 
 
 class Mixture:
@@ -119,8 +124,8 @@ class Mixture:
             self._shared_down = products.of(Kind.ADDEND, width, shared.width, own.shared_down.format)
 
     def __call__(
-        self, entering: Buffer, layer: LayerWeights, x: Buffer, ends: "MixtureAddition", out: Buffer,
-        rows: int, slots: int,
+        self, entering: Buffer, layer: LayerWeights, x: Buffer, ending: Ending, out: Buffer, rows: int,
+        slots: int,
     ) -> None:  # fmt: skip
         """Queue it for entering (rows, width) elements: x gets the sum, and out its norm.
 
@@ -128,26 +133,32 @@ class Mixture:
         """
         for first in range(0, rows, SLICE):
             count = min(SLICE, rows - first)
-            part = entering.from_row(first)
-            self._queue(part, layer, count, slots and slots + 4 * first)
+            part, stream, own = entering.from_row(first), x.from_row(first), layer.experts
+            assert own is not None
+            self._queue(part, stream, layer, own, count, slots and slots + 4 * first)
             self._launchers.combine.add(
-                self._experts, self._room, self._gates, Ending(ends.after, ends.scale, ends.then),
-                x.from_row(first), out.from_row(first), count,
+                self._experts, self._room, self._gates, ending, stream, out.from_row(first), count,
+                Branches(own.routed_post_norm, own.shared_post_norm),
             )  # fmt: skip
 
-    def _queue(self, x: Buffer, layer: LayerWeights, rows: int, slots: int) -> None:
+    def _queue(
+        self, x: Buffer, stream: Buffer, layer: LayerWeights, own: ExpertWeights, rows: int, slots: int
+    ) -> None:
         """Queue all of a slice, but what is added to the residual stream in the end."""
-        own, experts, at = layer.experts, self._experts, self._room
-        assert own is not None
+        experts, at = self._experts, self._room
         tile = self._tile(experts, rows)
-        self._router(x, own.router, at.logits, rows)
+        routing = read = x
+        if experts.beside is not None:
+            routing, read = at.routing, at.read
+            self._launchers.norms(stream, own.router_norm, routing, rows)
+            self._launchers.norms(stream, own.routed_norm, read, rows)
+        self._router(routing, own.router, at.logits, rows)
         self._routing(
             own.router_bias, own.selection_bias, at, rows, tile.rows, slots=slots,
             padding=self._launchers.padding,
         )  # fmt: skip
-        read = x
         if self._latent_down is not None:
-            self._latent_down(x, own.latent_down, at.latent, rows)
+            self._latent_down(read, own.latent_down, at.latent, rows)
             read = at.latent
         self._multiply_gate_up(read, own, rows, tile)
         self._multiply_down(at.activated, own, rows, tile, rows * experts.used)
@@ -234,15 +245,6 @@ class ExpertAlone:
         else:
             mixture._multiply_gate_up(x, self.own, rows, tile)
         device.synchronize()
-
-
-@dataclass(frozen=True, slots=True)
-class MixtureAddition:
-    """The end of the sum of experts: x += scale * after(sum), and `then` the norm of what comes next."""
-
-    after: NormWeight
-    scale: float
-    then: NormWeight
 
 
 def _shared(layer: LayerWeights) -> LayerWeights:

@@ -21,13 +21,6 @@ __all__ = ["PAGE", "KvCache", "LayerCache", "kinds_layout", "page_bytes", "part_
 PAGE = 16
 """Tokens in a page, as in `kv_cache.cuh`."""
 
-KINDS = False
-"""Whether layers with a window have pages of a kind of their own.
-
-Off until `tests/gpu/test_page_kinds.py`, which turns it on, has passed on a GPU: so far tables, addresses and
-launches are held to recorded ones alone.
-"""
-
 _NUMBERS = {KvFormat.ELEMENT: ELEMENT, KvFormat.FP8: np.dtype(np.uint8)}
 
 
@@ -41,7 +34,7 @@ class LayerCache:
     keys: Buffer
     values: Buffer
     kind: int = field(default=0, kw_only=True)
-    """Of its pages, and so of the tables that name them."""
+    """The kind of its pages, and so of the tables that name them."""
 
     @property
     def pages(self) -> int:
@@ -112,11 +105,7 @@ def kinds_layout(spec: ModelSpec, kv: KvFormat = KvFormat.ELEMENT) -> PageLayout
     So it is, too, in FP8, whose pages become elements by one table, and where all layers have windows: what
     is behind these may be asked about.
     """
-    if (
-        not KINDS
-        or kv is not KvFormat.ELEMENT
-        or not all(isinstance(one, Attention | None) for one in spec.caches)
-    ):
+    if kv is not KvFormat.ELEMENT or not all(isinstance(one, Attention | None) for one in spec.caches):
         return None
     layout = page_layout(spec, PAGE, lambda mixer: PAGE * mixer.kv_heads * mixer.head_dim)
     return None if layout.apart or layout.kinds[0].window is not None else layout

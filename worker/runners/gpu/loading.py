@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from nightmill.jobs.errors import ModelFileError
 from nightmill.worker.model.gguf.file import GgufFile
-from nightmill.worker.model.spec import LatentAttention, Mixer, ModelSpec, Norm, Role, Weight
+from nightmill.worker.model.spec import Experts, LatentAttention, Mixer, ModelSpec, Norm, Role, Weight
 from nightmill.worker.runners.gpu.device.device import Arena, Device
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, FLOAT, Buffer, Format, Matrix
@@ -33,7 +33,7 @@ from nightmill.worker.runners.gpu.weights.layout import (
     Run,
     Weights,
     all_weights,
-    formats_in,
+    keeps_packed,
     layer_weights,
     rows_of,
     runs_of,
@@ -71,7 +71,7 @@ def load_weights(
     staging = Staging(device)
     makers: list[Dequantizer | Repacker] = [dequantizer := Dequantizer(device, staging)]
     repacker = None
-    if any(format_.packed for format_ in formats_in(spec, precision)):
+    if keeps_packed(spec, precision):
         makers.append(repacker := Repacker(device, staging))
     rounded = ModelFormats(spec, precision).rounded
     rounder = None if rounded is None else rounded.rounder(device, dequantizer)
@@ -121,16 +121,21 @@ class _Loader:
         spec, own = self._spec, self._spec.weights()
         embedding = self._matrix(own, Role.EMBEDDING)
         layers = tuple(self._layer(index) for index in range(len(spec.layers)))
+        inputs = None if spec.layer_inputs is None else spec.layer_inputs.norm
         return Weights(
             embedding=embedding,
             layers=layers,
             output_norm=self._norm(own, Role.OUTPUT_NORM, spec.output_norm),
             head=embedding if spec.tied_head else self._matrix(own, Role.HEAD),
+            layer_embedding=self._matrix(own, Role.LAYER_EMBEDDING),
+            layer_projection=self._matrix(own, Role.LAYER_PROJECTION),
+            layer_projection_norm=self._norm(own, Role.LAYER_PROJECTION_NORM, inputs),
         )
 
     def _layer(self, index: int) -> LayerWeights:
         layer, own = self._spec.layers[index], layer_weights(self._spec, index)
-        mixer = layer.mixer
+        mixer, network = layer.mixer, layer.feed_forward
+        inputs = None if layer.inputs is None else layer.inputs.norm
         output = Role.ATTN_OUTPUT if Role.ATTN_OUTPUT in own else Role.MIXER_OUTPUT
         return LayerWeights(
             attn_norm=self._norm(own, Role.ATTN_NORM, layer.attention_norm),
@@ -152,14 +157,20 @@ class _Loader:
             mixer_input=self._matrix(own, Role.MIXER_INPUT, mixer),
             mixer_controls=self._matrix(own, Role.MIXER_CONTROLS, mixer),
             mixer=self._mixer(own) if Role.MIXER_INPUT in own else None,
-            experts=self._experts(own) if Role.ROUTER in own else None,
+            experts=self._experts(own, network) if isinstance(network, Experts) else None,
             latent=self._latent(own, mixer) if isinstance(mixer, LatentAttention) else None,
+            input_gate=self._matrix(own, Role.INPUT_GATE),
+            input_up=self._matrix(own, Role.INPUT_UP),
+            input_post_norm=self._norm(own, Role.INPUT_POST_NORM, inputs),
+            scale=self._vector(own, Role.LAYER_SCALE),
         )
 
-    def _experts(self, own: dict[Role, Weight]) -> ExpertWeights:
+    def _experts(self, own: dict[Role, Weight], experts: Experts) -> ExpertWeights:
         """The weights of a mixture of experts."""
+        beside = experts.beside
+        plain = None if beside is None else Norm(beside.eps)
         return ExpertWeights(
-            router=self._router(own[Role.ROUTER]),
+            router=self._router(own[Role.ROUTER], 1.0 if beside is None else self._spec.width**-0.5),
             router_bias=self._vector(own, Role.ROUTER_BIAS),
             selection_bias=self._vector(own, Role.SELECTION_BIAS),
             gate_up=self._matrix(own, Role.EXPERTS_GATE_UP),
@@ -175,15 +186,19 @@ class _Loader:
             shared_gate_up_bias=self._vector(own, Role.SHARED_GATE_UP_BIAS),
             shared_down=self._matrix(own, Role.SHARED_DOWN),
             shared_down_bias=self._vector(own, Role.SHARED_DOWN_BIAS),
+            router_norm=self._norm(own, Role.ROUTER_NORM, plain),
+            routed_norm=self._norm(own, Role.ROUTED_NORM, beside),
+            routed_post_norm=self._norm(own, Role.ROUTED_POST_NORM, beside),
+            shared_post_norm=self._norm(own, Role.SHARED_POST_NORM, beside),
         )
 
-    def _router(self, weight: Weight) -> Matrix:
-        """A router, whose elements are made here: it is small."""
+    def _router(self, weight: Weight, scale: float) -> Matrix:
+        """A router, whose elements are made here: it is small. `scale`: what its logits are multiplied by."""
         device, columns = self._device, weight.shape[1]
         rows = np.concatenate([self._file.array(name).reshape(-1, columns) for name in weight.names])
         if not (np.abs(rows) <= device.element.largest).all():
             raise _beyond(self._file, device.element)
-        words = router_parts(rows, device.element)
+        words = router_parts(rows * np.float32(scale), device.element)
         address = self._arena.take(words.nbytes)
         self._uploading.append(pinned := device.pinned(words.shape, np.uint16))
         pinned[:] = words

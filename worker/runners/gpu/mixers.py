@@ -10,8 +10,9 @@ from typing import Protocol
 
 from nightmill.worker.model.spec import Attention, LatentAttention, Mixer, ModelSpec, Role
 from nightmill.worker.runners.gpu.activations import Activations
-from nightmill.worker.runners.gpu.attention.choice import Attentions, Decode, Prefill
+from nightmill.worker.runners.gpu.attention.choice import Attentions
 from nightmill.worker.runners.gpu.attention.latent_rows import HeadProducts, LatentRoom, LatentRows
+from nightmill.worker.runners.gpu.attention.plans import Decode, Prefill
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer, Matrix
 from nightmill.worker.runners.gpu.kinds import mixer_sizes
@@ -20,7 +21,7 @@ from nightmill.worker.runners.gpu.products.chooser import Product, Products
 from nightmill.worker.runners.gpu.products.elements.few_rows import FewRows
 from nightmill.worker.runners.gpu.products.qkv import Qkv
 from nightmill.worker.runners.gpu.rows.activate import Activate
-from nightmill.worker.runners.gpu.rows.rotation import Rotation
+from nightmill.worker.runners.gpu.rows.rotation import Rotation, same_table
 from nightmill.worker.runners.gpu.shapes import Kind
 from nightmill.worker.runners.gpu.states.choice import state_mixer
 from nightmill.worker.runners.gpu.states.operands import LayerStates
@@ -53,6 +54,7 @@ class AttentionMixer:
 
     decode, prefill  of drawn tokens, and of prompts
     gates            the product that gives them, if there are any
+    plan             the number of that by which steps are divided for them
     """
 
     qkv: Qkv
@@ -60,9 +62,10 @@ class AttentionMixer:
     prefill: Prefill
     gates: Product | None
     activate: Activate
+    plan: int = 0
 
     entering_is_enough = True
-    """Whether a step that draws nothing may end after `enter` of the last layer: later ones miss nothing."""
+    """True if a step that draws nothing may end after `enter` of the last layer: later ones miss nothing."""
 
     def enter(self, x: Buffer, layer: MixedLayer, inputs: StepInputs, rows: int) -> None:
         """Queue queries, keys, values and gates of x (rows, width)."""
@@ -81,6 +84,7 @@ class AttentionMixer:
 
     def mix(self, layer: MixedLayer, inputs: StepInputs, shape: StepShape) -> None:
         """Queue attention of the drawn tokens, and of the chunks of prompts."""
+        inputs, shape = inputs.planned(self.plan), shape.planned(self.plan)
         if shape.drawn:
             self.decode(layer.at.qkv, layer.cache, inputs, shape, layer.at.mixed, layer.weights.sinks)
         if shape.tiles:
@@ -222,10 +226,15 @@ class Mixers:
         self._device = device
         self._width, self._work, self._rows = spec.width, at.work.address, at.x.shape[0]
         self._products, self._activate, self._attentions = products, activate, attentions
-        self._rotations = {
-            attention: Rotation(device, attention, max_context=max_context, statistics=at.statistics)
-            for attention in spec.attentions
-        }
+        self._made = at.made
+        self._rotations: dict[Attention, Rotation] = {}
+        tables: dict[object, Buffer] = {}
+        for attention in spec.attentions:
+            rotation = self._rotations[attention] = Rotation(
+                device, attention, max_context=max_context, statistics=at.statistics,
+                table=tables.get(same_table(attention)),
+            )  # fmt: skip
+            tables[same_table(attention)] = rotation.table
         self._latents = {
             latent: (
                 LatentRows(device, latent, max_context=max_context),
@@ -253,19 +262,19 @@ class Mixers:
                 controls,
                 state_mixer(self._device, mixer, self._work, self._rows),
             )
-        decode, prefill = self._attentions.of(mixer)
+        decode, prefill, plan = self._attentions.of(mixer)
         gates = None
         if mixer.gated:
             gates = products.of(Kind.PLAIN, sizes.gates, width, weights.attn_gate.format)
         plain = replace(mixer, gated=False)
-        qkv = Qkv(self._device, plain, weights.qkv, products, self._rotations[mixer])
-        return AttentionMixer(qkv, decode, prefill, gates, self._activate)
+        qkv = Qkv(self._device, plain, weights.qkv, products, self._rotations[mixer], self._made)
+        return AttentionMixer(qkv, decode, prefill, gates, self._activate, plan)
 
     def _latent_mixer(self, mixer: LatentAttention, weights: LayerWeights) -> LatentMixer:
         products, width, own = self._products, self._width, weights.latent
         assert own is not None
         rows, room = self._latents[mixer]
-        decode, prefill = self._attentions.of(mixer)
+        decode, prefill, _ = self._attentions.of(mixer)
         down, made_of = None, width
         if mixer.query_latent is not None:
             down, made_of = (

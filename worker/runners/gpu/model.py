@@ -17,22 +17,29 @@ from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.base import DRAW
 from nightmill.worker.runners.gpu.activations import LOGIT_ROWS, Activations
 from nightmill.worker.runners.gpu.device.operands import Buffer
+from nightmill.worker.runners.gpu.kinds import last_keeping
 from nightmill.worker.runners.gpu.layers import Layer, LayerKernels
-from nightmill.worker.runners.gpu.products.chooser import Products
+from nightmill.worker.runners.gpu.products.chooser import Product, Products
 from nightmill.worker.runners.gpu.products.elements.few_rows import MAX_ROWS
 from nightmill.worker.runners.gpu.rows.embedding import Embedding
+from nightmill.worker.runners.gpu.rows.layer_inputs import LayerInputRows
 from nightmill.worker.runners.gpu.rows.logits import LogitScale
 from nightmill.worker.runners.gpu.rows.norms import Norms
 from nightmill.worker.runners.gpu.sampling.masks import StagedMasks
 from nightmill.worker.runners.gpu.sampling.sampler import ChunkPages, Sampler
 from nightmill.worker.runners.gpu.shapes import Kind
 from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
-from nightmill.worker.runners.gpu.weights.layout import Weights
+from nightmill.worker.runners.gpu.weights.layout import NO_NORM, Weights
 
 __all__ = ["Model", "Shared"]
 
 # Above, `down` is faster by a `Product` in steps of a few (4 on an H200: 645 us, not 671).
 _FEWEST_ROWS = 2
+
+
+def _few_adds_down(kernels: LayerKernels, rows: int) -> bool:
+    """True if `FewRows` computes `down` in a step of a few, not a `Product`."""
+    return kernels.few is not None and kernels.few.adds_down and rows <= _FEWEST_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +50,7 @@ class Shared:
     norms: Norms
     logit_scale: LogitScale
     sampler: Sampler
+    inputs: LayerInputRows | None = None
 
 
 class Model:
@@ -64,7 +72,12 @@ class Model:
         self._history = history
         self._at = at
         self._has_few = all(layer.kernels.few is not None for layer in layers)
+        self.projection: Product | None = None
+        if shared.inputs is not None:
+            table = weights.layer_projection
+            self.projection = products.of(Kind.PLAIN, table.rows, spec.width, table.format)
         self._last_mixing = max(index for index, layer in enumerate(layers) if layer.attended is not None)
+        self._last_keeping = last_keeping(spec)
 
     @property
     def weights(self) -> Weights:
@@ -127,13 +140,28 @@ class Model:
                 kernels.gate_up.tune(at.entering, weights, own.activated, rows, norm)
             if kernels.mixture is not None:
                 kernels.mixture.tune(at.entering, weights, rows, norm)
-            down = kernels.down if not few or rows > _FEWEST_ROWS else None
-            if down is not None and first_layer.fed is not None:
+            down = kernels.down
+            if (
+                down is not None
+                and not (few and _few_adds_down(kernels, rows))
+                and first_layer.fed is not None
+            ):
                 sums = first_layer.fed.added or at.x
                 down.tune(own.activated, [w.ffn_down for w in weights], sums, rows, norm)
+            if kernels.input_gate is not None and kernels.input_up is not None:
+                gates, ups = zip(*((w.input_gate, w.input_up) for w in weights), strict=True)
+                kernels.input_gate.tune(at.entering, gates, at.input_gate, rows, norm)
+                kernels.input_up.tune(at.input_gate, ups, at.added, rows, norm)
+        if self.projection is not None:
+            self.projection.tune(at.entering, [self._weights.layer_projection], at.inputs, rows, norm)
 
-    def forward(self, inputs: StepInputs, shape: StepShape) -> None:
-        """Queue a step's layers, up to the norm of the rows that draw."""
+    def forward(
+        self, inputs: StepInputs, shape: StepShape, tail: tuple[StepInputs, StepShape] | None = None
+    ) -> None:
+        """Queue a step's layers, up to the norm of the rows that draw.
+
+        tail  the rows that draw as a step of their own, for layers behind the last that keeps anything
+        """
         at, tokens = self._at, shape.tokens
         self.shared.sampler.gather_tokens(
             inputs.tokens,
@@ -145,8 +173,17 @@ class Model:
             tokens,
         )
         self.shared.embedding.embed(at.tokens, self._weights.embedding, at.x, tokens)
+        if self.projection is not None and (given := self.shared.inputs) is not None:
+            weights = self._weights
+            self.shared.norms(at.x, NO_NORM, at.entering, tokens)
+            self.projection(at.entering, weights.layer_projection, at.inputs, tokens)
+            norm = weights.layer_projection_norm
+            given.make(at.tokens, weights.layer_embedding, at.inputs, norm, tokens)
         few = self._has_few and shape.decodes and tokens <= MAX_ROWS
-        (self._few_rows if few else self._any_rows)(inputs, shape)
+        if few:
+            self._few_rows(inputs, shape)
+        else:
+            self._any_rows(inputs, shape, tail)
 
     def draw(
         self,
@@ -184,36 +221,50 @@ class Model:
             if logprobs:
                 sampler.log_probabilities(at.logits, rows, draws, drawn, at.found.from_row(first))
 
-    def _any_rows(self, inputs: StepInputs, shape: StepShape) -> None:
-        """Queue all layers; after the last mixer no more is computed than the rows that draw need."""
+    def _any_rows(
+        self, inputs: StepInputs, shape: StepShape, tail: tuple[StepInputs, StepShape] | None
+    ) -> None:
+        """Queue all layers; after the last mixer no more is computed than the rows that draw need.
+
+        With a tail, after the last layer that keeps anything: mixers behind it take the tail's rows.
+        """
         at, x, rows, norms = self._at, self._at.x, shape.tokens, self.shared.norms
-        entering, last, slots = at.entering, self.layers[-1], inputs.token_slots
+        entering, last, slots, drawing = at.entering, self.layers[-1], inputs.token_slots, 0
+        draws, gathers = shape.draws, shape.gathers
+        gathering = self._last_mixing if tail is None else self._last_keeping
         norms(x, self.layers[0].first_norm, entering, rows)
         for index, layer in enumerate(self.layers):
             kernels, weights, own = layer.kernels, layer.weights, layer.at
+            end, between = at.normed if layer is last else entering, layer.given is not None
             if kernels.mixer is not None and layer.attended is not None:
-                mixed, ends = own.mixed, index == self._last_mixing
+                mixed, ends = own.mixed, index == gathering
                 pages = inputs.of(layer.cache.kind)
                 kernels.mixer.enter(entering, layer, pages, rows)
-                if ends and not shape.draws and kernels.mixer.entering_is_enough:
+                is_over = index == self._last_keeping and not draws
+                if is_over and kernels.mixer.entering_is_enough:
                     return
                 kernels.mixer.mix(layer, pages, shape)
-                if ends and not shape.draws:
+                if is_over:
                     return
-                if ends and shape.gathers:
-                    rows, mixed, slots = shape.draws, own.mixed_drawing, 0
+                if ends and gathers:
+                    rows, mixed, slots, drawing = draws, own.mixed_drawing, 0, inputs.rows
                     self.shared.embedding.gather_rows(own.mixed, inputs.rows, mixed, rows)
                     x = self._gathered(inputs, shape)
+                    inputs, shape = (inputs, shape) if tail is None else tail
                     if layer.parallel:
                         norms(x, weights.attn_norm, entering, rows)
-                is_end = layer is last and not layer.feeds
+                is_end = layer is last and not layer.feeds and layer.given is None
                 layer.attended(mixed, x, at.normed if is_end else entering, rows)
             if kernels.gate_up is not None and layer.fed is not None:
                 kernels.gate_up(entering, weights, own.activated, rows)
-                layer.fed(own.activated, x, at.normed if layer is last else entering, rows)
+                layer.fed(own.activated, x, entering if between else end, rows)
             elif kernels.mixture is not None and layer.combined is not None:
-                target = at.normed if layer is last else entering
+                target = entering if between else end
                 kernels.mixture(entering, weights, x, layer.combined, target, rows, slots)
+            if layer.given is not None and kernels.input_gate is not None and self.shared.inputs is not None:
+                kernels.input_gate(entering, weights.input_gate, at.input_gate, rows)
+                self.shared.inputs.gate(at.input_gate, at.inputs, index, rows, drawing)
+                layer.given(at.input_gate, x, end, rows)
 
     def _few_rows(self, inputs: StepInputs, shape: StepShape) -> None:
         """Queue all layers for a few drawn tokens, each layer from its norm on in few launches."""
@@ -227,7 +278,8 @@ class Model:
             mixer.mix(layer, pages, shape)
             few.residual(own.mixed, weights.attn_output, x, rows)
             few.swiglu(x, weights, own.activated, rows)
-            (few.residual if rows <= _FEWEST_ROWS else down)(own.activated, weights.ffn_down, x, rows)
+            add = few.residual if _few_adds_down(kernels, rows) else down
+            add(own.activated, weights.ffn_down, x, rows)
         x = self._gathered(inputs, shape) if shape.gathers else x
         self.shared.norms(x, self._weights.output_norm, self._at.normed, shape.draws)
 

@@ -2,15 +2,18 @@
 
 from collections.abc import Iterator
 
-from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.model.spec import Attention, ModelSpec
+from nightmill.worker.runners.gpu.attention.choice import by_heads
 from nightmill.worker.runners.gpu.attention.decode import DecodeAttention
 from nightmill.worker.runners.gpu.attention.hopper_wide import HopperWide
 from nightmill.worker.runners.gpu.attention.prefill import HopperPrefill
+from nightmill.worker.runners.gpu.attention.wide import WideDecode
 from nightmill.worker.runners.gpu.device.operands import Format
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.products.elements.few_rows import FewRows
 from nightmill.worker.runners.gpu.products.packed.packed_gemm import packed_products
 from nightmill.worker.runners.gpu.weights.layout import formats_in
+from nightmill.worker.runners.kv_format import KvFormat
 
 __all__ = ["kernel_outlook"]
 
@@ -26,17 +29,23 @@ def kernel_outlook(spec: ModelSpec, precision: Precision, *, hopper: bool) -> di
     if spec.latents:
         wide = "by wgmma" if hopper else "by mma.sync"
         return found | {"attention": f"latent attention, of prompts {wide}"}
-    attention = spec.attentions[0]
-    heads = f"heads of {attention.head_dim}"
-    fast = DecodeAttention.suits(attention)
-    by_wgmma = HopperPrefill.suits(attention, hopper=hopper) or HopperWide.suits(attention, hopper=hopper)
-    found["drawn tokens"] = (
-        f"fast decode attention for {heads}{', in clusters' if hopper else ''}"
-        if fast
-        else f"attention for {heads}, which the fast one does not take"
-    )
-    found["prompts"] = f"attention by {'wgmma' if by_wgmma else 'mma.sync'} for {heads}"
+    kinds = {alike[0].head_dim: _attention(alike, precision, hopper=hopper) for alike in by_heads(spec)}
+    found["drawn tokens"], found["prompts"] = map("; ".join, zip(*kinds.values(), strict=True))
     return found
+
+
+def _attention(alike: list[Attention], precision: Precision, *, hopper: bool) -> tuple[str, str]:
+    """The kernels of drawn tokens and of prompts for layers with equal heads."""
+    first, heads = alike[0], f"heads of {alike[0].head_dim}"
+    wide = all(map(WideDecode.suits, alike)) and precision.kv is KvFormat.ELEMENT and hopper
+    if DecodeAttention.suits(first):
+        drawn = f"fast decode attention for {heads}{', in clusters' if hopper else ''}"
+    elif wide:
+        drawn = f"wide decode attention for {heads}"
+    else:
+        drawn = f"attention for {heads}, which the fast one does not take"
+    by_wgmma = HopperPrefill.suits(first, hopper=hopper) or (wide and HopperWide.suits(first, hopper=hopper))
+    return drawn, f"attention by {'wgmma' if by_wgmma else 'mma.sync'} for {heads}"
 
 
 def _products(spec: ModelSpec, precision: Precision, *, hopper: bool) -> Iterator[tuple[str, str]]:
@@ -59,5 +68,5 @@ def _products(spec: ModelSpec, precision: Precision, *, hopper: bool) -> Iterato
         tiles = "tiles by wgmma" if hopper else "tiles by mma.sync"
         yield "products in 16 bits", f"{tiles}, or algorithms of cuBLASLt with the same bits"
     elements = (precision.element.format,) if not in_file else tuple(in_file)
-    if all(FewRows.suits(layer, spec.width, elements, hopper=hopper) for layer in spec.layers):
-        yield "few sequences", "layers in four kernels that overlap"
+    if all(FewRows.suits_products(layer, spec.width, elements, hopper=hopper) for layer in spec.layers):
+        yield "few sequences", f"layers in four kernels{' that overlap' if hopper else ''}"

@@ -31,7 +31,7 @@ from nightmill.worker.runners.base import (
 from nightmill.worker.runners.gpu.activations import LOGIT_ROWS, Activations
 from nightmill.worker.runners.gpu.arithmetic import arithmetic_of
 from nightmill.worker.runners.gpu.attention.choice import Attentions
-from nightmill.worker.runners.gpu.attention.pieces import whole_pieces
+from nightmill.worker.runners.gpu.attention.plans import Rooms
 from nightmill.worker.runners.gpu.catalogue import check_spec, sources_for
 from nightmill.worker.runners.gpu.device.chosen import FIRST_GPU, ChosenGpu
 from nightmill.worker.runners.gpu.device.compiler import compile_all
@@ -44,12 +44,13 @@ from nightmill.worker.runners.gpu.loading import load_weights
 from nightmill.worker.runners.gpu.memory import RunnerSizes, allowed, spare_pages
 from nightmill.worker.runners.gpu.mixers import Mixers
 from nightmill.worker.runners.gpu.model import Model, Shared
-from nightmill.worker.runners.gpu.planning import RunnerPlanner, prompt_grid
+from nightmill.worker.runners.gpu.planning import RunnerPlanner, prompt_grid, takes_tail
 from nightmill.worker.runners.gpu.precision import HALF, Precision
 from nightmill.worker.runners.gpu.products.chooser import Products
 from nightmill.worker.runners.gpu.products.formats import ModelFormats
 from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.rows.embedding import Embedding
+from nightmill.worker.runners.gpu.rows.layer_inputs import LayerInputRows
 from nightmill.worker.runners.gpu.rows.logits import LogitScale
 from nightmill.worker.runners.gpu.rows.norms import Norms
 from nightmill.worker.runners.gpu.rows.pooling import PooledSums
@@ -59,12 +60,20 @@ from nightmill.worker.runners.gpu.sampling.slots import SlotTable
 from nightmill.worker.runners.gpu.self_test import check_products, checked_products
 from nightmill.worker.runners.gpu.shapes import MANY_ROWS
 from nightmill.worker.runners.gpu.states.memory import States
-from nightmill.worker.runners.gpu.steps import PADDING, StepBuffers, StepInputs, StepShape, padded_lengths
+from nightmill.worker.runners.gpu.steps import (
+    PADDING,
+    Division,
+    StepBuffers,
+    StepInputs,
+    StepShape,
+    drawing_rows,
+    padded_lengths,
+)
 from nightmill.worker.runners.gpu.weights.choice import choose_weights
 from nightmill.worker.runners.gpu.weights.layout import padded_vocab
 from nightmill.worker.runners.starting import Progress, StartStep, no_progress
 
-__all__ = ["CudaRunner", "Launching"]
+__all__ = ["CudaRunner", "Launching", "decode_shape"]
 
 log = logging.getLogger(__name__)
 
@@ -132,11 +141,11 @@ class CudaRunner:
         self._report = report
         self._progress = progress
         self._pending: deque[_PendingLaunch] = deque()
-        self._graphs: dict[tuple[int, int], Graph] = {}
+        self._graphs: dict[tuple[int, Rooms], Graph] = {}
         """Whole decode steps, by sequences, and pieces of their contexts."""
-        self._rarer_graphs: dict[tuple[int, int, bool, bool], Graph] = {}
+        self._rarer_graphs: dict[tuple[int, Rooms, bool, bool], Graph] = {}
         """Those without their draws, which are launched apart, and those in which a sequence has several
-        tokens; captured when such a step first comes. By size, room, whether it draws, and whether it has."""
+        tokens; captured when such a step first comes. By size, rooms, whether it draws, whether it has."""
         self._waits_for_masks = False
         self._tune = launching.tune
         self._turn = 0
@@ -171,16 +180,15 @@ class CudaRunner:
         self._progress(StartStep.STARTING, "planning the memory")
         free = device.free_memory()
         attentions = Attentions(device, spec, max_context=context)
-        self._decode = attentions.decode
-        self._prefill = attentions.prefill
-        rows = max(sizes.max_tokens, self._decode.most_pieces(sizes.slots))
+        self._plans = attentions.plans
+        rows = max(sizes.max_tokens, self._plans.most_rows(sizes.slots))
         if rows > _MOST_ROWS:
             raise RunnerError(
                 f"{sizes.slots:,} sequences in steps of up to {sizes.max_tokens:,} tokens may need {rows:,} "
                 f"rows of blocks in one launch; a GPU takes {_MOST_ROWS:,}: lower --max-sequences"
             )
         planner = RunnerPlanner(
-            spec, precision, device.multiprocessors, self._decode.most_pieces, hopper=device.hopper
+            spec, precision, device.multiprocessors, self._plans.most_pieces, hopper=device.hopper
         )
         plan = planner.plan(replace(sizes, context=context), free)
         self.memory, bounds = plan.memory, plan.bounds
@@ -189,7 +197,7 @@ class CudaRunner:
         self.kv_pages, self.snapshots = self.memory.kv_pages, self.memory.states.snapshots
         draws = {"max_tokens": self.max_tokens, "max_draws": self.max_draws}
         self._report(f"memory of {device.name}: {self.memory}")
-        self._prefill.reserve(slots=slots, max_context=context, max_tokens=self.max_tokens, depth=self.depth)
+        self._plans.reserve(slots=slots, max_context=context, max_tokens=self.max_tokens, depth=self.depth)
         at = Activations.allocate(device, spec, precision, **draws)
         norms, activate = Norms(device, spec), Activate(device)
         self._products = products = formats.products(device, activate, at.gate_up, at.quantised)
@@ -202,15 +210,19 @@ class CudaRunner:
         cache = KvCache.allocate(device, spec, pages)
         self._states = States(device, spec, slots=slots, snapshots=self.snapshots, depth=self.depth)
         mixers = Mixers(device, spec, products, activate, attentions, at, max_context=context)
-        experts = ExpertLaunchers.of(device, spec, precision, padding=slots)
+        experts = ExpertLaunchers.of(device, spec, precision, norms, padding=slots)
         launchers = Launchers(products, norms, activate, mixers, experts)
         layers = bind_layers(device, spec, weights, cache, self._states, at, launchers)
         sampler = Sampler(device, spec.vocab, max_rows=LOGIT_ROWS)
         self._slots = SlotTable(device, sampler, slots=slots, vocab=spec.vocab, depth=self.depth)
         self._masks = MaskBuffers(device, vocab=spec.vocab, rows=LOGIT_ROWS, depth=self.depth)
         self._steps = StepBuffers(device, bounds, padding_page=pages - 1, depth=self.depth)
+        self._tail: StepBuffers | None = None
+        if takes_tail(spec, precision):
+            self._tail = StepBuffers(device, bounds.tail, padding_page=pages - 1, depth=self.depth)
         embedding = Embedding(device, spec.vocab, spec.embedding_scale)
-        shared = Shared(embedding, norms, LogitScale(device, spec), sampler)
+        given = None if spec.layer_inputs is None else LayerInputRows(device, spec)
+        shared = Shared(embedding, norms, LogitScale(device, spec), sampler, given)
         self._pooled = PooledSums(device, spec, slots=slots, depth=self.depth)
         self._model = Model(spec, weights, shared, layers, products, self._slots.address, cache.tokens, at)
         self._drawn = [device.pinned(self.max_draws, np.int32) for _ in range(self.depth)]
@@ -238,7 +250,7 @@ class CudaRunner:
             )
         turn, self._turn = self._turn, (self._turn + 1) % self.depth
         self._slots.admit(batch.admissions, turn)
-        self._states.begin(batch.admissions, turn)
+        self._states.begin(batch, turn)
         self._waits_for_masks = len(masked_draws(batch.draws)) > 0
         replays = self._graphs and len(batch.slots) == batch.drawn == len(batch.draws)
         launch = self._replay(turn, batch) if replays else self._launch_kernels(turn, batch)
@@ -338,29 +350,30 @@ class CudaRunner:
                 self._progress(StartStep.TUNING, f"{size:,} rows")
                 self._model.tune(size, size)
             self._progress(StartStep.CAPTURING, f"{size:,} sequences")
-            for room in self._decode.rooms(size):
-                self._graphs[size, room] = self._capture(size, room, draws=True)
+            for rooms in self._plans.rooms(size):
+                self._graphs[size, rooms] = self._capture(size, rooms, draws=True)
         self.device.synchronize()
         self._report(
             f"captured {len(self._graphs)} decode graphs in {time.monotonic() - began:.1f} s; they take "
             f"{(free - self.device.free_memory()) >> 20:,} MiB"
         )
 
-    def _decode_pieces(self, batch: StepBatch, size: int) -> IntArray:
-        """Divide the contexts of a decode step, padded to `size`, into pieces."""
+    def _decode_pieces(self, batch: StepBatch, size: int) -> list[IntArray]:
+        """Divide the contexts of a decode step, padded to `size`, into pieces, by plan."""
         lengths = padded_lengths(batch, size)
-        return self._decode.pieces(lengths, np.arange(size, dtype=np.int32))
+        return self._plans.pieces(lengths, np.arange(size, dtype=np.int32))
 
-    def _capture(self, size: int, room: int, *, draws: bool, again: bool = False) -> Graph:
+    def _capture(self, size: int, rooms: Rooms, *, draws: bool, again: bool = False) -> Graph:
         """Capture a decode step of `size` tokens, after one run in the open, which loads what it needs.
 
-        room  for pieces of contexts; draws: with its draws; again: a sequence may have several of the tokens
+        rooms  for pieces of contexts
+        draws  with its draws
+        again  a sequence may have several of the tokens
         """
-        ones = np.ones(size if room else 0, dtype=np.int32)
-        pieces = whole_pieces(ones, np.arange(len(ones), dtype=np.int32), segment=PAGE)
+        pieces = self._plans.least_pieces(rooms, size)
         self.device.synchronize()  # the host's copy of the inputs is still those of the run before
-        inputs = self._steps.write_padded(self._turn, PADDING, size, pieces, room)
-        shape = _decode_shape(size, room, again=again)
+        inputs = self._steps.write_padded(self._turn, PADDING, size, pieces, rooms)
+        shape = decode_shape(size, rooms, again=again)
         self._queue(inputs, shape, draws=draws)
         return Graph(self.device, lambda: self._queue(inputs, shape, draws=draws))
 
@@ -375,56 +388,72 @@ class CudaRunner:
         size = min(bucket_of(len(batch.slots)), self.slots)
         again = len(np.unique(batch.slots)) < len(batch.slots)
         pieces = self._decode_pieces(batch, size)
-        room = self._decode.room(size, len(pieces))
+        rooms = self._plans.room(size, pieces)
         adjusted, logprobs = self._slots.adjusts(batch.draws), wants_logprobs(batch.draws)
         apart = adjusted or logprobs or self._waits_for_masks
-        graph = None if apart or again else self._graphs.get((size, room))
+        graph = None if apart or again else self._graphs.get((size, rooms))
         if graph is None:
-            graph = self._rarer_graph(size, room, not apart, again)
-        inputs = self._steps.write_padded(turn, batch, size, pieces, room)
-        shape = _decode_shape(size, room, again=again)
+            graph = self._rarer_graph(size, rooms, not apart, again)
+        inputs = self._steps.write_padded(turn, batch, size, pieces, rooms, again=again)
+        shape = decode_shape(size, rooms, again=again)
         graph.launch()
         if apart and not self._waits_for_masks:
             self._model.draw(inputs, shape, adjusted=adjusted, logprobs=logprobs)
         return _PendingLaunch(turn, batch.draws, inputs, shape, adjusted, logprobs)
 
-    def _rarer_graph(self, size: int, room: int, draws: bool, again: bool) -> Graph:
-        key = size, room, draws, again
+    def _rarer_graph(self, size: int, rooms: Rooms, draws: bool, again: bool) -> Graph:
+        key = size, rooms, draws, again
         if key not in self._rarer_graphs:
-            self._rarer_graphs[key] = self._capture(size, room, draws=draws, again=again)
+            self._rarer_graphs[key] = self._capture(size, rooms, draws=draws, again=again)
             self.device.synchronize()
         return self._rarer_graphs[key]
 
     def _launch_kernels(self, turn: int, batch: StepBatch) -> _PendingLaunch:
         """Queue a step of any composition."""
-        drawn = batch.drawn
-        tiles, groups = self._prefill.stage(
-            turn, batch.page_tables, batch.sequence_starts, batch.context_lengths, drawn
-        )
-        pieces = self._decode.pieces(batch.context_lengths[:drawn], np.arange(drawn, dtype=np.int32))
-        pooled = int(batch.pools["rows"].sum())
+        drawn, pooled = batch.drawn, int(batch.pools["rows"].sum())
+        tiles, pieces, ((first, cut, groups), *further) = self._plans.divide(turn, batch)
         shape = StepShape(
             tokens=len(batch.tokens),
             sequences=len(batch.slots),
             drawn=drawn,
             draws=len(batch.draws) + pooled,
-            tiles=len(tiles),
-            pieces=len(pieces),
+            tiles=first,
+            pieces=cut,
             again=drawn > 0 and len(np.unique(batch.slots)) < len(batch.slots),
             given=pooled > 0 or bool((batch.draws["slot"] < 0).any()),
             pooled=pooled,
             groups=groups,
+            further=tuple(further),
         )
         inputs = self._steps.write(turn, batch, shape, tiles, pieces)
+        tail = self._tail_of(turn, batch, shape)
         adjusted, logprobs = self._slots.adjusts(batch.draws), wants_logprobs(batch.draws)
-        self._model.forward(inputs, shape)
+        self._model.forward(inputs, shape, tail)
         self._pooled.add(turn, batch.pools, self._model.normed, len(batch.draws), self._model.residual)
         if not self._waits_for_masks:
             self._model.draw(inputs, shape, adjusted=adjusted, logprobs=logprobs)
         sums = int(batch.pools["ends"].sum())
         return _PendingLaunch(turn, batch.draws, inputs, shape, adjusted, logprobs, sums)
 
+    def _tail_of(self, turn: int, batch: StepBatch, shape: StepShape) -> tuple[StepInputs, StepShape] | None:
+        """Queue the copy of the rows that draw, for layers that these alone go through; None: all rows do."""
+        own = drawing_rows(batch, self.slots) if self._tail is not None and shape.gathers else None
+        if self._tail is None or own is None:
+            return None
+        tiles, pieces, ((first, cut, _), *further) = self._plans.divide(turn, own)
+        rows = len(own.tokens)
+        sizes = StepShape(
+            tokens=rows, sequences=rows, drawn=own.drawn, draws=0, tiles=first, pieces=cut,
+            again=shape.again, further=tuple(further),
+        )  # fmt: skip
+        return self._tail.write(turn, own, sizes, tiles, pieces), sizes
 
-def _decode_shape(size: int, room: int, *, again: bool) -> StepShape:
+
+def decode_shape(size: int, rooms: Rooms, *, again: bool = False) -> StepShape:
     """Return the shape of a decode step that is replayed."""
-    return StepShape(tokens=size, sequences=size, drawn=size, draws=size, tiles=0, pieces=room, again=again)
+    first, *others = rooms
+    further = tuple(Division(0, room) for room in others)
+    return StepShape(
+        tokens=size, sequences=size, drawn=size, draws=size, tiles=0, pieces=first, again=again,
+        further=further,
+    )  # fmt: skip

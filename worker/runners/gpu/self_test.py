@@ -119,6 +119,7 @@ def checked_products(
         seen.add(kernels)
         own, mixer, used = layer_weights(spec, index), kernels.mixer, spec.layers[index].mixer
         qkv = mixer.qkv if isinstance(mixer, AttentionMixer) else None
+        queries = layer.at.qkv if qkv is None else qkv.target(layer.at.qkv)
         gate_up = None if kernels.gate_up is None else kernels.gate_up.product
         gated = None if gate_up is None else gate_up.activation
         inner = layer.at.activated if gated else layer.at.gate_up
@@ -126,12 +127,14 @@ def checked_products(
         gates = mixer.gates if isinstance(mixer, AttentionMixer) else None
         entering = mixer.input if isinstance(mixer, StateMixer) else None
         for role, product, matrix, y, activation in (
-            (Role.QKV, None if qkv is None else qkv.product, weights.qkv, layer.at.qkv, None),
+            (Role.QKV, None if qkv is None else qkv.product, weights.qkv, queries, None),
             (Role.ATTN_GATE, gates, weights.attn_gate, layer.at.gates, None),
             (Role.MIXER_INPUT, entering, weights.mixer_input, layer.at.qkv, None),
             (output, kernels.output, weights.attn_output, at.x, None),
             (Role.GATE_UP, gate_up, weights.gate_up, inner, gated),
             (Role.FFN_DOWN, kernels.down, weights.ffn_down, at.x, None),
+            (Role.INPUT_GATE, kernels.input_gate, weights.input_gate, at.input_gate, None),
+            (Role.INPUT_UP, kernels.input_up, weights.input_up, at.added, None),
         ):
             if product is not None and not matrix.format.plain:
                 rows = FileRows(file, own[role], rows_of(used, role))
@@ -145,6 +148,11 @@ def checked_products(
             yield from _of_experts(kernels.mixture, weights, spec, file, index)
         if qkv is not None and qkv.takes_packed and isinstance(used, Attention) and used.rope.magnitude == 1:
             yield _fused_qkv(device, model, spec, file, index)
+    made = model.weights.layer_projection
+    if model.projection is not None and not made.format.plain:
+        rows = FileRows(file, spec.weights()[Role.LAYER_PROJECTION])
+        name = _name(Role.LAYER_PROJECTION, made, None)
+        yield CheckedProduct(name, model.projection, made, at.inputs, None, rows)
     head = model.weights.head
     if not head.format.plain:
         role = Role.EMBEDDING if spec.tied_head else Role.HEAD

@@ -4,6 +4,7 @@ Block tables are copied apart, row by row into rows of fixed length, so that a c
 the same place however many pages the longest sequence has.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -28,16 +29,19 @@ from nightmill.worker.runners.gpu.states.pieces import NO_STATE_PIECES, pieces_o
 __all__ = [
     "NO_INPUTS",
     "PADDING",
+    "Division",
     "PromptGroup",
     "StepBounds",
     "StepBuffers",
     "StepInputs",
     "StepShape",
+    "drawing_rows",
     "padded_lengths",
 ]
 
 NO_STEP_PIECES = StepPieces()
 _ALIGN = 64  # int32 words
+_TILE_BYTES, _PIECE_BYTES = 8, 16
 _DRAW_WORDS = DRAW.itemsize // 4
 
 _NO_INTS = np.zeros(0, dtype=np.int32)
@@ -55,9 +59,17 @@ class PromptGroup(NamedTuple):
     tiles: int
 
 
+class Division(NamedTuple):
+    """Sizes of a step as it is divided for layers with other heads than the first (`attention/plans.py`)."""
+
+    tiles: int
+    pieces: int
+    groups: tuple[PromptGroup, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """Sizes of a step."""
+    """Sizes of a step; tiles, pieces and groups as it is divided for layers with the first one's heads."""
 
     tokens: int
     sequences: int
@@ -69,6 +81,7 @@ class StepShape:
     given: bool = False  # some tokens are given, or rows pooled: the draws are in no order
     pooled: int = 0  # the last so many of `draws` go into embeddings, and through no head
     groups: tuple[PromptGroup, ...] = ()  # of prompts, where their pages become elements first
+    further: tuple[Division, ...] = ()  # for layers with other heads
 
     @property
     def gathers(self) -> bool:
@@ -84,6 +97,18 @@ class StepShape:
     def decodes(self) -> bool:
         """True if all tokens were drawn."""
         return self.drawn == self.tokens
+
+    @property
+    def divisions(self) -> tuple[Division, ...]:
+        """Sizes by plan."""
+        return Division(self.tiles, self.pieces, self.groups), *self.further
+
+    def planned(self, plan: int) -> "StepShape":
+        """Return the sizes as a step is divided for layers of a plan."""
+        if not plan:
+            return self
+        tiles, pieces, groups = self.further[plan - 1]
+        return replace(self, tiles=tiles, pieces=pieces, groups=groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +129,22 @@ class StepInputs:
     pieces: int  # (pieces, 4) the pieces of contexts that decode attention computes
     pieces_of_states: StepPieces = NO_STEP_PIECES
     further: tuple["StepInputs", ...] = ()  # the same with rows and tables of the other kinds of pages
+    divisions: tuple[tuple[int, int], ...] = ()  # tiles and pieces for layers with other heads than the first
 
     def of(self, kind: int) -> "StepInputs":
         """Return the inputs of layers whose pages are of a kind."""
         return self.further[kind - 1] if kind else self
 
+    def planned(self, plan: int) -> "StepInputs":
+        """Return the inputs as the step is divided for layers of a plan."""
+        if not plan:
+            return self
+        tiles, pieces = self.divisions[plan - 1]
+        return replace(self, tiles=tiles, pieces=pieces)
+
 
 NO_INPUTS = StepInputs(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
-"""Those of no step."""
+"""Inputs whose addresses are all null, for launches outside a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +152,8 @@ class StepBounds:
     """The most that a step may have.
 
     table_width  pages of a sequence
-    max_pieces   room for `StepInputs.pieces`
+    max_pieces   room for `StepInputs.pieces`, of all plans
+    plans        divisions of a step
     states       layers have states, for which a step is divided into pieces
     strides      of the kinds of pages (`PageKind`)
     """
@@ -131,12 +165,18 @@ class StepBounds:
     max_pieces: int
     states: bool = False
     strides: tuple[int, ...] = (1,)
+    plans: int = 1
+
+    @property
+    def tail(self) -> "StepBounds":
+        """The bounds of the rows that draw of a step, as a step of their own (`drawing_rows`)."""
+        return replace(self, max_tokens=self.slots, max_draws=0, states=False)
 
     @property
     def words(self) -> int:
         """Words of the arrays of such a step."""
         rows = max(self.slots, 1)
-        sizes = (self.max_tokens, rows, self.max_draws, self.max_tokens, self.max_pieces)
+        sizes = (self.max_tokens, rows, self.max_draws, self.max_tokens * self.plans, self.max_pieces)
         return _layout(*sizes, rows * self.states)[1]
 
 
@@ -170,17 +210,19 @@ class StepBuffers:
         return 4 * (bounds.words + tables + further) + 1024 * len(bounds.strides)
 
     def write(
-        self, turn: int, batch: StepBatch, shape: StepShape, tiles: IntArray, pieces: IntArray
-    ) -> StepInputs:
+        self, turn: int, batch: StepBatch, shape: StepShape, tiles: Sequence[IntArray],
+        pieces: Sequence[IntArray],
+    ) -> StepInputs:  # fmt: skip
         """Queue the copy of a batch; `turn`: a buffer whose earlier copies are done.
+
+        tiles, pieces  by plan
 
         Raises RunnerError where states are to begin with a prompt's token that they cannot begin with.
         """
         lengths = np.diff(batch.sequence_starts)
         states = state_pieces(batch) if self._states else NO_STATE_PIECES
-        offsets, words = _layout(
-            shape.tokens, shape.sequences, shape.draws, shape.tiles, shape.pieces, states.pieces
-        )
+        counted = sum(map(len, tiles)), sum(map(len, pieces))
+        offsets, words = _layout(shape.tokens, shape.sequences, shape.draws, *counted, states.pieces)
         host = self._host[turn]
         arrays: tuple[npt.NDArray[np.integer[Any]], ...] = (
             batch.tokens,
@@ -191,8 +233,8 @@ class StepBuffers:
             batch.context_lengths,
             np.concatenate([batch.draws["row"], pooled_rows(batch.pools)]),
             batch.draws.view(np.int32),
-            tiles.reshape(-1),
-            pieces.reshape(-1),
+            np.concatenate(tiles).reshape(-1),
+            np.concatenate(pieces).reshape(-1),
             states.arrays.reshape(-1),
         )
         for offset, array in zip(offsets, arrays, strict=True):
@@ -201,16 +243,21 @@ class StepBuffers:
         count, width = batch.page_tables.shape
         tables[:count, :width] = batch.page_tables
         inputs, at = self._send(turn, offsets, words, count, width), self._packed + 4 * offsets[-1]
+        inputs = _divided(inputs, shape.divisions)
         through = pieces_on_device(at, states.pieces, states.drawn, states.prompt_rows)
         return self._with_kinds(turn, replace(inputs, pieces_of_states=through), batch, 0)
 
-    def write_padded(self, turn: int, batch: StepBatch, size: int, pieces: IntArray, room: int) -> StepInputs:
-        """Queue a batch in which every sequence decodes one token and draws the next, padded to `size`.
+    def write_padded(
+        self, turn: int, batch: StepBatch, size: int, pieces: Sequence[IntArray], rooms: Sequence[int],
+        *, again: bool = False,
+    ) -> StepInputs:  # fmt: skip
+        """Queue a batch in which a draw follows every token, which was drawn or guessed, padded to `size`.
 
-        pieces  for the contexts of `padded_lengths`, padded to `room`
+        pieces  by plan, for the contexts of `padded_lengths`, padded to `rooms`
+        again   a sequence may have several of the tokens
         """
         count = len(batch.slots)
-        offsets, words = _layout(size, size, size, 0, room, size * self._states)
+        offsets, words = _layout(size, size, size, 0, sum(rooms), size * self._states)
         host = self._host[turn]
         arrays: tuple[tuple[IntArray, int], ...] = (
             (batch.tokens, 0),
@@ -227,18 +274,26 @@ class StepBuffers:
         draws = host[offsets[7] : offsets[7] + _DRAW_WORDS * size].view(DRAW)
         draws[:count] = batch.draws
         draws[count:] = (0, self._slots, 0, UNMASKED, NOT_GIVEN, NO_LOGPROBS)
-        host[offsets[9] : offsets[9] + 4 * room] = -1
-        host[offsets[9] : offsets[9] + pieces.size] = pieces.reshape(-1)
+        host[offsets[9] : offsets[9] + 4 * sum(rooms)] = -1
+        first = offsets[9]
+        for own, room in zip(pieces, rooms, strict=True):
+            host[first : first + own.size] = own.reshape(-1)
+            first += 4 * room
         if self._states:
             states = host[offsets[10] : offsets[10] + 4 * size].reshape(4, size)
-            states[:, count:] = 0
-            ones = np.ones(count, dtype=np.int32)
-            states[:, :count] = self._numbers[:count], ones, batch.slots, batch.positions
+            if again:
+                through = state_pieces(batch).arrays
+            else:
+                ones = np.ones(count, dtype=np.int32)
+                through = np.stack([self._numbers[:count], ones, batch.slots, batch.positions])
+            used = through.shape[1]
+            states[:, :used], states[:, used:] = through, 0
         tables = self._host_tables[turn]
         width = batch.page_tables.shape[1]
         tables[:count, :width] = batch.page_tables
         tables[count:size, 0] = self._padding_page * self._strides[0]
         inputs, at = self._send(turn, offsets, words, size, width), self._packed + 4 * offsets[-1]
+        inputs = _divided(inputs, tuple(Division(0, room) for room in rooms))
         if self._states:
             inputs = replace(inputs, pieces_of_states=pieces_on_device(at, size, size, 0))
         return self._with_kinds(turn, inputs, batch, size)
@@ -301,6 +356,40 @@ class _KindBuffers:
         pitch = 4 * tables.shape[1]
         self._device.copy_rows_in(self._tables, pitch, tables[: max(count, size)], 4 * width)
         return self._rows, self._tables
+
+
+def drawing_rows(batch: StepBatch, most: int) -> StepBatch | None:
+    """The rows that draw as a step that draws nothing: each is a chunk of its own.
+
+    None where they are none, or more than `most`, or some that were drawn come behind others.
+    """
+    rows = np.concatenate([batch.draws["row"], pooled_rows(batch.pools)]).astype(np.int32)
+    chunks = np.searchsorted(batch.sequence_starts, rows, side="right") - 1
+    drawn = int(np.count_nonzero(chunks < batch.drawn))
+    if not 0 < len(rows) <= min(most, len(batch.tokens)) or (chunks[:drawn] >= batch.drawn).any():
+        return None
+    further = (KindRows(one.cache_rows[rows], one.page_tables[chunks]) for one in batch.further)
+    return StepBatch(
+        tokens=batch.tokens[rows],
+        positions=batch.positions[rows],
+        cache_rows=batch.cache_rows[rows],
+        sequence_starts=np.arange(len(rows) + 1, dtype=np.int32),
+        context_lengths=batch.positions[rows] + 1,
+        page_tables=batch.page_tables[chunks],
+        slots=batch.slots[chunks],
+        draws=_NO_DRAWS,
+        drawn=drawn,
+        further=tuple(further),
+    )
+
+
+def _divided(inputs: StepInputs, divisions: tuple[Division, ...]) -> StepInputs:
+    """Inputs with the places of the tiles and pieces of all plans, which lie one behind the other."""
+    places, tiles, pieces = [], inputs.tiles, inputs.pieces
+    for one in divisions[:-1]:
+        tiles, pieces = tiles + _TILE_BYTES * one.tiles, pieces + _PIECE_BYTES * one.pieces
+        places.append((tiles, pieces))
+    return replace(inputs, divisions=tuple(places)) if places else inputs
 
 
 def padded_lengths(batch: StepBatch, size: int) -> IntArray:

@@ -113,6 +113,10 @@ class ReferenceRunner:
             raise RunnerError("the newest launch waits for its masks")
         for admission in batch.admissions:
             self._admit(admission)
+        for slot, snapshot in batch.restores:
+            self.states.begin(slot, snapshot)
+        for slot, snapshot in batch.keeps:
+            self.states.save(slot, snapshot)
         try:
             with np.errstate(invalid="ignore", over="ignore"):  # what is not a number is told by its token
                 flow = flow_of(batch) if self.prompt_grid > 1 else Flow([], [])

@@ -12,7 +12,7 @@ from nightmill.worker.watched import watched_thread
 log = logging.getLogger(__name__)
 
 SHARE = 0.5
-"""Of the memory that is available, how much a file may fill: the rest is for those who work now."""
+"""The part of the available memory that a file may fill: the rest is for those who work now."""
 _PIECE = 4 << 20
 _LEAST_PRIORITY = 19
 _END_SECONDS = 5.0

@@ -57,9 +57,9 @@ class HopperPrefill:
         return [scoring("hopper_attention", attention) for attention in suited]
 
     @staticmethod
-    def reserved(spec: ModelSpec, kv: KvFormat, **sizes: int) -> int:
-        """Bytes that `reserve` takes, for a model that it suits."""
-        return Widening.bytes(spec.attentions[0], **sizes) if kv is KvFormat.FP8 else 0
+    def reserved(attention: Attention, kv: KvFormat, **sizes: int) -> int:
+        """Bytes that `reserve` takes, for layers that it suits."""
+        return Widening.bytes(attention, **sizes) if kv is KvFormat.FP8 else 0
 
     def reserve(self, *, slots: int, max_context: int, max_tokens: int, depth: int) -> None:
         """Take the memory that steps need, as `Widening.reserve` says; before the first step."""

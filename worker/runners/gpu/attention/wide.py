@@ -22,7 +22,7 @@ __all__ = ["VALUES", "WideDecode", "WidePrefill", "has_room", "heads_of_a_tile",
 VALUES = 512
 """Elements of a value, of all that the kernels take."""
 
-_ROOMY = ((9, 0), (10, 0), (10, 3))  # compute capabilities with 227 KB of shared memory for a block
+_ROOM = 227 << 10  # bytes of shared memory of a block, where there are two stages of tiles of keys and values
 _BLOCK = (256, 1, 1)
 _KEYS = 32
 _DECODE_ROWS = 32
@@ -167,7 +167,7 @@ def heads_of_a_tile(attention: Attention, rows: int) -> int:
 
 def has_room(device: Device) -> bool:
     """Return whether a block has so much shared memory as the kernels want for heads of 512."""
-    return device.compute_capability in _ROOMY and device.kv is KvFormat.ELEMENT
+    return device.features.block_shared >= _ROOM and device.kv is KvFormat.ELEMENT
 
 
 def wide_pieces(

@@ -19,9 +19,9 @@ from nightmill.worker.runners.gpu.weights.router import router_rows
 
 __all__ = ["SLICE", "ExpertRoom", "most_tiles"]
 
-SLICE = 2048
+SLICE = 8192
 """Tokens that go through experts at once."""
-_LEAST_TILE = 16  # rows of a tile of the products
+_LEAST_TILE = 8  # rows of a tile of the products
 _TILE = np.dtype("V16")
 
 
@@ -44,6 +44,8 @@ class ExpertRoom:
     mixed: Buffer  # the sum of their outputs then, elements (T, R)
     raised: Buffer  # and its product, float (T, width)
     shared: Buffer  # of the shared expert, float (T, width)
+    routing: Buffer  # what the router reads, if that is not the layer's input, elements (T, width)
+    read: Buffer  # what experts read then, elements (T, width)
     read_fp8: Buffer  # what experts read in FP8 (T, R), with scales
     activated_fp8: Buffer  # (N, F), with scales
 
@@ -97,6 +99,8 @@ def _arrays(
     yield "mixed", (of_latent, read), ELEMENT
     yield "raised", (of_latent, width), FLOAT
     yield "shared", (tokens * (experts.shared is not None), width), FLOAT
+    yield "routing", (tokens * (experts.beside is not None), width), ELEMENT
+    yield "read", (tokens * (experts.beside is not None), width), ELEMENT
     yield "read_fp8", (tokens * fp8, read), FP8
     yield "activated_fp8", (positions * fp8, experts.width), FP8
 

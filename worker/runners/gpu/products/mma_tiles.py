@@ -52,9 +52,9 @@ MMA_TILES = (
     MmaTile(16, 64, 1, 4, 6),
     MmaTile(16, 32, 1, 4, 8),
 )
-"""Those with more rows first; none takes more shared memory than a block has on any GPU."""
+"""All tiles, those with more rows first; none takes more shared memory than a block has on any GPU."""
 REFERENCE = MMA_TILES[2]
-"""Of elements: what other kernels are held against."""
+"""The tile of elements that other kernels are held against."""
 
 
 def mma_tiles(kind: Kind, rows: int) -> list[MmaTile]:

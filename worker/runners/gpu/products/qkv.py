@@ -6,7 +6,8 @@ from functools import partial
 
 from nightmill.worker.model.spec import Attention
 from nightmill.worker.runners.gpu.device.device import Device
-from nightmill.worker.runners.gpu.device.operands import Buffer, Matrix
+from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer, Matrix
+from nightmill.worker.runners.gpu.kinds import made_heads
 from nightmill.worker.runners.gpu.kv_cache import LayerCache
 from nightmill.worker.runners.gpu.products.chooser import Products
 from nightmill.worker.runners.gpu.products.clock import Choices
@@ -39,13 +40,17 @@ class Qkv:
     """Queries in place, keys and values to the pages, of layers of one kind; all ways give the same bits.
 
     weight  of one of them
+    made    room for what a product gives, if layers make no keys, or none but keys
     """
 
     def __init__(
-        self, device: Device, attention: Attention, weight: Matrix, products: Products, rotation: Rotation
-    ) -> None:
+        self, device: Device, attention: Attention, weight: Matrix, products: Products, rotation: Rotation,
+        made: Buffer = ABSENT,
+    ) -> None:  # fmt: skip
         self._device = device
-        self.product = products.of(Kind.PLAIN, attention.qkv, weight.columns, weight.format)
+        heads = made_heads(attention)
+        self._made = None if heads == attention.heads + 2 * attention.kv_heads else made
+        self.product = products.of(Kind.PLAIN, heads * attention.head_dim, weight.columns, weight.format)
         self._rotation = rotation
         self._every = [_Choice(self._apart)]
         if HopperQkv.suits(attention, weight.format, hopper=device.hopper):
@@ -92,7 +97,7 @@ class Qkv:
 
         What is at `qkv` and `no_rows` is overwritten; the pages are not.
         """
-        self.product.tune(x, [layer.qkv for layer in layers], qkv, rows, beside)
+        self.product.tune(x, [layer.qkv for layer in layers], self.target(qkv), rows, beside)
         if len(self._every) == 1:
             return
         nowhere = no_rows.address
@@ -114,5 +119,9 @@ class Qkv:
         self, x: Buffer, layer: LayerWeights, positions: int, cache_rows: int, qkv: Buffer, cache: LayerCache,
         rows: int,
     ) -> None:  # fmt: skip
-        self.product(x, layer.qkv, qkv, rows)
-        self._rotation(qkv, layer, positions, cache_rows, cache, rows)
+        self.product(x, layer.qkv, self.target(qkv), rows)
+        self._rotation(qkv, layer, positions, cache_rows, cache, rows, self._made)
+
+    def target(self, qkv: Buffer) -> Buffer:
+        """Return the buffer that the product goes into."""
+        return qkv if self._made is None else self._made

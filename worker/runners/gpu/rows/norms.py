@@ -1,5 +1,7 @@
 """The norms of the residual stream, and what is added to it between them."""
 
+from dataclasses import dataclass
+
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import KernelPair, KernelPairs
@@ -9,10 +11,24 @@ from nightmill.worker.runners.gpu.kinds import layer_kinds
 from nightmill.worker.runners.gpu.shapes import Kind
 from nightmill.worker.runners.gpu.weights.layout import NO_NORM, NormWeight
 
-__all__ = ["Norms", "only_rms_norms", "row_shape"]
+__all__ = ["Ending", "Norms", "only_rms_norms", "row_shape"]
 
 _MOST = 32_768  # elements of a row
 _PIECES = (1, 2, 4)  # kernels, by the pieces of 8 values that a thread has
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """An addition to the residual stream: x = factor * (x + scale * after(it)), out = before(x).
+
+    factor  a float that is a weight, or ABSENT
+    before  None: nothing is written to out; without a weight x is only rounded
+    """
+
+    after: NormWeight = NO_NORM
+    scale: float = 1.0
+    factor: Buffer = ABSENT
+    before: NormWeight | None = NO_NORM
 
 
 class Norms:
@@ -24,7 +40,7 @@ class Norms:
         self._rounding = _by_pieces(rms, "rms_norm_fp8", "PPPPif")
         self._any: dict[int, KernelPair] = {}
         if not only_rms_norms(spec):
-            self._any = _by_pieces(KernelPairs(device, source_of("residual")), "residual", "PPPPfifPPPfiPi")
+            self._any = _by_pieces(KernelPairs(device, source_of("residual")), "residual", "PPPPfifPPPPfiPi")
 
     @staticmethod
     def sources(spec: ModelSpec, *, hopper: bool) -> list[Source]:
@@ -41,7 +57,7 @@ class Norms:
     def __call__(self, x: Buffer, norm: NormWeight, out: Buffer, rows: int) -> None:
         """Queue out (rows, width) = norm of x (rows, width) float: elements, or FP8 if it is an RMS norm."""
         if not norm.plain:
-            self.add(None, ABSENT, NO_NORM, 1.0, x, norm, out, rows)
+            self.add(None, ABSENT, Ending(before=norm), x, out, rows)
         elif rows:
             width = x.shape[1]
             pieces, block = row_shape(width)
@@ -52,21 +68,20 @@ class Norms:
             )
 
     def add(
-        self, added: Buffer | None, bias: Buffer, after: NormWeight, scale: float, x: Buffer,
-        before: NormWeight | None, out: Buffer, rows: int,
-    ) -> None:  # fmt: skip
-        """Queue x += scale * after(added + bias), then out = before(x).
+        self, added: Buffer | None, bias: Buffer, ending: Ending, x: Buffer, out: Buffer, rows: int
+    ) -> None:
+        """Queue what `ending` says for added + bias.
 
-        added   float (rows, width); None: x stays as it is
-        before  None: nothing is written to out
+        added  float (rows, width); None: x stays as it is
         """
         if rows:
-            width, then = x.shape[1], before or NO_NORM
+            width, after, then = x.shape[1], ending.after, ending.before or NO_NORM
             pieces, block = row_shape(width)
             self._any[pieces].of(rows)(
                 (rows, 1), block, 0 if added is None else added.address, bias.address, after.weight.address,
-                after.bias.address, after.eps, after.centred, scale, x.address, then.weight.address,
-                then.bias.address, then.eps, then.centred, 0 if before is None else out.address, width,
+                after.bias.address, after.eps, after.centred, ending.scale, ending.factor.address, x.address,
+                then.weight.address, then.bias.address, then.eps, then.centred,
+                0 if ending.before is None else out.address, width,
             )  # fmt: skip
 
 
@@ -86,4 +101,5 @@ def only_rms_norms(spec: ModelSpec) -> bool:
     norms = [spec.output_norm, *(layer.attention_norm for layer in spec.layers if layer.mixer is not None)]
     norms += [one.feed_forward_norm for one in spec.layers if one.feed_forward.width and not one.parallel]
     plain = all(norm is not None and not norm.centred and not norm.bias for norm in norms)
-    return plain and not any(Kind.ADDEND in layer_kinds(layer) for layer in spec.layers)
+    adds = spec.layer_inputs is not None or any(Kind.ADDEND in layer_kinds(layer) for layer in spec.layers)
+    return plain and not adds

@@ -244,9 +244,10 @@ def _parts_of(keys: int) -> int:
     return 2 * 2 * 2 * _TOKENS * keys
 
 
-def delta_sizes(mixer: GatedDeltaNet) -> tuple[str, str]:
+def delta_sizes(mixer: GatedDeltaNet) -> tuple[str, ...]:
     """Options of files that are compiled for a mixer's heads."""
-    return f"-DKEY_DIM={mixer.key_dim}", f"-DVALUE_DIM={mixer.value_dim}"
+    sizes = {"KEY_DIM": mixer.key_dim, "VALUE_DIM": mixer.value_dim, "NEIGHBOURS": int(mixer.by_key_head)}
+    return tuple(f"-D{name}={size}" for name, size in sizes.items())
 
 
 def mamba_sizes(mixer: Mamba2) -> tuple[str, str]:

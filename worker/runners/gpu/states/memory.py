@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from nightmill.worker.model.spec import ModelSpec
-from nightmill.worker.runners.base import NO_SNAPSHOT, Admission
+from nightmill.worker.runners.base import NO_SNAPSHOT, StepBatch
 from nightmill.worker.runners.gpu.device.device import Arena, Device, aligned
 from nightmill.worker.runners.gpu.device.functions import Module
 from nightmill.worker.runners.gpu.device.sources import Source, source_of
@@ -68,12 +68,14 @@ class States:
         tables = _PAIR_BYTES * _most_pairs(slots, snapshots), _ARRAY_BYTES * len(arrays)
         return sum(aligned(places * array.bytes) for array in arrays) + sum(map(aligned, tables))
 
-    def begin(self, admissions: Sequence[Admission], turn: int) -> None:
-        """Queue the states of slots to become the snapshots that sequences begin as.
+    def begin(self, batch: StepBatch, turn: int) -> None:
+        """Queue the copies before a step: what sequences begin as, what slots take back, and what is kept.
 
         turn  names buffers whose earlier copies are done
         """
-        places = ((self._slots + one.snapshot, one.slot) for one in admissions if one.snapshot != NO_SNAPSHOT)
+        begun = [(one.slot, one.snapshot) for one in batch.admissions if one.snapshot != NO_SNAPSHOT]
+        places = [(self._slots + snapshot, slot) for slot, snapshot in [*begun, *batch.restores]]
+        places += [(slot, self._slots + snapshot) for slot, snapshot in batch.keeps]
         self._queue(places, turn, 0)
 
     def save(self, snapshots: Sequence[tuple[int, int]], turn: int) -> None:

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from nightmill.worker.model.rope import RopeStyle
 from nightmill.worker.model.spec import Attention
 
-__all__ = ["HeadOrder", "RowOrder", "RowRange"]
+__all__ = ["HeadOrder", "KindOrder", "RowOrder", "RowRange"]
 
 
 class RowOrder(Protocol):
@@ -28,6 +28,18 @@ class RowRange:
     def arranged(self, raw: npt.NDArray[np.uint8], first: int, rows: int) -> npt.NDArray[np.uint8]:
         """The bytes of these rows, as `RowOrder` says."""
         return raw.reshape(rows, -1)[self._range].reshape(-1)
+
+
+class KindOrder:
+    """Rows of several kinds, of which each group has some: here all of one kind come first, then the next."""
+
+    def __init__(self, groups: int, kinds: int) -> None:
+        self._groups, self._kinds = groups, kinds
+
+    def arranged(self, raw: npt.NDArray[np.uint8], first: int, rows: int) -> npt.NDArray[np.uint8]:
+        """The bytes of all rows, as `RowOrder` says."""
+        together = raw.reshape(self._groups, self._kinds, -1)
+        return np.ascontiguousarray(together.swapaxes(0, 1)).reshape(-1)
 
 
 class HeadOrder:

@@ -20,13 +20,13 @@ from nightmill.worker.runners.gpu.device.device import aligned
 from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, FLOAT, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.states.operands import MixerWeights
-from nightmill.worker.runners.gpu.weights.head_order import HeadOrder, RowOrder, RowRange
+from nightmill.worker.runners.gpu.weights.head_order import HeadOrder, KindOrder, RowOrder, RowRange
 from nightmill.worker.runners.gpu.weights.router import router_rows
 
 __all__ = [
     "NO_MATRIX", "NO_NORM", "OF_EACH_HEAD", "OF_EXPERTS", "ExpertWeights", "HeadMatrices", "LatentWeights",
-    "LayerWeights", "NormWeight", "Run", "Weights", "all_weights", "formats_in", "layer_weights",
-    "padded_vocab", "rows_of", "runs_of", "stored", "weight_bytes",
+    "LayerWeights", "NormWeight", "Run", "Weights", "all_weights", "formats_in", "keeps_packed",
+    "layer_weights", "padded_vocab", "rows_of", "runs_of", "stored", "weight_bytes",
 ]  # fmt: skip
 
 
@@ -73,6 +73,11 @@ class ExpertWeights:
     shared_gate_up_bias: Buffer
     shared_down: Matrix
     shared_down_bias: Buffer
+    # Where experts stand beside the shared one:
+    router_norm: NormWeight  # of what the router reads
+    routed_norm: NormWeight  # of what experts read
+    routed_post_norm: NormWeight
+    shared_post_norm: NormWeight
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
@@ -133,6 +138,10 @@ class LayerWeights:
     mixer: MixerWeights | None = None  # what else a mixer with a state has
     experts: ExpertWeights | None = None  # in place of gate_up and ffn_down
     latent: LatentWeights | None = None  # of a layer with latent attention
+    input_gate: Matrix = NO_MATRIX  # (inputs, width), of inputs of its own
+    input_up: Matrix = NO_MATRIX  # (width, inputs)
+    input_post_norm: NormWeight = NO_NORM
+    scale: Buffer = ABSENT  # float (1,), which its output is multiplied by
 
     @property
     def formats(self) -> tuple[Format, ...]:
@@ -141,7 +150,8 @@ class LayerWeights:
         experts = () if self.experts is None else self.experts.matrices
         own = self.latent
         of_latent = () if own is None else (own.q_down, own.q_up, own.kv_down)
-        matrices = (*first, *of_latent, self.attn_output, self.gate_up, self.ffn_down, *experts)
+        own_inputs = self.input_gate, self.input_up
+        matrices = (*first, *of_latent, self.attn_output, self.gate_up, self.ffn_down, *experts, *own_inputs)
         return tuple(format_ for matrix in matrices if matrix.rows for format_ in matrix.formats)
 
 
@@ -153,6 +163,9 @@ class Weights:
     layers: tuple[LayerWeights, ...]
     output_norm: NormWeight
     head: Matrix  # (padded_vocab, width), with rows of 0 at the end; the embedding's where the head is tied
+    layer_embedding: Matrix = NO_MATRIX  # (vocab, layers inputs), of layers with inputs of their own
+    layer_projection: Matrix = NO_MATRIX  # (layers inputs, width)
+    layer_projection_norm: NormWeight = NO_NORM  # (inputs,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +205,8 @@ def layer_weights(spec: ModelSpec, index: int) -> dict[Role, Weight]:
         half = queries, (mixer.queries, spec.width)
         weights |= {Role.QKV: Weight((half, *others)), Role.ATTN_GATE: Weight((half,))}
     elif isinstance(mixer, GatedDeltaNet):
-        *inputs, beta, alpha = weights[Role.MIXER_INPUT].parts
-        weights |= {Role.MIXER_INPUT: Weight(tuple(inputs)), Role.MIXER_CONTROLS: Weight((beta, alpha))}
+        parts = weights[Role.MIXER_INPUT].parts
+        weights |= {Role.MIXER_INPUT: Weight(parts[:2]), Role.MIXER_CONTROLS: Weight(parts[2:])}
     elif isinstance(mixer, Mamba2):
         ((name, _),) = weights[Role.MIXER_INPUT].parts
         first, steps = (
@@ -215,6 +228,8 @@ def rows_of(mixer: Mixer | None, role: Role) -> RowOrder | None:
     if isinstance(mixer, Mamba2) and role in _FILLED_UP:
         first = mixer.inner + mixer.convolved
         return RowRange(first, None) if role is Role.MIXER_CONTROLS else RowRange(0, first)
+    if isinstance(mixer, GatedDeltaNet) and mixer.by_key_head and role is Role.MIXER_CONTROLS:
+        return KindOrder(mixer.key_heads, 2)
     return None
 
 
@@ -231,12 +246,14 @@ def runs_of(spec: ModelSpec, role: Role, weight: Weight, precision: Precision) -
     Each tensor of a type that can be packed stays as it is in the file. Where a tensor of a stack has another
     type, all become elements: nothing is quantised anew, and products have the same bits in any case. If
     layers are rounded to a format (`WeightsFormat.rounded`), their matrices are, and the others are elements.
+    A table of embeddings of layers stays as it is whatever is chosen: it is the larger part of a model.
     """
     if (rounded := precision.weights.rounded) is not None and role in _OF_LAYERS:
         return [Run(rounded, weight.parts, stored(spec, role, weight)[0], weight.shape[1])]
     element = precision.element.format
     names = [spec.tensor_types.get(name, "") for name in weight.names]
-    packs = precision.weights is WeightsFormat.FILE and role not in _ELEMENTS
+    in_file = precision.weights is WeightsFormat.FILE or role is Role.LAYER_EMBEDDING
+    packs = in_file and role not in _ELEMENTS
     stay = packs and all(name in _PACKED for name in names)
     formats = [_PACKED[name] for name in names] if stay else [element] * len(names)
     runs = []
@@ -261,6 +278,14 @@ def formats_in(
         if weight.is_matrix and (role in roles or not roles) and role not in but
         for run in runs_of(spec, role, weight, precision)
     }
+
+
+def keeps_packed(spec: ModelSpec, precision: Precision) -> bool:
+    """Return whether anything of a model stays as it is in the file."""
+    table = spec.weights().get(Role.LAYER_EMBEDDING)
+    tables = () if table is None else runs_of(spec, Role.LAYER_EMBEDDING, table, precision)
+    formats = formats_in(spec, precision) | {run.format for run in tables}
+    return any(format_.packed for format_ in formats)
 
 
 def padded_vocab(spec: ModelSpec) -> int:
@@ -293,7 +318,7 @@ def weight_bytes(spec: ModelSpec, precision: Precision) -> int:
 
 
 def _sizes(spec: ModelSpec, role: Role, weight: Weight, precision: Precision) -> list[int]:
-    if weight.is_matrix:
+    if weight.is_matrix or role is Role.LAYER_EMBEDDING:
         runs = runs_of(spec, role, weight, precision)
         return [size for run in runs for size in (run.bytes, run.format.scale_bytes(run.rows))]
     kind = ELEMENT if role in OF_EACH_HEAD else FLOAT

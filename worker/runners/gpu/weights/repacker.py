@@ -10,7 +10,7 @@ from nightmill.worker.runners.gpu.device.functions import Function, Module, bloc
 from nightmill.worker.runners.gpu.device.operands import PANEL_ROWS, Format, Matrix
 from nightmill.worker.runners.gpu.device.sources import Source, source_of
 from nightmill.worker.runners.gpu.precision import Precision
-from nightmill.worker.runners.gpu.weights.layout import formats_in
+from nightmill.worker.runners.gpu.weights.layout import keeps_packed
 from nightmill.worker.runners.gpu.weights.staging import Staging
 
 __all__ = ["Repacker"]
@@ -24,7 +24,7 @@ class Repacker:
     @staticmethod
     def sources(spec: ModelSpec, precision: Precision, *, hopper: bool) -> list[Source]:
         """List the kernel files for a model."""
-        return [source_of("repack")] if any(format_.packed for format_ in formats_in(spec, precision)) else []
+        return [source_of("repack")] if keeps_packed(spec, precision) else []
 
     def __init__(self, device: Device, staging: Staging) -> None:
         self._device = device

@@ -17,7 +17,7 @@ __all__ = ["PARTS", "PART_SCALE", "part_rows", "router_parts", "router_rows"]
 PARTS = 2
 _BITS = 11  # of an element at most
 PART_SCALE = 2.0**-_BITS
-"""What the second part counts."""
+"""The factor by which the second part counts."""
 
 
 def part_rows(rows: int) -> int:

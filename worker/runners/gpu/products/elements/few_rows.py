@@ -25,10 +25,11 @@ MAX_ROWS = 4  # tokens of a step; the kernels take 8, but each block norms all (
 _ROWS = 8  # of a weight in a block
 _HEADS = (64, 128)  # sizes of theirs
 _DEPTH = 32  # inputs come in multiples of it
-_MAX_SHARED = 226 << 10  # of a block on Hopper, with 1 KiB for what kernels declare themselves
+_MOST_SHARED = {True: 226 << 10, False: 98 << 10}
+"""Bytes of a block on Hopper, and on each other GPU, with 1 KiB for what kernels declare themselves."""
 _SWIGLU_BLOCKS = 2  # of `few_swiglu` on a multiprocessor
 _MAX_GROUPS = 8  # of such a block, a warp each
-_IN_L2 = 32 << 20  # bytes of weights that are fetched ahead; Hopper's L2 has 50 MB
+_IN_L2 = 32 << 20  # bytes of weights that are fetched ahead on Hopper, whose L2 has 50 MB
 _HELD = (0, 1, 2, 4)  # kernels, by the parts of rows that a warp keeps in registers while it norms them
 _BLOCK, _LARGE_BLOCK = (128, 1, 1), (256, 1, 1)
 
@@ -43,12 +44,17 @@ class FewRows:
     def __init__(self, device: Device, layer: LayerSpec, width: int, angles: Buffer | None) -> None:
         self._width, self._ffn = width, layer.feed_forward.width
         self._angles = angles
+        self._two_sums = device.hopper
         rotates = angles is not None
         self._write = KvWrite(device, layer.attention) if rotates and device.kv is KvFormat.FP8 else None
         self._heads = (layer.attention.heads, layer.attention.kv_heads) if rotates else (0, 0)
-        self._groups = _groups(width, self._ffn, device.multiprocessors)
+        most = _MOST_SHARED[device.hopper]
+        self.adds_down = _shared(self._ffn, _ROWS + MAX_ROWS) <= most
+        """True if `residual` takes the product of the feed-forward network, too: its inputs fit a block."""
+        self._groups = _groups(width, self._ffn, device.multiprocessors, most)
         module = Module.of(device, _source(layer if rotates else None))
-        most = max(_most_shared(layer, width), _swiglu_shared(width, self._groups, MAX_ROWS))
+        sizes = [_most_shared(layer, width), _swiglu_shared(width, self._groups, MAX_ROWS)]
+        most = max(*sizes, _shared(self._ffn, _ROWS + MAX_ROWS) if self.adds_down else 0)
 
         def function(name: str, arguments: str) -> Function:
             return module.function(name, arguments, shared=most, dependent=True, all_shared=True)
@@ -62,8 +68,9 @@ class FewRows:
     def suits(layer: LayerSpec, width: int, formats: Iterable[Format], *, hopper: bool) -> bool:
         """Return whether the kernels take a layer with all that is done to its heads.
 
-        On Hopper, with weights that are elements, heads of 64 or 128, RMS norms before attention and SwiGLU
-        and nowhere else, sizes in multiples of 32, and rows that fit a block.
+        With weights that are elements, heads of 64 or 128, RMS norms before attention and SwiGLU and nowhere
+        else, sizes in multiples of 32, and rows that fit a block: on Hopper those of nearly all models, on
+        other GPUs up to a width of 2,400 or so.
         """
         heads = isinstance(layer.mixer, Attention) and layer.mixer.head_dim in _HEADS
         return heads and _is_plain(layer) and FewRows.suits_products(layer, width, formats, hopper=hopper)
@@ -73,12 +80,13 @@ class FewRows:
         """Return whether the kernels take the products of a layer, with norms, whatever mixes its tokens."""
         outputs, ffn = mixer_sizes(layer.mixer).outputs, layer.feed_forward.width
         return (
-            hopper
-            and all(format_.plain for format_ in formats)
+            all(format_.plain for format_ in formats)
             and _has_plain_products(layer)
             and not any(size % _DEPTH for size in (width, outputs, ffn))
-            and (first_sum(_ROWS, width) == width or not mixer_sizes(layer.mixer).controls)
-            and _most_shared(layer, width) <= _MAX_SHARED
+            and (not hopper or first_sum(_ROWS, width) == width or not mixer_sizes(layer.mixer).controls)
+            and _most_shared(layer, width) <= _MOST_SHARED[hopper]
+            # Without `down` the kernels were not measured on Hopper.
+            and (not hopper or _shared(ffn, _ROWS + MAX_ROWS) <= _MOST_SHARED[hopper])
         )
 
     @property
@@ -137,7 +145,7 @@ class FewRows:
         width, inputs = weight.rows, weight.columns
         self._residual(
             (-(-width // _ROWS), 1), _BLOCK, source.address, weight.address, x.address, tokens, width, inputs,
-            first_sum(width, inputs), shared=_shared(inputs, _ROWS + tokens),
+            first_sum(width, inputs) if self._two_sums else inputs, shared=_shared(inputs, _ROWS + tokens),
         )  # fmt: skip
 
     def swiglu(self, x: Buffer, layer: LayerWeights, out: Buffer, tokens: int) -> None:
@@ -185,14 +193,14 @@ def _held(width: int, tokens: int, threads: int) -> int:
     return next((held for held in _HELD if held >= parts), 0) if chunks <= 256 else 0
 
 
-def _groups(width: int, ffn: int, multiprocessors: int) -> int:
+def _groups(width: int, ffn: int, multiprocessors: int, most: int) -> int:
     """Groups of 8 outputs in a block of `few_swiglu`: so many that all blocks run at once, or 1.
 
     1 where they do not fit. Steps of 2 and 4 sequences of a 0.5B took 669 and 750 us with one group in a
     block, 632 and 722 with the 3 that this gives, 660 and 720 with 5, a block a multiprocessor (H200).
     """
     groups = -(-ffn // (_ROWS * _SWIGLU_BLOCKS * multiprocessors))
-    fits = _SWIGLU_BLOCKS * _swiglu_shared(width, groups, MAX_ROWS) <= _MAX_SHARED
+    fits = _SWIGLU_BLOCKS * _swiglu_shared(width, groups, MAX_ROWS) <= most
     return groups if fits and groups <= _MAX_GROUPS else 1
 
 
@@ -207,8 +215,11 @@ def _shared(inputs: int, rows: int) -> int:
 
 
 def _most_shared(layer: LayerSpec, width: int) -> int:
-    """Bytes of shared memory of the largest kernel for a layer, with one group in a block of `few_swiglu`."""
-    plain = (mixer_sizes(layer.mixer).outputs, layer.feed_forward.width, width)
+    """Bytes of shared memory of the largest kernel for a layer, with one group in a block of `few_swiglu`.
+
+    Without the product of the feed-forward network, which `Product`s compute, too.
+    """
+    plain = (mixer_sizes(layer.mixer).outputs, width)
     return max(
         _swiglu_shared(width, 1, MAX_ROWS),
         *(_shared(size, _ROWS + MAX_ROWS) for size in plain),

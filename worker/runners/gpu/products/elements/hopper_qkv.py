@@ -11,6 +11,7 @@ from nightmill.worker.runners.gpu.device.sources import (
     source_of,
 )
 from nightmill.worker.runners.gpu.device.tensor_maps import NO_MAP, TensorMaps
+from nightmill.worker.runners.gpu.kinds import only_rotates
 from nightmill.worker.runners.gpu.kv_cache import LayerCache
 from nightmill.worker.runners.gpu.products.elements.hopper_gemm import Tile, load_tiles
 from nightmill.worker.runners.gpu.shapes import padded_rows
@@ -50,8 +51,7 @@ class HopperQkv:
     def suits(attention: Attention, format_: Format, *, hopper: bool) -> bool:
         """Return whether the kernels take a layer: heads of 64 or 128, only rotated, weights of elements."""
         heads = attention.head_dim in _HEADS
-        only_rotated = attention.qk_norm is None and attention.temperature is None
-        return hopper and heads and only_rotated and format_.plain
+        return hopper and heads and only_rotates(attention) and format_.plain
 
     @classmethod
     def sources(cls, spec: ModelSpec, *, hopper: bool) -> list[Source]:

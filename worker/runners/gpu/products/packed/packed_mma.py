@@ -7,12 +7,12 @@ from functools import partial
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import Module
-from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, Buffer, Format, Matrix
+from nightmill.worker.runners.gpu.device.operands import Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.device.sources import Source, instances, source_of
 from nightmill.worker.runners.gpu.precision import Precision
-from nightmill.worker.runners.gpu.products.packed.packed_rows import RESULTS, packed_formats
+from nightmill.worker.runners.gpu.products.packed.portable import RESULTS, PortablePacked, sources_of
 from nightmill.worker.runners.gpu.rows.activate import Activate
-from nightmill.worker.runners.gpu.shapes import Candidate, Kernel, Kind, Shape
+from nightmill.worker.runners.gpu.shapes import Candidate, Shape
 
 __all__ = ["PACKED_MMA_TILES", "PackedMma", "PackedMmaTile"]
 
@@ -55,7 +55,7 @@ PACKED_MMA_TILES = (
 )
 
 
-class PackedMma:
+class PackedMma(PortablePacked[PackedMmaTile]):
     """Launches `packed_mma.cu` for matrices of these formats.
 
     activate, gate_up  activations by themselves, and room for what they read, elements (rows, 2 F)
@@ -64,7 +64,7 @@ class PackedMma:
     def __init__(
         self, device: Device, formats: Collection[Format], activate: Activate, gate_up: Buffer
     ) -> None:
-        self._activate, self._gate_up = activate, gate_up
+        super().__init__(activate, gate_up)
         self._most_shared = device.features.block_shared
         modules = {format_: Module.of(device, _source(format_)) for format_ in formats}
         self._kernels = {
@@ -72,7 +72,7 @@ class PackedMma:
                 f"packed_mma_{name}_{tile.name}", "PPPiiii", shared=tile.shared(format_), dependent=True
             )
             for format_, module in modules.items()
-            for name in ("elements", "floats", "added")
+            for name in RESULTS
             for tile in PACKED_MMA_TILES
             if tile.shared(format_) <= self._most_shared
         }
@@ -80,7 +80,7 @@ class PackedMma:
     @staticmethod
     def sources(spec: ModelSpec, precision: Precision, *, hopper: bool) -> list[Source]:
         """List the kernel files: one for each format."""
-        return [_source(format_) for format_ in packed_formats(spec, precision, hopper=hopper)]
+        return sources_of(_source, spec, precision, hopper=hopper)
 
     def candidates(self, shape: Shape) -> list[Candidate]:
         """The tiles that are worth timing for a shape, of formats that they fit a block with."""
@@ -100,33 +100,14 @@ class PackedMma:
         heights = {64} if shape.rows <= 64 else {64, 128} if shape.rows <= _MANY_ROWS else {128}
         return fits and tile.rows in heights
 
-    def kernel(self, tile: PackedMmaTile, shape: Shape) -> Kernel:
-        """Bind a tile to a shape."""
-        rows, activation = shape.rows, shape.kind.activation
-        pitch = shape.pitch or shape.outputs
-        if activation is None:
-            return lambda x, weight, y: self._product(tile, shape.kind, x, weight, y.address, rows, pitch)
-        activate, gate_up = self._activate, self._gate_up
-
-        def two_kernels(x: Buffer, weight: Matrix, y: Buffer) -> None:
-            self._product(tile, shape.kind, x, weight, gate_up.address, rows, weight.rows)
-            activate(gate_up, y, rows, activation)
-
-        return two_kernels
-
-    def _product(
-        self, tile: PackedMmaTile, kind: Kind, x: Buffer, weight: Matrix, y: int, rows: int, pitch: int
+    def _launch(
+        self, tile: PackedMmaTile, result: str, part: Matrix, x: int, y: int, rows: int, pitch: int
     ) -> None:
-        """Queue the product, with rows of results that are `pitch` numbers apart."""
-        name = RESULTS.get(kind, "elements")
-        size = (FLOAT if name in RESULTS.values() else ELEMENT).itemsize
-        for part in weight.parts or (weight,):
-            blocks = -(-rows // tile.rows) * -(-part.rows // tile.columns)
-            self._kernels[part.format, name, tile](
-                (blocks, 1), (32 * tile.warps, 1, 1), x.address, part.address, y, rows, part.rows,
-                part.columns, pitch, shared=tile.shared(part.format),
-            )  # fmt: skip
-            y += part.rows * size
+        blocks = -(-rows // tile.rows) * -(-part.rows // tile.columns)
+        self._kernels[part.format, result, tile](
+            (blocks, 1), (32 * tile.warps, 1, 1), x, part.address, y, rows, part.rows, part.columns, pitch,
+            shared=tile.shared(part.format),
+        )  # fmt: skip
 
 
 def _source(format_: Format) -> Source:

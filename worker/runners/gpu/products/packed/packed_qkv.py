@@ -6,6 +6,7 @@ from nightmill.worker.runners.gpu.device.functions import Module
 from nightmill.worker.runners.gpu.device.operands import PANEL_ROWS, Buffer, Format
 from nightmill.worker.runners.gpu.device.sources import Source, instances, rotated, source_of
 from nightmill.worker.runners.gpu.device.tensor_maps import TensorMaps
+from nightmill.worker.runners.gpu.kinds import only_rotates
 from nightmill.worker.runners.gpu.kv_cache import LayerCache
 from nightmill.worker.runners.gpu.precision import Precision
 from nightmill.worker.runners.gpu.products.packed.packed_gemm import PackedTile
@@ -56,10 +57,9 @@ class PackedQkv:
     @staticmethod
     def suits(attention: Attention, formats: _Formats, kv: KvFormat, *, hopper: bool) -> bool:
         """Return whether the kernels take a layer: heads of 64 or 128, only rotated, stored as elements."""
-        only_rotated = attention.qk_norm is None and attention.temperature is None
         plain = attention.head_dim in _HEADS and kv is KvFormat.ELEMENT
         known = len(formats) <= _MOST_FORMATS and all(format_.packed for format_ in formats)
-        return hopper and known and only_rotated and plain
+        return hopper and known and only_rotates(attention) and plain
 
     @classmethod
     def sources(cls, spec: ModelSpec, precision: Precision, *, hopper: bool) -> list[Source]:

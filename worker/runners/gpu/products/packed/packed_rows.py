@@ -6,24 +6,22 @@ from functools import partial
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import Module
-from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, PANEL_ROWS, Buffer, Format, Matrix
+from nightmill.worker.runners.gpu.device.operands import PANEL_ROWS, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.device.sources import Source, source_of
 from nightmill.worker.runners.gpu.precision import Precision
+from nightmill.worker.runners.gpu.products.packed.portable import RESULTS, PortablePacked, sources_of
 from nightmill.worker.runners.gpu.rows.activate import Activate
-from nightmill.worker.runners.gpu.shapes import Candidate, Kernel, Kind, Shape
-from nightmill.worker.runners.gpu.weights.layout import OF_EXPERTS, formats_in
+from nightmill.worker.runners.gpu.shapes import Candidate, Shape
 
-__all__ = ["RESULTS", "PackedRows", "packed_formats"]
+__all__ = ["PackedRows"]
 
 _WARPS = 4
 _DEPTH, _PITCH = 256, 528  # inputs of a step, and bytes that a row of x has of them in shared memory
 _TILES = (1, 2, 4)  # of 16 rows
-RESULTS = {Kind.FLOAT: "floats", Kind.ADDEND: "floats", Kind.RESIDUAL: "added"}
-"""Kernels by what becomes of a product; the others have elements."""
 
 
-class PackedRows:
-    """Launches `packed_rows.cu` for matrices of these formats.
+class PackedRows(PortablePacked[int]):
+    """Launches `packed_rows.cu` for matrices of these formats, in tiles of 16, 32 and 64 rows.
 
     activate, gate_up  activations by themselves, and room for what they read, elements (rows, 2 F)
     """
@@ -31,21 +29,21 @@ class PackedRows:
     def __init__(
         self, device: Device, formats: Collection[Format], activate: Activate, gate_up: Buffer
     ) -> None:
-        self._activate, self._gate_up = activate, gate_up
+        super().__init__(activate, gate_up)
         modules = {format_: Module.of(device, _source(format_)) for format_ in formats}
         self._kernels = {
             (format_, name, tiles): module.function(
                 f"packed_{name}_{tiles}", "PPPiiii", shared=_shared(format_, tiles), dependent=True
             )
             for format_, module in modules.items()
-            for name in ("elements", "floats", "added")
+            for name in RESULTS
             for tiles in _TILES
         }
 
     @staticmethod
     def sources(spec: ModelSpec, precision: Precision, *, hopper: bool) -> list[Source]:
         """List the kernel files: one for each format."""
-        return [_source(format_) for format_ in packed_formats(spec, precision, hopper=hopper)]
+        return sources_of(_source, spec, precision, hopper=hopper)
 
     def candidates(self, shape: Shape) -> list[Candidate]:
         """The kernel for so many rows."""
@@ -57,42 +55,12 @@ class PackedRows:
             Candidate(f"packed rows {tiles}", partial(self.kernel, tiles), lambda to: to.rows <= 16 * tiles)
         ]
 
-    def kernel(self, tiles: int, shape: Shape) -> Kernel:
-        """Bind the kernel of so many tiles to a shape of no more rows."""
-        rows, activation = shape.rows, shape.kind.activation
-        pitch = shape.pitch or shape.outputs
-        if activation is None:
-            return lambda x, weight, y: self._product(tiles, shape.kind, x, weight, y.address, rows, pitch)
-        activate, gate_up = self._activate, self._gate_up
-
-        def two_kernels(x: Buffer, weight: Matrix, y: Buffer) -> None:
-            self._product(tiles, shape.kind, x, weight, gate_up.address, rows, weight.rows)
-            activate(gate_up, y, rows, activation)
-
-        return two_kernels
-
-    def _product(
-        self, tiles: int, kind: Kind, x: Buffer, weight: Matrix, y: int, rows: int, pitch: int
-    ) -> None:
-        """Queue the product, with rows of results that are `pitch` numbers apart."""
-        name = RESULTS.get(kind, "elements")
-        size = (FLOAT if name in RESULTS.values() else ELEMENT).itemsize
-        for part in weight.parts or (weight,):
-            panels = -(-part.rows // PANEL_ROWS)
-            self._kernels[part.format, name, tiles](
-                (-(-panels // _WARPS), 1), (32 * _WARPS, 1, 1), x.address, part.address, y, rows, part.rows,
-                part.columns, pitch, shared=_shared(part.format, tiles),
-            )  # fmt: skip
-            y += part.rows * size
-
-
-def packed_formats(spec: ModelSpec, precision: Precision, *, hopper: bool) -> list[Format]:
-    """The formats that portable kernels multiply as they are; none on Hopper, which has its own."""
-    if hopper or precision.plain_products:
-        return []
-    return [
-        format_ for format_ in sorted(formats_in(spec, precision, but=OF_EXPERTS), key=str) if format_.packed
-    ]
+    def _launch(self, tile: int, result: str, part: Matrix, x: int, y: int, rows: int, pitch: int) -> None:
+        panels = -(-part.rows // PANEL_ROWS)
+        self._kernels[part.format, result, tile](
+            (-(-panels // _WARPS), 1), (32 * _WARPS, 1, 1), x, part.address, y, rows, part.rows, part.columns,
+            pitch, shared=_shared(part.format, tile),
+        )  # fmt: skip
 
 
 def _shared(format_: Format, tiles: int) -> int:

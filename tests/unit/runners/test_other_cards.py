@@ -1,0 +1,137 @@
+"""Every family on other cards than Hopper: a runner launches what such a card has, or says why not before."""
+
+from contextlib import closing
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from nightmill.jobs.errors import RunnerError
+from nightmill.worker.assembly.forecast import card_of
+from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.runners.gpu.catalogue import check_spec, sources_for
+from nightmill.worker.runners.gpu.device.chosen import ChosenGpu
+from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.functions import Module
+from nightmill.worker.runners.gpu.device.known_cards import KNOWN_CARDS, KnownCard
+from nightmill.worker.runners.gpu.device.sources import Source, for_element
+from nightmill.worker.runners.gpu.outlook import kernel_outlook
+from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
+from tests.support.cuda_runners import cuda_runner
+from tests.support.driving import Chunk, Pages
+from tests.support.expert_shapes import EXPERT_SHAPES
+from tests.support.family_cases import FILES
+from tests.support.hybrid_shapes import HYBRID_SHAPES
+from tests.support.latent_shapes import FLASH
+from tests.support.real_models import REAL_MODELS
+from tests.unit.runners.hollow_files import hollow_file, read_nothing, typed
+from tests.unit.runners.recorded_cuda import HOPPER, RecordedDriver, install_uncompiled
+
+CARDS = ("rtx3090", "a100", "rtx4090", "rtx5090")
+WEIGHTS = (WeightsFormat.ELEMENT, WeightsFormat.FILE, WeightsFormat.FP8)
+SPECS = (
+    {name: spec for name, (_, spec) in FILES.items()}
+    | {model.name: model.spec for model in REAL_MODELS}
+    | {name: shape.file()[2] for name, shape in (HYBRID_SHAPES | EXPERT_SHAPES).items()}
+    | {"GLM-4.7-Flash": FLASH.file()[2]}
+)
+SLOTS, CONTEXT = 20, 128
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Source]:
+    """The kernel files that launchers load."""
+    found: list[Source] = []
+    of = Module.of
+
+    def noted(device: Device, source: Source) -> Module:
+        found.append(for_element(source, device.element, device.kv))
+        return of(device, source)
+
+    monkeypatch.setattr(Module, "of", staticmethod(noted))
+    return found
+
+
+@pytest.fixture
+def real(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RecordedDriver:
+    """A Hopper for which nothing is compiled, and weights that nobody reads."""
+    read_nothing(monkeypatch)
+    return install_uncompiled(monkeypatch, tmp_path, HOPPER)
+
+
+def test_each_family_is_computed_or_refused_before_it_is_loaded(
+    real: RecordedDriver, loaded: list[Source]
+) -> None:
+    """Each with a card and a format in turn."""
+    pairs = list(product(CARDS, WEIGHTS))
+    taken = sum(
+        is_computed(real, loaded, name, KNOWN_CARDS[pairs[turn % len(pairs)][0]], pairs[turn % len(pairs)][1])
+        for turn, name in enumerate(SPECS)
+    )
+    assert taken > 0.7 * len(SPECS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("key", "weights"),
+    [*product(("a100", "rtx3090"), WEIGHTS), ("rtx4090", WeightsFormat.FP8)],
+    ids=lambda one: getattr(one, "value", one),
+)
+def test_each_card_computes_or_refuses_each_family(
+    key: str, weights: WeightsFormat, real: RecordedDriver, loaded: list[Source]
+) -> None:
+    taken = [name for name in SPECS if is_computed(real, loaded, name, KNOWN_CARDS[key], weights)]
+    # An RTX 4090 differs from an RTX 3090 by FP8 alone, and an RTX 5090 from both by when kernels start.
+    assert (len(taken) > 0.8 * len(SPECS)) is (
+        weights is not WeightsFormat.FP8 or KNOWN_CARDS[key].features.fp8
+    )
+
+
+def is_computed(
+    driver: RecordedDriver, loaded: list[Source], name: str, card: KnownCard, weights: WeightsFormat
+) -> bool:
+    """Steps of prompts and of drawn tokens, few and more; False if a runner refuses it, as it should."""
+    spec, precision = typed(SPECS[name]), Precision(weights=weights)
+    expected = refusal_of(spec, precision, card)
+    driver.launches.clear()
+    loaded.clear()
+    try:
+        runner = cuda_runner(
+            hollow_file(spec), spec, gpu=ChosenGpu(0, card), slots=SLOTS, context=CONTEXT, kv_pages=SLOTS * 8,
+            max_tokens=1024, graphs=False, tune=False, precision=precision,
+        )  # fmt: skip
+    except RunnerError as error:
+        said = str(error).replace(f" (pretended on recorded, code of {code_of(card)})", "")
+        assert said == expected, f"{name} on {card.name}"
+        return False
+    with closing(runner):
+        pages, tokens = Pages(SLOTS, CONTEXT // 16), [1] * CONTEXT
+        steps = [[Chunk(slot, tokens, 0, 9 + slot) for slot in range(SLOTS)]]
+        steps += [
+            [Chunk(slot, tokens, 60, 1, 1, True) for slot in range(count)] for count in (1, 3, 8, SLOTS)
+        ]
+        for index, step in enumerate(steps):
+            runner.launch(pages.batch(step, admit=index == 0, kinds=runner.page_kinds))
+            runner.collect()
+    case = f"{name} in {weights.value} on {card.name}"
+    assert expected is None, f"{case}: `check` refuses it"
+    listed = {(path, options) for path, options in sources_for(spec, precision, hopper=False)}
+    assert listed.issuperset(loaded), f"{case}: compiled when it is needed, not before"
+    assert not [path for path, _ in loaded if "hopper" in path.stem], case
+    fuses = any(kernel.startswith("few_") for kernel in driver.launches)
+    assert fuses is ("few sequences" in kernel_outlook(spec, precision, hopper=False)), case
+    return True
+
+
+def refusal_of(spec: ModelSpec, precision: Precision, card: KnownCard) -> str | None:
+    """What `check` says of a card that is not there."""
+    try:
+        check_spec(spec, precision, card_of(card))
+    except RunnerError as error:
+        return str(error)
+    return None
+
+
+def code_of(card: KnownCard) -> str:
+    major, minor = min(card.capability, (8, 9))
+    return f"compute_{major}{minor}"
