@@ -189,7 +189,7 @@ _TURN = select(
 
 @cache
 def _unsent_priorities() -> Any:
-    """Return a query for the priorities of rows without a message, highest first, but for interactive ones."""
+    """Return a query for the priorities of rows without a message, highest first; not of interactive ones."""
     unsent = (QUEUED, JobRow.sent_at.is_(None))
     first = select(func.max(JobRow.priority).label("priority"))
     found = first.where(*unsent, JobRow.priority <= HIGHEST_PRIORITY).cte("found", recursive=True)
