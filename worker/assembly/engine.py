@@ -81,6 +81,7 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
                     max_sequences=sequences,
                     token_budget=token_budget,
                     interactive_slots=interactive_slots(sequences),
+                    encodes=spec.encoder is not None,
                     model_context=spec.context_length,
                 ),
                 prefix_sharing=settings.prefix_sharing,
@@ -106,6 +107,8 @@ def _runner(
     if chosen is None:
         sequences = choose_slots(spec, sequences)
         token_budget = REFERENCE.tokens_of_a_step(sequences + STATE_CHUNK)
+        if spec.encoder is not None:
+            token_budget = max(token_budget, context)
         runner = _reference_runner(settings, model, sequences=sequences, context=context)
         return runner, sequences, token_budget
     from nightmill.worker.assembly.forecast import forecast_of

@@ -32,7 +32,7 @@ class Sentence:
 
 
 def write_sentence(settings: Settings, model: LoadedModel) -> Sentence:
-    """Have the model write a sentence. Raises NightmillError as `build_engine` does."""
+    """Have the model write a sentence, or embed one. Raises NightmillError as `build_engine` does."""
     parameters = model.spec.parameters
     if gpu_index(settings) is None and parameters > _MOST_WITH_NUMPY:
         return Sentence(
@@ -50,8 +50,9 @@ def write_sentence(settings: Settings, model: LoadedModel) -> Sentence:
     except RunnerError as error:
         return Sentence(None, f"none is written: {error}")
     params = GenerationParams(max_tokens=min(_TOKENS, max(1, context - len(prompt))), temperature=0.0)
+    embeds = range(1) if engine.encodes else None
     try:
-        engine.submit(Request("check", 1, prompt, params, 0))
+        engine.submit(Request("check", 1, prompt, params, 0, embeds=embeds))
         done = []
         while engine.has_work:
             done += engine.step()
@@ -60,6 +61,8 @@ def write_sentence(settings: Settings, model: LoadedModel) -> Sentence:
     (completion,) = done
     if completion.stop_reason is StopReason.ERROR:
         return Sentence(False, f"the model writes nothing: {completion.error}")
+    if completion.embedding is not None:
+        return Sentence(True, f'embeds "{_PLAIN}" as {model.spec.width:,} numbers')
     text = completion.text.strip()
     shown = f"“{printable(text)}”" if text else "nothing at all"
     return Sentence(bool(text) or None, f"{about} {shown} ({completion.stop_reason})", completion.text)

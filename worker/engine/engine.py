@@ -61,6 +61,9 @@ _NO_EMBEDDINGS = (
     "embed: this worker computes no embeddings on its GPU: start another with --reference, which computes "
     "with NumPy"
 )
+_NO_TEXTS = (
+    "model: this is an encoder, which embeds texts and writes none: give rows with embed, or another model"
+)
 _NOT_COMPILED = "what the answer must be was not compiled: a fault of the worker, retry the job"
 
 
@@ -99,6 +102,13 @@ class Engine:
         grid, needs = runner.prompt_grid, self._pool.needs
         if grid > 1 and (not runner.snapshots or grid % needs.segment):
             prefix_sharing = False
+        if sizes.encodes:  # a token's keys hang on those behind it
+            prefix_sharing = False
+            if sizes.token_budget < context_length:
+                raise ValueError(
+                    f"{sizes.token_budget} tokens a step have no room for a text of {context_length}"
+                )
+        self.encodes = sizes.encodes
         self._runner = runner
         self._max_sequences = max_sequences
         self._text_stream = text_stream = text.text_stream
@@ -114,12 +124,13 @@ class Engine:
         self._metering = metering or Metering(None, time.monotonic)
         # Of the runner's snapshots, drafts have some to take states back from. Where windows give pages back,
         # the tokens that are computed again then may need them.
-        drafting = drafts is not Drafts.OFF and not (grid > 1 and needs.windowed)
+        drafting = drafts is not Drafts.OFF and not sizes.encodes and not (grid > 1 and needs.windowed)
         places = min(MOST_SEQUENCES, runner.snapshots // 2) if drafting and grid > 1 else 0
         self._scheduler = Scheduler(
             self._pool, max_sequences=max_sequences, token_budget=sizes.token_budget,
             prefix_sharing=prefix_sharing, interactive_slots=sizes.interactive_slots,
-            max_given=max(1, runner.max_draws - max_sequences), prompt_grid=runner.prompt_grid,
+            max_given=max(1, runner.max_draws - max_sequences),
+            prompt_grid=0 if sizes.encodes else runner.prompt_grid,
             snapshots=runner.snapshots - places,
         )  # fmt: skip
         self._drafter: Drafter | None = None
@@ -158,6 +169,8 @@ class Engine:
         fault = self._limits.fault(request.prompt_ids, params, request.generated_ids, draws=draws)
         if fault is None and embeds and not self._runner.embeds:
             fault = _NO_EMBEDDINGS
+        if fault is None and self.encodes and not embeds:
+            fault = _NO_TEXTS
         if fault is None and request.constrained is not None and request.constraint is None:
             fault = _NOT_COMPILED
         if fault is not None:

@@ -30,6 +30,7 @@ class EngineSizes:
     max_sequences      most sequences computed at once; at most `runner.slots`
     token_budget       most tokens computed in one step; at least `max_sequences`
     interactive_slots  of `max_sequences`, those that only interactive requests may have
+    encodes            the model is an encoder: prompts are computed whole, and nothing is drawn
     model_context      most tokens that the model was made for, where known; what errors may advise
     """
 
@@ -37,4 +38,5 @@ class EngineSizes:
     max_sequences: int
     token_budget: int
     interactive_slots: int = 0
+    encodes: bool = False
     model_context: int | None = None

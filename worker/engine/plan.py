@@ -102,6 +102,11 @@ def next_chunk(sequence: Sequence, budget: int, spare: int, given: int, grid: in
     return chunk
 
 
+def whole_prompt(sequence: Sequence, budget: int) -> Chunk:
+    """Return the whole prompt of a sequence as a chunk, or an empty one if `budget` has no room for it."""
+    return Chunk(sequence, 0, sequence.prompt_length if sequence.prompt_length <= budget else 0)
+
+
 def _on_grid(sequence: Sequence, length: int, grid: int) -> int:
     """The length of a piece of the prompt, less what it goes beyond a multiple of `grid`."""
     end = sequence.computed + length

@@ -23,7 +23,8 @@ def probe(engine: Engine, vocab: int) -> None:
     for number in range(PROMPTS):
         first = number * TOKENS
         tokens = tuple((first + place) * step % vocab for place in range(TOKENS))
-        engine.submit(Request(f"probe {number}", 1, tokens, params, seed=0))
+        embeds = range(1) if engine.encodes else None
+        engine.submit(Request(f"probe {number}", 1, tokens, params, seed=0, embeds=embeds))
     reasons = []
     while engine.has_work:
         reasons += [completion.stop_reason for completion in engine.step()]

@@ -31,7 +31,7 @@ from itertools import takewhile
 from nightmill.worker.engine.drafting import Draft, Drafter
 from nightmill.worker.engine.kv_cache import CacheIntegrityError, PagePool
 from nightmill.worker.engine.page_tables import KindTable
-from nightmill.worker.engine.plan import Chunk, StepPlan, next_chunk
+from nightmill.worker.engine.plan import Chunk, StepPlan, next_chunk, whole_prompt
 from nightmill.worker.engine.prefix_tree import PrefixNode
 from nightmill.worker.engine.request import Sequence, SequenceState
 from nightmill.worker.engine.sharing import PrefixSharing
@@ -52,8 +52,9 @@ class Scheduler:
 
     `token_budget` bounds the tokens of a step and must cover one token of each of `max_sequences`.
     `max_given`: tokens of prompts that a step may be asked about if all sequences draw. `prompt_grid`: pieces
-    of a prompt end at multiples of so many positions, or with it. `snapshots`: of states that the runner
-    keeps. `collected` is the number of the newest launch that is over; launches are numbered from 1.
+    of a prompt end at multiples of so many positions, or with it; 0: it is computed in one step.
+    `snapshots`: of states that the runner keeps. `collected` is the number of the newest launch that is over;
+    launches are numbered from 1.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Scheduler:
         self._max_sequences = max_sequences
         self._max_given = max_given
         self._grid = prompt_grid
+        self._whole_prompts = prompt_grid == 0
         self._waiting: list[tuple[Rank, Sequence]] = []  # a heap; may hold finished sequences
         self._waiting_count = 0
         self._running: list[Sequence] = []  # by rank
@@ -192,7 +194,10 @@ class Scheduler:
         for sequence in [sequence for sequence in self._running if not sequence.decoding]:
             if budget < 1:
                 break
-            chunk = next_chunk(sequence, budget, spare, given, self._grid)
+            if self._whole_prompts:
+                chunk = whole_prompt(sequence, budget)
+            else:
+                chunk = next_chunk(sequence, budget, spare, given, self._grid)
             if not chunk.length:
                 continue
             if self._sharing is not None:
@@ -239,6 +244,8 @@ class Scheduler:
 
         They are limited while there are interactive sequences, and for some steps afterwards.
         """
+        if self._whole_prompts:
+            return tokens
         if self._interactive:
             self._linger = LINGER_STEPS
         elif self._linger:

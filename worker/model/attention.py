@@ -27,7 +27,7 @@ class Temperature:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """Causal self-attention; query head h reads KV head h // (heads // kv_heads)."""
+    """Self-attention; query head h reads KV head h // (heads // kv_heads)."""
 
     heads: int
     kv_heads: int
@@ -49,6 +49,7 @@ class Attention:
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     value_norm: Norm | None = None  # of each head's value, without weights
     values_are_keys: bool = False  # values are what keys are before norm and rotation
+    causal: bool = True  # if not, tokens see those behind them, and of a window a half to each side
     keys_of: int | None = None  # the layer whose keys and values it reads, and makes none; None: its own
 
     title: ClassVar = "attention"

@@ -16,6 +16,8 @@ class Activation(StrEnum):
     """x / (1 + exp(-x))"""
     GELU = "gelu"
     """x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))"""
+    GELU_ERF = "gelu_erf"
+    """x / 2 (1 + erf(x / sqrt(2)))"""
     RELU_SQUARED = "relu_squared"
     """max(x, 0)^2"""
     CLAMPED_SWIGLU = "clamped_swiglu"

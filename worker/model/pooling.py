@@ -13,22 +13,26 @@ class Pooling(StrEnum):
 
     last  that of the last token
     mean  those of all tokens
+    cls   that of the first token, of encoders, where it sees all others
     """
 
     LAST = "last"
     MEAN = "mean"
+    CLS = "cls"
 
     def places(self, tokens: int) -> range:
         """The places of the states, in a text of so many tokens."""
+        if self is Pooling.CLS:
+            return range(1)
         return range(0 if self is Pooling.MEAN else tokens - 1, tokens)
 
 
-_BY_NUMBER: Final = {1: Pooling.MEAN, 3: Pooling.LAST}
-# Not said; each token's own; that of the first token, which sees no other here; rank, which is one number.
-_NO_EMBEDDINGS: Final = (-1, 0, 2, 4)
+_BY_NUMBER: Final = {1: Pooling.MEAN, 2: Pooling.CLS, 3: Pooling.LAST}
+# Not said; each token's own; rank, which is one number.
+_NO_EMBEDDINGS: Final = (-1, 0, 4)
 
 
-def pooling_of(file: GgufFile, family: str) -> Pooling | None:
+def pooling_of(file: GgufFile, family: str, *, encodes: bool = False) -> Pooling | None:
     """The pooling that a file's `pooling_type` names, in llama.cpp's numbers; None if it makes no embeddings.
 
     Raises ModelFileError for a number that nobody has given a meaning.
@@ -37,4 +41,6 @@ def pooling_of(file: GgufFile, family: str) -> Pooling | None:
     number = file.integer(name, minimum=-1, default=0)
     if number not in _BY_NUMBER and number not in _NO_EMBEDDINGS:
         file.fail(f"{name}: is {number}, expected 0 to 4")
-    return _BY_NUMBER.get(number)
+    pooling = _BY_NUMBER.get(number)
+    # A decoder's first token sees no other.
+    return None if pooling is Pooling.CLS and not encodes else pooling

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from nightmill.worker.model.attention import Attention, Temperature
+from nightmill.worker.model.encoder import Encoder
 from nightmill.worker.model.experts import Experts, RouterScores
 from nightmill.worker.model.feed_forward import NO_FEED_FORWARD, Activation, FeedForward
 from nightmill.worker.model.latent import LatentAttention
@@ -25,7 +26,7 @@ from nightmill.worker.model.states import GatedDeltaNet, Mamba2, ShortConv, Stat
 from nightmill.worker.model.weights import Norm, Role, Shape, Weight, Weights, stack
 
 __all__ = [
-    "NO_FEED_FORWARD", "Activation", "Attention", "Experts", "FeedForward", "GatedDeltaNet",
+    "NO_FEED_FORWARD", "Activation", "Attention", "Encoder", "Experts", "FeedForward", "GatedDeltaNet",
     "LatentAttention", "LayerInputs", "LayerSpec", "Mamba2", "Mixer", "ModelSpec", "Norm", "Pooling", "Role",
     "RouterScores", "Shape", "ShortConv", "StateArray", "Temperature", "Weight",
 ]  # fmt: skip
@@ -41,12 +42,14 @@ class LayerSpec:
     """
 
     attention_norm: Norm | None  # before the mixer, whichever it is
+    attention_norm_name: str = "attn_norm"  # in the file
     mixer: Mixer | None
     attention_post_norm: Norm | None = None
     feed_forward_norm: Norm | None
     feed_forward_norm_name: str = "ffn_norm"  # in the file
     feed_forward: FeedForward | Experts
     feed_forward_post_norm: Norm | None = None
+    norms_behind: bool = False  # x = norm(x + mixer(x)): both norms come behind what is added
     residual_scale: float = 1.0
     parallel: bool = False  # the feed-forward network reads what attention reads: attention's norm
     inputs: LayerInputs | None = None  # all layers of a model have the same, or none
@@ -83,7 +86,7 @@ class LayerSpec:
             return {} if norm is None else norm.weights(role, name, width)
 
         return (
-            norm(self.attention_norm, Role.ATTN_NORM, "attn_norm")
+            norm(self.attention_norm, Role.ATTN_NORM, self.attention_norm_name)
             | ({} if self.mixer is None else self.mixer.weights(width))
             | norm(self.attention_post_norm, Role.ATTN_POST_NORM, "post_attention_norm")
             | norm(self.feed_forward_norm, Role.FFN_NORM, self.feed_forward_norm_name)
@@ -96,7 +99,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """One decoder-only transformer."""
+    """One transformer: a decoder, or an encoder."""
 
     family: str  # `general.architecture`
     name: str
@@ -112,6 +115,7 @@ class ModelSpec:
     logit_softcap: float | None = None  # after the scale
     suppressed: tuple[int, ...] = ()  # tokens that are never drawn: their logits are -inf
     overflows_half: bool = False  # trained in BF16, with activations beyond 65,504
+    encoder: Encoder | None = None  # None: it is a decoder
     pooling: Pooling | None = None  # of embeddings; None: it was not made for them
     tensor_types: Mapping[str, str] = field(default_factory=dict, compare=False)
     """GGUF's names of the types of the file's tensors, by name; empty if no file was read."""
@@ -196,6 +200,8 @@ class ModelSpec:
         weights = {Role.EMBEDDING: stack({"token_embd.weight": table})}
         if (inputs := self.layer_inputs) is not None:
             weights |= inputs.model_weights(self.width, self.vocab, len(self.layers))
+        if self.encoder is not None:
+            weights |= self.encoder.weights(self.width)
         weights |= self.output_norm.weights(Role.OUTPUT_NORM, self.output_norm_name, self.width)
         if not self.tied_head:
             weights[Role.HEAD] = stack({"output.weight": table})

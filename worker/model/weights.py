@@ -13,6 +13,11 @@ class Role(StrEnum):
     """The function of a weight in the model. The bias of a norm is called after the norm."""
 
     EMBEDDING = "embedding"
+    POSITIONS = "positions"
+    TEXT_TYPES = "text_types"
+    """Kinds of texts, of which each token takes the first."""
+    EMBEDDING_NORM = "embedding_norm"
+    EMBEDDING_NORM_BIAS = "embedding_norm_bias"
     ATTN_NORM = "attn_norm"
     ATTN_NORM_BIAS = "attn_norm_bias"
     QKV = "qkv"

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openai
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,8 +16,9 @@ from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.main import main
 from nightmill.worker.commands.process import running_worker
 from tests.integration.worker.conftest import on_sqlite
+from tests.support.encoder_models import write_bert
 from tests.support.ggufs import write_model
-from tests.support.servers import worker_env
+from tests.support.servers import http_server, worker_env
 
 pytestmark = pytest.mark.heavy
 WORDS = ("night", "mill", "river", "wheel", "grain", "stone")
@@ -72,3 +74,40 @@ def test_texts_are_embedded_through_every_door(
         json.loads(line)["embedding"] for line in (tmp_path / "plain.out.jsonl").read_text().splitlines()
     ]
     assert {len(mean) for mean in means} == {8} and means[3] != embeddings[3, :8].tolist()
+
+
+@on_sqlite
+def test_an_encoder_embeds_and_writes_no_texts(
+    quick: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_bert(tmp_path / "model.gguf")
+    settings = quick.model_copy(update={"reference": True, "model": model})
+    for name, value in worker_env(settings).items():
+        monkeypatch.setenv(name, value)
+    texts = ["The night, the mill.", "a river", "milling grains " * 10]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"embed": text}) for text in texts))
+    with Client(settings) as client, running_worker(client, tmp_path / "worker.log", ["--name", "bert"]):
+        run("run", tmp_path / "rows.jsonl", "-o", tmp_path / "out.jsonl")
+        cls, mean = (client.embed_many(texts, timeout=60, pooling=pooling) for pooling in (None, "mean"))
+        (batch,) = client.list_batches()
+        assert client.verify(batch.name, sample=3, timeout=60).equal
+        spoken = client.enqueue("The night")
+        client.wait(spoken, timeout=60)
+        assert "this is an encoder, which embeds texts and writes none" in str(client.get(spoken).error)
+        too_long = client.enqueue("the " * 200, embed=True)
+        client.wait(too_long, timeout=60)
+        assert "the text to embed has 202 tokens" in str(client.get(too_long).error)
+        served = settings.model_copy(update={"model": None, "reference": False})
+        with http_server(served, tmp_path / "server.log") as url:
+            asked = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+            answer = asked.embeddings.create(model="bert", input=texts, dimensions=8)
+            with pytest.raises(openai.OpenAIError, match="this is an encoder"):
+                asked.completions.create(model="bert", prompt="The night")
+    said = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row["prompt_tokens"] for row in said] == [8, 4, 42]  # [CLS] and [SEP] among them
+    np.testing.assert_array_equal(np.array([row["embedding"] for row in said], dtype=np.float32), cls)
+    assert cls != mean
+    cut = np.array(cls)[:, :8] / np.linalg.norm(np.array(cls)[:, :8], axis=1, keepdims=True)
+    np.testing.assert_allclose([one.embedding for one in answer.data], cut, atol=1e-6)
+    checked = run("check", model, "--pretend", "rtx4090").output
+    assert 'embeds "The sea is" as 32 numbers' in checked and "kernels do not take an encoder" in checked

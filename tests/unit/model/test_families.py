@@ -210,7 +210,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"metadata": {"qwen2.attention.sliding_window": 64}},
         "sliding_window: sliding-window attention",
     ),
-    "encoder": ({"metadata": {"qwen2.attention.causal": False}}, "attention.causal: this is an encoder"),
+    "encoder": (
+        {"metadata": {"qwen2.attention.causal": False}},
+        "attention.causal: encoders of this family are not supported",
+    ),
     "rotation past the head": (
         {"metadata": {"qwen2.rope.dimension_count": 18}},
         "qwen2.rope.dimension_count: is 18, expected 1 to 16",

@@ -7,6 +7,7 @@ from typing import Final
 from nightmill.worker.model.families.checks import check_tensors
 from nightmill.worker.model.families.cohere import cohere2, command_r
 from nightmill.worker.model.families.deepseek2 import deepseek2
+from nightmill.worker.model.families.encoders import bert, modern_bert, nomic_bert
 from nightmill.worker.model.families.ernie4_5 import ernie4_5, ernie4_5_moe
 from nightmill.worker.model.families.exaone4 import exaone4
 from nightmill.worker.model.families.gemma import gemma2, gemma3
@@ -72,6 +73,9 @@ FAMILIES: Final[dict[str, Callable[[Keys], ModelSpec]]] = {
     "ernie4_5-moe": ernie4_5_moe,
     "qwen3next": qwen3next,
     "deepseek2": deepseek2,
+    "bert": bert,
+    "nomic-bert": nomic_bert,
+    "modern-bert": modern_bert,
 }
 """By `general.architecture`."""
 
@@ -93,4 +97,4 @@ def read_spec(file: GgufFile) -> ModelSpec:
     keys.refuse_other_arithmetic()
     check_tensors(file, spec, keys.skipped)
     types = {name: tensor.kind.name for name, tensor in file.tensors.items()}
-    return replace(spec, tensor_types=types, pooling=pooling_of(file, name))
+    return replace(spec, tensor_types=types, pooling=pooling_of(file, name, encodes=spec.encoder is not None))

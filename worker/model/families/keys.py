@@ -88,8 +88,9 @@ class Keys:
             value = neutral if key in self._read else file.number(self.name(key), default=neutral)
             if value != neutral:
                 file.fail(f"{self.name(key)}: {value:g} asks for arithmetic that is not supported")
-        if not file.boolean(self.name("attention.causal"), default=True):
-            file.fail(f"{self.name('attention.causal')}: this is an encoder, it cannot generate text")
+        causal = "attention.causal"
+        if causal not in self._read and not file.boolean(self.name(causal), default=True):
+            file.fail(f"{self.name(causal)}: encoders of this family are not supported")
         sections = "rope.dimension_sections"
         if sections not in self._read and file.is_array(self.name(sections)):
             file.fail(f"{self.name(sections)}: the rotation of images is not supported")
@@ -313,6 +314,10 @@ class Keys:
         if value_length != head_dim:
             file.fail(f"{values}: {value_length} differs from the keys' {head_dim}, which is not supported")
         return head_dim
+
+    def rows(self, tensor: str) -> int:
+        """The rows of a table, which must be there."""
+        return self._rows(tensor)
 
     def _rows(self, tensor: str) -> int:
         info = self.file.tensors.get(tensor)

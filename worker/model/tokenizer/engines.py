@@ -12,14 +12,16 @@ from tokenizers import models, normalizers, pre_tokenizers
 
 from nightmill.jobs.errors import ModelFileError
 from nightmill.worker.model.gguf.file import GgufFile
-from nightmill.worker.model.tokenizer.pre_tokenizers import PreTokenizer, pre_tokenizer_of
-from nightmill.worker.model.tokenizer.vocabulary import Vocabulary, byte_alphabet
+from nightmill.worker.model.tokenizer.pre_tokenizers import WORD_PIECE, PreTokenizer, pre_tokenizer_of
+from nightmill.worker.model.tokenizer.vocabulary import SPACE, Vocabulary, byte_alphabet
 
 __all__ = ["MAX_SQUARES", "build_engine", "splitter"]
 
 THREADS: Final = 4
 """Threads that tokenise, unless RAYON_NUM_THREADS says otherwise. The library would take all cores in every
 worker of a host, and the engine and the client need theirs; one reads 600,000 tokens of Qwen2's a second."""
+_INSIDE: Final = "##"
+"""What WordPiece's tokens begin with inside of words."""
 MAX_SQUARES: Final = 1 << 26
 """Every way to split a SentencePiece token is tried, which costs the square of its length: this is the most
 that the squares may add up to. Llama 2's 32,000 tokens have 2**20; Qwen2's 151,936 would have 2**23."""
@@ -30,6 +32,8 @@ def build_engine(file: GgufFile, vocabulary: Vocabulary) -> tokenizers.Tokenizer
     # Rayon, which the library computes with, reads it when it first needs its threads.
     os.environ.setdefault("RAYON_NUM_THREADS", str(min(THREADS, os.cpu_count() or 1)))
     how = pre_tokenizer_of(file)
+    if file.string("tokenizer.ggml.model") == WORD_PIECE:
+        return _word_piece_engine(file, vocabulary)
     if how is None:
         return _sentencepiece_engine(file, vocabulary)
     return _word_engine(file, vocabulary, how)
@@ -66,6 +70,31 @@ def _word_engine(file: GgufFile, vocabulary: Vocabulary, how: PreTokenizer) -> t
     if how.byte_alphabet:
         steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
     engine.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    return engine
+
+
+def _word_piece_engine(file: GgufFile, vocabulary: Vocabulary) -> tokenizers.Tokenizer:
+    """BERT's: words without accents in small letters, each cut into the longest tokens from its beginning.
+
+    As llama.cpp does; a file says nothing of capital letters.
+    """
+    key = "tokenizer.ggml.unknown_token_id"
+    unknown = file.integer(key, minimum=0, maximum=len(vocabulary.tokens) - 1)
+    pieces = {
+        text[1:] if text.startswith(SPACE) else f"{_INSIDE}{text}": index
+        for text, index in vocabulary.ordinary().items()
+    }
+    word = vocabulary.text_of(unknown)
+    engine = tokenizers.Tokenizer(models.WordPiece(vocab=pieces | {word: unknown}, unk_token=word))
+    engine.normalizer = normalizers.Sequence(
+        [
+            normalizers.Replace(SPACE, " "),
+            normalizers.BertNormalizer(
+                clean_text=True, handle_chinese_chars=True, strip_accents=True, lowercase=True
+            ),
+        ]
+    )
+    engine.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     return engine
 
 

@@ -14,7 +14,7 @@ from nightmill.jobs.errors import InvalidPromptError
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.tokenizer.engines import build_engine
 from nightmill.worker.model.tokenizer.finding import matcher
-from nightmill.worker.model.tokenizer.pre_tokenizers import pre_tokenizer_of
+from nightmill.worker.model.tokenizer.pre_tokenizers import WORD_PIECE, pre_tokenizer_of
 from nightmill.worker.model.tokenizer.stream import TextStream
 from nightmill.worker.model.tokenizer.vocabulary import SPACE, Vocabulary
 
@@ -68,12 +68,16 @@ class Tokenizer:
         if add_bos and vocabulary.bos_id is None:
             file.fail("tokenizer.ggml.bos_token_id: is missing, but add_bos_token asks for it")
         wanted = (how is None or how.starts_with_bos) if add_bos is None else add_bos
-        prefix = how is None and file.boolean("tokenizer.ggml.add_space_prefix", default=True)
+        encodes = file.string("tokenizer.ggml.model") == WORD_PIECE
+        prefix = how is None and not encodes and file.boolean("tokenizer.ggml.add_space_prefix", default=True)
         # Phi-3's own tokenizer declares its tokens so (`rstrip`), which a GGUF file cannot say.
         strips = how is None and file.string("general.architecture", default="") == "phi3"
         with_bos = wanted and vocabulary.bos_id is not None
         made = cls(vocabulary, engine, add_bos=with_bos, space_prefix=prefix, strips=strips)
-        if file.boolean("tokenizer.ggml.add_eos_token", default=False):
+        # Texts of WordPiece end with it whatever the file says.
+        if encodes or file.boolean("tokenizer.ggml.add_sep_token", default=False):
+            made.end_id = _separator(file, vocabulary)
+        elif file.boolean("tokenizer.ggml.add_eos_token", default=False):
             made.end_id = vocabulary.eos_id
         return made
 
@@ -193,3 +197,12 @@ class Tokenizer:
     def stream(self, *, continues: bool = False) -> TextStream:
         """Decode token by token; the parts join to what `decode` gives for the same ids."""
         return TextStream(self.vocabulary, strip_space=self._space_prefix and not continues)
+
+
+def _separator(file: GgufFile, vocabulary: Vocabulary) -> int:
+    """The token that texts of an encoder end with."""
+    key = "tokenizer.ggml.seperator_token_id"  # spelt so by llama.cpp
+    found = file.integer(key, default=vocabulary.eos_id)
+    if found is None or not 0 <= found < len(vocabulary.tokens):
+        file.fail(f"{key}: is {found}, expected one of {len(vocabulary.tokens)} tokens")
+    return found

@@ -15,7 +15,7 @@ from gguf import TokenType
 
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.tokenizer.ends import DECLARED_ENDS, ends_by_text, without_steps
-from nightmill.worker.model.tokenizer.pre_tokenizers import pre_tokenizer_of
+from nightmill.worker.model.tokenizer.pre_tokenizers import WORD_PIECE, pre_tokenizer_of
 
 MAX_SPECIAL: Final = 1 << 18
 """Characters of all control and user-defined tokens, which are looked for in every text (Llama 3: 7,498)."""
@@ -98,6 +98,8 @@ class Vocabulary:
             return file.integer(key, default=None)
 
         bos_id, eos_id = declared("bos"), declared("eos")
+        if bos_id is None and file.string("general.architecture", default="").endswith(WORD_PIECE):
+            bos_id = declared("cls")  # of encoders
         ends = {end for end in map(declared, DECLARED_ENDS) if end is not None}
         kinds = [int(TokenType.NORMAL)] * len(tokens) if types is None else types
         for index, text in enumerate(tokens):

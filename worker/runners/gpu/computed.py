@@ -21,6 +21,8 @@ def refusal(spec: ModelSpec) -> str | None:
 
 def _lacking(spec: ModelSpec) -> Iterator[str]:
     """List what whole layers have that no kernel computes."""
+    if spec.encoder is not None:
+        yield "an encoder, whose tokens see those behind them"
     if any(layer.inputs is not None for layer in spec.layers) and spec.layer_inputs is None:
         yield "some layers with inputs of their own"
 

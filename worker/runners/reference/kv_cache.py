@@ -1,6 +1,6 @@
 """The reference runner's KV cache: where a step's tokens read and write it, and attention over it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -139,6 +139,8 @@ class ReferenceKvCache:
                 q[single, None], keys, values, kind.single_rows, positions[single, None], how
             )[:, 0]
         for part, rows in zip(places.chunks, kind.chunk_rows, strict=True):
+            if not how.causal:  # the chunk is a whole text
+                how = replace(how, until=int(positions[part][-1]) + 1)
             chunk = ops.paged_attention(q[None, part], keys, values, rows, positions[None, part], how)
             mixed[part] = chunk[0]
         return mixed

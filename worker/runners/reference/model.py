@@ -17,6 +17,7 @@ from nightmill.worker.model.rope import Rope, RopeStyle
 from nightmill.worker.model.spec import (
     Activation,
     Attention,
+    Encoder,
     Experts,
     FeedForward,
     LatentAttention,
@@ -44,6 +45,8 @@ _ACTIVATIONS = {
     (Activation.SILU, False): ops.silu,
     (Activation.GELU, True): ops.geglu,
     (Activation.GELU, False): ops.gelu,
+    (Activation.GELU_ERF, True): ops.geglu_erf,
+    (Activation.GELU_ERF, False): ops.gelu_erf,
     (Activation.RELU_SQUARED, True): ops.reglu_squared,
     (Activation.RELU_SQUARED, False): ops.relu_squared,
     (Activation.CLAMPED_SWIGLU, True): ops.clamped_swiglu,
@@ -89,10 +92,16 @@ class ReferenceModel:
             for rope, frequencies in self._frequencies.items()
         }
         x: ops.FloatArray = _scaled(ops.embedding(self._embedding, tokens), self._spec.embedding_scale)
+        if self._spec.encoder is not None:
+            x = self._embedded(self._spec.encoder, x, places.positions)
         self._report("embedding", x)
         inputs = self._inputs_of_layers(tokens, x)
         for index, layer in enumerate(self._spec.layers):
             weights = self._layers[index]
+            if layer.norms_behind:
+                x = self._post_normed(index, x, places, flow, rotations)
+                self._report(f"layer.{index}", x)
+                continue
             if layer.mixer is not None:
                 normed = _norm(layer.attention_norm, x, weights, Role.ATTN_NORM)
                 added = self._mix(index, layer.mixer, weights, normed, places, flow, rotations)
@@ -112,6 +121,27 @@ class ReferenceModel:
         x = _norm(self._spec.output_norm, x, self._outside, Role.OUTPUT_NORM)
         self._report("norm", x)
         return x
+
+    def _embedded(
+        self, encoder: Encoder, x: ops.FloatArray, positions: npt.NDArray[np.int32]
+    ) -> ops.FloatArray:
+        """Add the rows of an encoder's tables to its tokens', and norm the sums."""
+        if encoder.token_types:
+            x = x + self._outside[Role.TEXT_TYPES][0]
+        if encoder.positions:
+            x = x + self._outside[Role.POSITIONS][positions]
+        return _norm(encoder.norm, x, self._outside, Role.EMBEDDING_NORM)
+
+    def _post_normed(
+        self, index: int, x: ops.FloatArray, places: Places, flow: Flow, rotations: Rotations
+    ) -> ops.FloatArray:
+        """A layer whose norms come behind what is added."""
+        layer, weights = self._spec.layers[index], self._layers[index]
+        assert layer.mixer is not None
+        mixed = self._mix(index, layer.mixer, weights, x, places, flow, rotations)
+        x = _norm(layer.attention_norm, x + mixed, weights, Role.ATTN_NORM)
+        added = self._feed_forward(index, layer.feed_forward, weights, x, x)
+        return _norm(layer.feed_forward_norm, x + added, weights, Role.FFN_NORM)
 
     def logits(self, hidden: ops.FloatArray) -> FloatArray:
         """Logits (R, vocab) of normed hidden states (R, width)."""
@@ -195,7 +225,9 @@ class ReferenceModel:
         q = turned(q, heads, Role.Q_NORM)
         if attention.temperature is not None:
             q = q * attention.temperature.factors(places.positions)[:, None, None].astype(q.dtype)
-        how = ops.Scores(attention.scale, attention.softcap, attention.window, weights.get(Role.SINKS))
+        how = ops.Scores(
+            attention.scale, attention.softcap, attention.window, weights.get(Role.SINKS), attention.causal
+        )
         read = index if attention.keys_of is None else attention.keys_of
         mixed = self._cache.attend(read, q, places, how)
         if attention.gated:

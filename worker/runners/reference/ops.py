@@ -143,6 +143,25 @@ def gelu(x: FloatArray) -> FloatArray:
     return result
 
 
+def gelu_erf(x: FloatArray) -> FloatArray:
+    """x / 2 (1 + erf(x / sqrt(2))); erf by Abramowitz and Stegun 7.1.26, within 1.5e-7."""
+    kind = x.dtype.type
+    z = np.abs(x) * kind(math.sqrt(0.5))
+    t = 1 / (1 + kind(0.3275911) * z)
+    series = np.full_like(x, 1.061405429)
+    for coefficient in (-1.453152027, 1.421413741, -0.284496736, 0.254829592):
+        series = series * t + kind(coefficient)
+    erf = np.copysign(1 - series * t * np.exp(-z * z), x)
+    result: FloatArray = kind(0.5) * x * (1 + erf)
+    return result
+
+
+def geglu_erf(gate_up: FloatArray) -> FloatArray:
+    """gelu_erf(gate) * up of (T, 2 F), gate first."""
+    gate, up = np.split(gate_up, 2, axis=-1)
+    return gelu_erf(gate) * up
+
+
 def swiglu(gate_up: FloatArray) -> FloatArray:
     """silu(gate) * up of (T, 2 F), gate first (Shazeer 2020)."""
     gate, up = np.split(gate_up, 2, axis=-1)
@@ -182,12 +201,15 @@ class Scores:
     """Scaling, capping and windowing of attention scores, as `worker.model.spec.Attention` says.
 
     sinks  (H,) scores that each head's softmax has beside, without values
+    causal if not, each query sees the first `until` keys, of a window a half to each side
     """
 
     scale: float | None = None
     softcap: float | None = None
     window: int | None = None
     sinks: FloatArray | None = None
+    causal: bool = True
+    until: int = 0
 
 
 def attention(
@@ -223,8 +245,10 @@ def attention(
     seen[:, :rows] = np.repeat(visible, shared, axis=1)
     seen = seen.reshape(groups, 1, row_tiles, 1, ROW_TILE, 1)
     places = np.arange(length).reshape(key_tiles, 1, KEY_TILE)
-    hidden = places >= seen
-    if how.window is not None:
+    hidden = places >= (seen if how.causal else how.until)
+    if how.window is not None and not how.causal:
+        hidden = hidden | (np.abs(places - (seen - 1)) > how.window // 2)
+    elif how.window is not None:
         hidden |= places < seen - how.window
     np.copyto(scores, -np.inf, where=hidden)
     largest = scores.max(axis=(3, 5), keepdims=True)

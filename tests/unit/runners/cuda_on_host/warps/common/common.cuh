@@ -13,6 +13,12 @@ struct alignas(8) Bytes8 {
 };
 
 inline uint32_t pack(float low, float high) { return bits_as<uint32_t>(to_elements(low, high)); }
+inline void unpack(const Element8& packed, float (&values)[8]) {
+    for (int i = 0; i < 4; ++i) {
+        const float2 pair = to_floats(bits_as<Element2>(packed.word[i]));
+        values[2 * i] = pair.x, values[2 * i + 1] = pair.y;
+    }
+}
 inline float rounded(float value) { return to_float(to_element(value)); }
 inline Element8 pack(const float (&values)[8]) {
     Element8 packed;
@@ -108,6 +114,8 @@ inline uint32_t transposed(uint32_t pair) {
     host::meet_warp();
     return result;
 }
+
+inline uint32_t turned(uint32_t pair) { return transposed(pair); }
 
 inline void load_matrices(uint32_t (&r)[4], uint32_t address) { host::load_matrices(r, address, false); }
 inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) { host::load_matrices(r, address, true); }
