@@ -27,7 +27,6 @@ from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import Attention, Experts, FeedForward, LatentAttention, ModelSpec
 from nightmill.worker.runners.base import StepBatch
-from nightmill.worker.runners.gpu.attention.pieces import NO_PIECES
 from nightmill.worker.runners.gpu.device.graphs import Graph
 from nightmill.worker.runners.gpu.device.operands import Matrix
 from nightmill.worker.runners.gpu.feed_forward import Mixture
@@ -38,7 +37,7 @@ from nightmill.worker.runners.gpu.memory import RunnerSizes
 from nightmill.worker.runners.gpu.mixers import AttentionMixer, LatentMixer, LayerMixer, StateMixer
 from nightmill.worker.runners.gpu.model import Model, Shared
 from nightmill.worker.runners.gpu.runner import CudaRunner, Launching, decode_shape
-from nightmill.worker.runners.gpu.steps import Division, StepInputs, StepShape
+from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
 from nightmill.worker.runners.gpu.weights.layout import LayerWeights
 from tests.support.limits import BYTES_PER_S, FLOPS, flops_of_state
 
@@ -209,15 +208,11 @@ def prepared(runner: CudaRunner, batch: StepBatch) -> tuple[StepInputs, StepShap
         shape = decode_shape(size, rooms := tuple(map(len, pieces)))
         inputs = runner._steps.write_padded(0, batch, size, pieces, rooms)
     else:
-        staged = runner._plans.stage(
-            0, batch.page_tables, batch.sequence_starts, batch.context_lengths, batch.drawn
-        )
-        (tiles, _, groups), *further = (Division(len(own), 0, grouped) for own, grouped in staged)
+        tiles, pieces, ((first, _, groups), *further) = runner._plans.divide(0, batch)
         shape = StepShape(
-            len(batch.tokens), size, 0, len(batch.draws), tiles, groups=groups, further=tuple(further)
+            len(batch.tokens), size, 0, len(batch.draws), first, groups=groups, further=tuple(further)
         )
-        none = [NO_PIECES] * len(staged)
-        inputs = runner._steps.write(0, batch, shape, [own for own, _ in staged], none)
+        inputs = runner._steps.write(0, batch, shape, tiles, pieces)
     return inputs, shape
 
 

@@ -203,7 +203,7 @@ def runner_of(
 
 
 def vocabulary_beside(texts: Path) -> Path:
-    """Where the vocabulary of recorded texts is."""
+    """Return the path of the vocabulary of recorded texts."""
     return texts.with_suffix(".vocabulary.gguf")
 
 

@@ -1,14 +1,18 @@
 """How many sequences a KV cache holds whose pages are of kinds, and go once a window has left them.
 
     python -m benchmarks.page_kinds
+    python -m benchmarks.page_kinds --cards
 
 Computes, and measures nothing: the bytes that a sequence keeps of models with windows, in 16 bits, as the
-layout of pages has it; before, every layer kept all tokens. Takes a second.
+layout of pages has it; before, every layer kept all tokens. With --cards what models in the sizes of Gemma 4
+take of cards, as a worker plans its memory. Takes a second.
 """
 
 import argparse
 from dataclasses import dataclass
 
+from nightmill.jobs.base.settings import Settings
+from nightmill.worker.assembly.forecast import CARDS, forecast
 from nightmill.worker.model.rope import Rope, RopeStyle
 from nightmill.worker.model.spec import (
     NO_FEED_FORWARD,
@@ -18,11 +22,15 @@ from nightmill.worker.model.spec import (
     ModelSpec,
     Norm,
 )
+from nightmill.worker.runners.gpu.device.device import DeviceMemoryError
+from nightmill.worker.runners.gpu.device.element import Element
+from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.page_layout import page_layout
+from tests.support.gemma4_shapes import GEMMA4_SHAPES, quantised
 
 PAGE = 16
 LENGTHS = (1024, 8192, 32_768)
-CACHE = 40 << 30
+CACHE, GIB = 40 << 30, 1 << 30
 NORM = Norm(1e-6)
 
 
@@ -75,10 +83,33 @@ def numbers(mixer: Attention | LatentAttention) -> int:
     return PAGE * mixer.keys
 
 
+def show_cards() -> None:
+    """Print what Gemma 4 takes of cards, in Q4_K_M."""
+    print("| model | card | weights | workspace | sequences of 1,024 tokens | of 8,192 |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    precision = Precision(Element.BF16, WeightsFormat.AUTO)
+    for name, spec in GEMMA4_SHAPES.items():
+        for card in CARDS:
+            try:
+                found = forecast(quantised(spec), card, Settings(context=8192), precision)
+            except DeviceMemoryError:
+                print(f"| {name} | {card.name} | does not fit | | | |")
+                continue
+            kept, room = WeightsFormat(found.weights_in).words, found.sequences
+            print(
+                f"| {name} | {card.name} | {found.weights / GIB:.1f} GiB {kept} | "
+                f"{found.workspace / GIB:.1f} GiB | {room[1024]:,} | {room[8192]:,} |"
+            )
+
+
 def main() -> None:
     """Print the table."""
     style = argparse.RawDescriptionHelpFormatter
-    argparse.ArgumentParser(description=__doc__, formatter_class=style).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser.add_argument("--cards", action="store_true", help="what Gemma 4 takes of cards")
+    if parser.parse_args().cards:
+        show_cards()
+        return
     print(f"| model | tokens | KiB a sequence | before | times | sequences in {CACHE >> 30} GiB | before |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for name, layers in MODELS.items():

@@ -2,10 +2,11 @@
 
     python -m benchmarks.rows_in [--rows 1000000] [--worked 20000] [--postgresql] [--after]
 
-Writes a CSV of reviews, and measures each command as a process of its own: its seconds, and the most memory
-that it had resident. `batch submit` enters the table by a template; with --after a second batch follows each
-of its rows. A worker with the instant engine computes --worked rows, which says how long all would take; the
-others are ended in SQL, so that `batch results` has all of them to write. Prints a JSON line for each.
+Writes a CSV of reviews, and measures each command as a process of its own: its seconds, its processor time,
+and the most memory that it had resident. `batch submit` enters the table by a template; with --after a second
+batch follows each of its rows. A worker with the instant engine computes --worked rows, which says how long
+all would take; the others are ended in SQL, so that `batch results` has all of them to write: as CSV, and as
+Parquet shards. Prints a JSON line for each.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from pyarrow import parquet
 from sqlalchemy import update
 
 from nightmill.jobs.base.contract import JobState, StopReason
@@ -71,6 +73,11 @@ def main() -> None:
         measured("batch results", settings, ["results", "reviews", "-o", str(out)], options)
         with out.open(newline="") as file:
             assert sum(1 for _ in csv.reader(file)) == options.rows + 1
+        shards = home / "shards"
+        measured("batch results, Parquet", settings, ["results", "reviews", "-o", f"{shards}/"], options)
+        files = sorted(shards.iterdir())
+        assert sum(parquet.ParquetFile(file).metadata.num_rows for file in files) == options.rows
+        say("shards", files=len(files))
 
 
 def write_table(path: Path, rows: int) -> int:
@@ -97,7 +104,14 @@ def measured(what: str, settings: Settings, arguments: Sequence[str], options: A
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
     rate = round(options.rows / seconds)
-    say(what, seconds=round(seconds, 1), rows_per_second=rate, mebibytes=usage.ru_maxrss >> 10)
+    spent = round(1e6 * (usage.ru_utime + usage.ru_stime) / options.rows, 1)
+    say(
+        what,
+        seconds=round(seconds, 1),
+        rows_per_second=rate,
+        processor_microseconds_a_row=spent,
+        mebibytes=usage.ru_maxrss >> 10,
+    )
 
 
 def work(client: Client, home: Path, rows: int, most: int) -> None:

@@ -42,7 +42,10 @@ from tests.support.servers import (
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 _LONGEST_NAME = 20
-LONG = Path(__file__).parent / "integration" / "worker"  # tests that start workers
+# Tests that start workers or wait for what hangs: begun last, one would keep its process for a minute.
+LONG = tuple(
+    Path(__file__).parent / one for one in ("integration/worker", "integration/server", "unit/campaign")
+)
 
 _SERVERS = {"redis_url", "redis_server", "postgres_server", "chromium"}
 _SERVED = Path(__file__).parent / "unit" / "server"
@@ -119,8 +122,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if processes == 1:
         return
-    long = [item for item in items if LONG in item.path.parents]
-    short = [item for item in items if LONG not in item.path.parents]
+    long = [item for item in items if any(map(item.path.is_relative_to, LONG))]
+    short = [item for item in items if not any(map(item.path.is_relative_to, LONG))]
     ordered: list[pytest.Item] = []
     for process in range(processes):
         share = long[process::processes]
@@ -241,15 +244,15 @@ def empty_postgres_url(postgres_server: PostgresServer) -> Iterator[str]:
 # -- settings and clients ------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["embedded", "sqlite", "postgresql"])
+@pytest.fixture(params=["embedded", "postgresql"])
 def settings(request: pytest.FixtureRequest, directory: Path, broker_url: str) -> Iterator[Settings]:
-    """Migrated databases: the embedded SQLite, a SQLite that a URL names, PostgreSQL. With a real Redis."""
+    """Migrated databases: the embedded SQLite, PostgreSQL. With a real Redis."""
     yield from _settings(request.param, request, directory, broker_url)
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def server_settings(request: pytest.FixtureRequest, directory: Path, broker_url: str) -> Iterator[Settings]:
-    """As `settings`, without the embedded one: for tests where that adds nothing but time."""
+    """As `settings`, but a SQLite that a URL names in place of the embedded one."""
     yield from _settings(request.param, request, directory, broker_url)
 
 

@@ -171,7 +171,7 @@ class RecordedRunner:
         self._drawing.append(np.array(tokens, dtype=np.int32))
 
     def collect(self) -> Drawn | None:
-        """What was recorded, in place of what was drawn."""
+        """Return the recorded tokens in place of those drawn."""
         drawn = self._runner.collect()
         return None if drawn is None else Drawn(self._drawing.popleft(), drawn.found, drawn.sums)
 

@@ -9,7 +9,8 @@ from nightmill.jobs.batches.batch import Batch
 from nightmill.jobs.batches.result_files import write_in_order
 from nightmill.jobs.errors import BatchFileUnavailableError
 from nightmill.jobs.formats import Destination, ResultFile
-from nightmill.jobs.sql.batches import UNSUCCESSFUL, Finished
+from nightmill.jobs.sql.batch_reading import Finished
+from nightmill.jobs.sql.batches import UNSUCCESSFUL
 from nightmill.jobs.sql.jobs import Selection, Store, chunked
 
 _COMMIT_LAG = timedelta(seconds=5)  # a row may become visible this much later than it was stamped

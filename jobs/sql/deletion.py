@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import Connection, delete, exists, func, select, update
 
 from nightmill.jobs.errors import InvalidTransitionError
-from nightmill.jobs.sql.batches import no_batch
+from nightmill.jobs.sql.batch_reading import no_batch
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.jobs import FINAL, GROUP, UNFINISHED, chunked
 from nightmill.jobs.sql.locks import hold_batches, lock_ids

@@ -6,7 +6,8 @@ from datetime import datetime
 from nightmill.jobs.base.contract import StopReason
 from nightmill.jobs.request.limits import Limits
 from nightmill.jobs.sql import limits as counters
-from nightmill.jobs.sql.batches import UNSUCCESSFUL, BatchStore, no_batch
+from nightmill.jobs.sql.batch_reading import no_batch
+from nightmill.jobs.sql.batches import UNSUCCESSFUL, BatchStore
 from nightmill.jobs.sql.jobs import RETRYABLE, by_queue, retried_values
 from nightmill.jobs.sql.locks import hold_batches, lock_jobs, refuse_deleting
 from nightmill.jobs.sql.patience import long_lasting

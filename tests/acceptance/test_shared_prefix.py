@@ -99,7 +99,7 @@ def test_haiku_for_one_long_system_prompt_are_the_same_with_sharing_and_preempti
             ),
             GenerationParams.parse({"max_tokens": 24, "stop": ["\n\n"], **KINDS[n % 3]}), seed=n,
         )
-        for n, pair in enumerate(held_out_pairs(48, seed=5))
+        for n, pair in enumerate(held_out_pairs(24, seed=5))
     ]  # fmt: skip
     with_sharing, shared = model.generate(requests, sharing=True, slots=16, pages=400)
     tight, preempting = model.generate(requests, sharing=True, slots=16, pages=26)

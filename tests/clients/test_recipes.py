@@ -127,6 +127,7 @@ def test_a_flow_of_prefect_brings_a_file_through_the_night(
     assert [result["custom_id"] for result in results] == [row["custom_id"] for row in ROWS]
 
 
+@pytest.mark.slow  # their commands are those of the README, which test_pages.py runs
 def test_lines_of_airflow_run_in_a_shell(service: Service, folder: Path) -> None:
     environment = worker_env(service.settings)
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

@@ -31,6 +31,12 @@ jitter   and warps come late to waits, at random
 Make = Callable[..., CudaRunner]
 
 
+def pytest_report_header() -> list[str]:
+    """Say which card tests of a GPU are run as."""
+    card = pretended_card()
+    return [] if card is None else [f"the GPU is taken for {card.name}"]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mine = [item for item in items if HERE in item.path.parents]
     if mine and not device_count():

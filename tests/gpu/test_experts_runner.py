@@ -11,8 +11,6 @@ import numpy.typing as npt
 import pytest
 
 from nightmill.jobs.request.parameters import GenerationParams
-from nightmill.worker.engine.engine import Engine
-from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import Completion, Request
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
@@ -29,7 +27,7 @@ from nightmill.worker.runners.reference.experts import choose
 from tests.support.comparing import compare_logits
 from tests.support.cuda_runners import cuda_runner, need_fp8
 from tests.support.driving import BLOCK, Chunk, Cuda, HasLogits, Pages, Reference, logits_of
-from tests.support.engines import NoText
+from tests.support.engines import Bits, bits, complete, engine_of, mixed_requests
 from tests.support.expert_cases import GPU_EXPERT_FILES
 from tests.support.family_cases import file_of
 from tests.support.ggufs import half_tensors
@@ -45,7 +43,7 @@ CHUNKS = {"whole": [80], "in pieces": [64, 16], "with rows that do not draw": [6
 NEAR = 0.02
 """Logits of a router that are no further apart may change places in half."""
 LEAST = -1e30
-Bits = dict[str, tuple[tuple[int, ...], bytes]]
+COMMON = (0, 40, 90)  # tokens that prompts begin with
 
 
 @pytest.mark.parametrize("prompt", CHUNKS)
@@ -247,7 +245,7 @@ def test_a_tiny_models_texts_are_those_of_two_engines(name: str, graphs: bool, t
     with closing(runner):
         params = GenerationParams.parse({"temperature": 0.0, "max_tokens": 16, "ignore_eos": True})
         requests = [Request(f"j{n}", 1, tuple(one["prompt"]), params, 0) for n, one in enumerate(answers)]
-        done = complete(runner, requests, budget=300)
+        done = complete(engine_of(runner, 512, budget=300), requests)
     others = [one for n, one in enumerate(answers) if list(done[f"j{n}"].token_ids) != one["greedy"]]
     assert len(others) <= len(answers) // 2
     cuda = forcing(file, spec, Precision())
@@ -263,49 +261,6 @@ def opened(name: str, folder: Path) -> tuple[GgufFile, ModelSpec]:
     spec = read_spec(file)
     assert refusal(spec) is None
     return file, spec
-
-
-def complete(
-    runner: CudaRunner, requests: list[Request], *, budget: int = 1000, sequences: int | None = None,
-    sharing: bool = True,
-) -> dict[str, Completion]:  # fmt: skip
-    """What becomes of requests that come at once."""
-    engine = Engine(
-        runner,
-        Detokenizer(text_stream=NoText, eos_ids=frozenset()),
-        EngineSizes(512, max_sequences=sequences or runner.slots, token_budget=budget),
-        prefix_sharing=sharing,
-    )
-    for request in requests:
-        engine.submit(request)
-    done: dict[str, Completion] = {}
-    while engine.has_work:
-        done |= {one.job_id: one for one in engine.step()}
-        engine.check_integrity()
-    return done
-
-
-def make_requests(count: int) -> list[Request]:
-    """Prompts that begin alike, for some tokens or not at all; drawn, too, and with logprobs."""
-    beginning = np.random.default_rng(1).integers(0, 256, 90).tolist()
-    wishes: list[dict[str, Any]] = [
-        {"temperature": 0.0}, {"temperature": 0.9, "repetition_penalty": 1.2}, {"top_k": 20, "logprobs": 3}
-    ]  # fmt: skip
-    requests = []
-    for n in range(count):
-        rng = np.random.default_rng(n)
-        prompt = (*beginning[: (0, 40, 90)[n % 3]], *rng.integers(0, 256, int(rng.integers(1, 90))).tolist())
-        params = GenerationParams.parse({"max_tokens": 12, "ignore_eos": True} | wishes[n % 3])
-        requests.append(Request(f"j{n}", 1, prompt, params, seed=n))
-    return requests
-
-
-def bits(done: dict[str, Completion]) -> Bits:
-    """What two schedules must have in common."""
-    return {
-        job: (one.token_ids, b"" if one.logprobs is None else one.logprobs.records)
-        for job, one in done.items()
-    }
 
 
 @pytest.fixture(scope="module", params=[WeightsFormat.FILE, WeightsFormat.ELEMENT, WeightsFormat.FP8])
@@ -331,9 +286,10 @@ def runner_of(file: GgufFile, weights: WeightsFormat, **options: Any) -> CudaRun
 def plain(file: GgufFile, weights: WeightsFormat) -> Iterator[Bits]:
     """Each request alone, its prompt in one piece."""
     with closing(runner_of(file, weights)) as runner:
-        yield bits(
-            {one.job_id: complete(runner, [one], sharing=False)[one.job_id] for one in make_requests(18)}
-        )
+        found: dict[str, Completion] = {}
+        for one in mixed_requests(18, COMMON):
+            found |= complete(engine_of(runner, 512, sharing=False), [one])
+        yield bits(found)
 
 
 @pytest.mark.parametrize(("pages", "sequences", "depth"), [(40, 12, 3), (400, 12, 2), (400, 3, 1)])
@@ -343,17 +299,18 @@ def test_under_every_schedule_texts_have_the_bits_that_they_have_alone(
     """Sequences give way where pages are few, prompts come in pieces, and beginnings are shared."""
     with closing(runner_of(file, weights, depth=depth, kv_pages=pages)) as runner:
         for budget in (sequences + 70, 1000):
-            requests = make_requests(18)
+            requests = mixed_requests(18, COMMON)
             order = np.random.default_rng(budget).permutation(len(requests))
             mixed = [requests[n] for n in order]
-            assert bits(complete(runner, mixed, budget=budget, sequences=sequences)) == plain
+            engine = engine_of(runner, 512, budget=budget, sequences=sequences)
+            assert bits(complete(engine, mixed)) == plain
 
 
 def test_weights_as_in_the_file_give_the_bits_of_16_bits(file: GgufFile) -> None:
     texts = []
     for kind in (WeightsFormat.FILE, WeightsFormat.ELEMENT):
         with closing(runner_of(file, kind)) as runner:
-            texts.append(bits(complete(runner, make_requests(9))))
+            texts.append(bits(complete(engine_of(runner, 512), mixed_requests(9, COMMON))))
     assert texts[0] == texts[1]
 
 

@@ -16,8 +16,6 @@ import pytest
 from nightmill.jobs.base.contract import StopReason
 from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.worker.engine.drafting import Drafts
-from nightmill.worker.engine.engine import Engine
-from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import Completion, Request
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
@@ -31,7 +29,7 @@ from nightmill.worker.runners.kv_format import KvFormat
 from tests.support.comparing import compare_logits, nmse
 from tests.support.cuda_runners import cuda_runner, need_fp8
 from tests.support.driving import BLOCK, GREEDY, Chunk, Cuda, Pages, Reference, logits_of
-from tests.support.engines import NoText
+from tests.support.engines import bits, engine_of, mixed_requests
 from tests.support.family_cases import file_of
 from tests.support.ggufs import half_tensors
 from tests.support.hybrid_cases import GPU_HYBRID_FILES
@@ -41,11 +39,6 @@ from tests.tiny import FILES, expected, unpacked
 CONTEXT, PROMPT, DECODED = 400, 200, 12
 CHUNKS = {"whole": [200], "in pieces": [64, 128, 8], "with rows that do not draw": [128, 72]}
 KINDS = ["qwen35", "lfm2", "granitehybrid", "nemotron_h"]
-BEGINNING = np.random.default_rng(1).integers(0, 256, 160).tolist()
-PARAMS: list[dict[str, Any]] = [
-    {"temperature": 0.0}, {"temperature": 0.9, "repetition_penalty": 1.2}, {"top_k": 20, "logprobs": 3},
-]  # fmt: skip
-Bits = dict[str, tuple[tuple[int, ...], bytes]]
 
 
 def halved(path: Path, name: str, **changes: Any) -> GgufFile:
@@ -158,13 +151,10 @@ class Schedule:
         drafts: bool = False,
     ) -> None:  # fmt: skip
         self.runner = runner
-        self.engine = Engine(
-            runner,
-            Detokenizer(text_stream=NoText, eos_ids=frozenset()),
-            EngineSizes(CONTEXT, max_sequences=sequences or runner.slots, token_budget=budget),
-            prefix_sharing=sharing,
+        self.engine = engine_of(
+            runner, CONTEXT, budget=budget, sequences=sequences, sharing=sharing,
             drafts=Drafts.NGRAM if drafts else Drafts.OFF,
-        )
+        )  # fmt: skip
 
     def complete(self, requests: list[Request], steps_between: int = 0) -> dict[str, Completion]:
         """What becomes of requests, one of which comes every so many steps; 0: all come at once."""
@@ -194,24 +184,10 @@ class Schedule:
 
 def make_requests(count: int, *, tokens: int = 12) -> list[Request]:
     """Prompts that begin alike, for whole chunks, parts of one or not at all; some are equal."""
-    requests: list[Request] = []
-    for n in range(count):
-        rng = np.random.default_rng(n)
-        own = rng.integers(0, 256, int(rng.integers(1, 90))).tolist()
-        prompt = (*BEGINNING[: (0, 70, 128, 160)[n % 4]], *own)
-        if n % 5 == 4:
-            prompt = requests[-1].prompt_ids
-        params = GenerationParams.parse({"max_tokens": tokens, "ignore_eos": True} | PARAMS[n % 3])
-        requests.append(Request(f"j{n}", 1, prompt, params, seed=n))
+    requests = mixed_requests(count, (0, 70, 128, 160), tokens=tokens)
+    for n in range(4, count, 5):
+        requests[n] = replace(requests[n], prompt_ids=requests[n - 1].prompt_ids)
     return requests
-
-
-def bits(done: dict[str, Completion]) -> Bits:
-    """What two schedules must have in common."""
-    return {
-        job: (one.token_ids, b"" if one.logprobs is None else one.logprobs.records)
-        for job, one in done.items()
-    }
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -1,11 +1,24 @@
 """Engines in this process: all of some requests at once, and no text."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy as np
+
+from nightmill.jobs.request.parameters import GenerationParams
+from nightmill.worker.engine.drafting import Drafts
 from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import Completion, Request
+from nightmill.worker.runners.base import Runner
 
-__all__ = ["NoText", "complete"]
+__all__ = ["Bits", "NoText", "bits", "complete", "engine_of", "mixed_requests"]
+
+Bits = dict[str, tuple[tuple[int, ...], bytes]]
+"""Tokens and records of logprobs of texts, by job id."""
+_WISHES: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0}, {"temperature": 0.9, "repetition_penalty": 1.2}, {"top_k": 20, "logprobs": 3},
+)  # fmt: skip
 
 
 class NoText:
@@ -32,3 +45,38 @@ def complete(engine: Engine, requests: Sequence[Request], *, check: bool = True)
         if check:
             engine.check_integrity()
     return done
+
+
+def engine_of(
+    runner: Runner, context: int, *, budget: int = 1000, sequences: int | None = None, sharing: bool = True,
+    drafts: Drafts = Drafts.OFF,
+) -> Engine:  # fmt: skip
+    """An engine under these limits, without text; as many sequences as the runner has slots by default."""
+    return Engine(
+        runner,
+        Detokenizer(text_stream=NoText, eos_ids=frozenset()),
+        EngineSizes(context, max_sequences=sequences or runner.slots, token_budget=budget),
+        prefix_sharing=sharing,
+        drafts=drafts,
+    )
+
+
+def mixed_requests(count: int, common: Sequence[int], *, tokens: int = 12) -> list[Request]:
+    """Requests of random bytes that begin in turn with so many tokens; greedy, drawn, and with logprobs."""
+    beginning = np.random.default_rng(1).integers(0, 256, max(common)).tolist()
+    requests = []
+    for n in range(count):
+        rng = np.random.default_rng(n)
+        own = rng.integers(0, 256, int(rng.integers(1, 90))).tolist()
+        params = GenerationParams.parse({"max_tokens": tokens, "ignore_eos": True} | _WISHES[n % 3])
+        prompt = (*beginning[: common[n % len(common)]], *own)
+        requests.append(Request(f"j{n}", 1, prompt, params, seed=n))
+    return requests
+
+
+def bits(done: Mapping[str, Completion]) -> Bits:
+    """What two schedules must have in common."""
+    return {
+        job: (one.token_ids, b"" if one.logprobs is None else one.logprobs.records)
+        for job, one in done.items()
+    }

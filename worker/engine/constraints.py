@@ -64,7 +64,7 @@ class GrammarBackend(Protocol):
         ...
 
     def guess(self, constraint: Any, guesses: Sequence[int], most: int, /) -> Sequence[int]:
-        """As many of these guesses as may follow, and then what else has to; at most so many tokens.
+        """Return the guesses up to the first that may not follow, then what else has to; at most so many.
 
         What must follow is text: a model may spell it with other tokens. The constraint stays where it is.
         """

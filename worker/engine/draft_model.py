@@ -6,14 +6,19 @@ read are shared from one question to the next, so that it reads what is new, and
 """
 
 from collections.abc import Sequence as Texts
+from typing import Any
 
-from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import Completion, Request, Sequence
 from nightmill.worker.runners.base import Runner
 
 __all__ = ["DraftModel"]
+
+_WITHOUT_END: dict[str, Any] = {
+    "ignore_eos": True, "stop": (), "stop_token_ids": (), "min_tokens": 0, "logprobs": None,
+}  # fmt: skip
+"""The parameters of a row that do not say which token is drawn."""
 
 
 class DraftModel:
@@ -43,16 +48,8 @@ class DraftModel:
 
     def _request(self, sequence: Sequence, most: int) -> Request:
         self._asked += 1
-        params, seed = sequence.request.params, sequence.request.seed
-        drawn = GenerationParams(
-            max_tokens=most,
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            ignore_eos=True,
-        )
-        return Request(str(self._asked), 1, tuple(sequence.tokens), drawn, seed)
+        params = sequence.request.params.model_copy(update={"max_tokens": most, **_WITHOUT_END})
+        return Request(str(self._asked), 1, tuple(sequence.tokens), params, sequence.request.seed)
 
 
 class _NoText:

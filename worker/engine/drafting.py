@@ -31,7 +31,7 @@ __all__ = ["MOST_SEQUENCES", "Draft", "Drafter", "Drafts", "Guesser", "StateCopi
 
 
 class Drafts(StrEnum):
-    """Whether tokens are guessed."""
+    """The choices of `--drafts`."""
 
     OFF = "off"
     NGRAM = "ngram"
@@ -279,7 +279,7 @@ class Drafter:
         return known.followed[1][:most]
 
     def _habits_of(self, sequence: Sequence) -> Habits | None:
-        """Those of all answers that obey the same as this one."""
+        """Return the habits of all answers that obey the same as this one."""
         if (asked := sequence.request.constrained) is None:
             return None
         habits = self._habits.pop(asked, None) or Habits()

@@ -22,7 +22,7 @@ class MaskedDraw(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What came of a step's masks.
+    """The outcome of a step's masks.
 
     failed    sequences that nothing can follow, and why
     unmasked  draws behind guesses for which there is no mask: what they draw may not be taken

@@ -41,7 +41,7 @@ class Ngrams:
 
 
 class Habits:
-    """What followed runs of tokens in texts that are alike, as answers under one schema are.
+    """The tokens that followed runs of others in texts that are alike, as answers under one schema are.
 
     A token is guessed where it followed the same run twice, one time after the other: so guesses end where
     texts differ.

@@ -12,7 +12,7 @@ JobKey = tuple[str, int]  # job id, attempt
 
 
 class Noted(NamedTuple):
-    """What is noted of a job in flight; empty and None if it is not in flight."""
+    """Notes on a job in flight; empty and None if it is not in flight."""
 
     fingerprint: str = ""
     markup: Markup | None = None

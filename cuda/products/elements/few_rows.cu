@@ -11,7 +11,7 @@
 // x (T, width) float, all else elements; weights (outputs, K) row-major, K a multiple of 32; norms as in `rms_norm.cu`, the others as
 // `qkv.cuh` says. Everything is computed and rounded as by `rms_norm`, a product
 // of `hopper_gemm.cu`, `qkv_rope_write` and `activate.cu` one after the other, to the same bits: sums go through K in order,
-// 16 elements at a time (m16n8k16 with the tokens as rows), from one accumulator; those of few_residual in the two
+// 16 elements at a time (m16n8k16 with the tokens as rows), from one accumulator; on Hopper those of few_residual in the two
 // halves of a long K, which two warps take.
 //
 // Bytes: the weights once. A block has 8 rows of W (few_swiglu: `groups` of 8 of gate and 8 of up), which it asks for

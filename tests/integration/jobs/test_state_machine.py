@@ -489,7 +489,7 @@ def test_every_history_keeps_the_rules(server_settings: Settings) -> None:
         run_state_machine_as_test(
             lambda: Jobs(database, clock),  # type: ignore[arg-type]
             settings=hypothesis_settings(
-                max_examples=28,
+                max_examples=18,
                 stateful_step_count=50,
                 deadline=None,
                 suppress_health_check=list(HealthCheck),

@@ -36,20 +36,51 @@ def running_attempt(client: Client, job_id: str) -> int | None:
 
 
 @on_sqlite
-def test_enqueued_prompts_arrive_as_text_with_reasons(jobs_client: Client, start_worker: StartWorker) -> None:
+def test_a_worker_answers_with_reasons_what_is_queued_lost_due_late_or_impossible(
+    jobs_client: Client, start_worker: StartWorker
+) -> None:
+    """One start for all: none of these jobs is another's business."""
+    lost = jobs_client.enqueue_many(["Count from 1 to 3"] * 3, max_tokens=2)
+    with jobs_client.broker.connection() as connection:
+        connection.default_channel.client.flushall()  # their messages
     plain = jobs_client.enqueue("Write a haiku about rain", max_tokens=3, temperature=0)
     chat = jobs_client.enqueue([{"role": "user", "content": "Write a haiku about rain"}], temperature=0)
+    too_long = jobs_client.enqueue("word " * 2000)
     with start_worker("a"):
+        late = jobs_client.enqueue("Write a haiku about fire", deadline=timedelta(seconds=1), **ENDLESS)
+        expired = jobs_client.enqueue(
+            "Write a haiku about fire", deadline=timedelta(seconds=0.3), scheduled_at=timedelta(hours=1)
+        )
+        due = jobs_client.enqueue("Count from 1 to 3", max_tokens=2, scheduled_at=timedelta(seconds=1))
         later = jobs_client.enqueue_many(["Count from 1 to 5"] * 70, max_tokens=4, temperature=0)
-        jobs_client.wait([plain, chat, *later], timeout=PATIENCE)
-    cut = jobs_client.get(plain)
+        ids = [*lost, plain, chat, too_long, late, expired, due, *later]
+        jobs_client.wait(ids, timeout=PATIENCE)
+    jobs = {job.id: job for job in jobs_client.results(ids)}
+    assert {jobs[job_id].attempt for job_id in lost} == {1}
+    cut, answered, failed = jobs[plain], jobs[chat], jobs[too_long]
     assert (cut.state, cut.stop_reason, cut.completion_tokens) == (JobState.SUCCEEDED, StopReason.LENGTH, 3)
-    answered = jobs_client.get(chat)
     assert (answered.state, answered.stop_reason) == (JobState.SUCCEEDED, StopReason.EOS)
     assert answered.text and "<|" not in answered.text
     assert answered.attempt == 1 and answered.error is None and answered.prompt_tokens
-    assert {job.text for job in jobs_client.results(later)} == {jobs_client.get(later[0]).text}
+    assert len({jobs[job_id].text for job_id in later}) == 1  # a bad one costs no other job anything
+    assert {jobs[job_id].state for job_id in later} == {JobState.SUCCEEDED}
+    assert (failed.state, failed.stop_reason, failed.attempt) == (JobState.FAILED, StopReason.ERROR, 1)
+    assert failed.error is not None
+    assert "this worker's context holds 512" in failed.error and "shorten it" in failed.error
+    _due_and_late(jobs[late], jobs[expired], jobs[due])
     assert [worker.state for worker in jobs_client.workers()] == ["stopped"]
+
+
+def _due_and_late(late: Job, expired: Job, due: Job) -> None:
+    """They begin when they are due, and stop at their deadline with their text."""
+    assert (late.state, late.stop_reason) == (JobState.FAILED, StopReason.DEADLINE)
+    assert late.error is not None and late.error.startswith("the deadline passed after")
+    assert late.text
+    assert (expired.state, expired.stop_reason) == (JobState.FAILED, StopReason.DEADLINE)
+    assert expired.error == "the deadline passed before a worker began"
+    assert due.state is JobState.SUCCEEDED
+    assert due.started_at is not None and due.scheduled_at is not None
+    assert due.started_at >= due.scheduled_at
 
 
 @on_postgresql
@@ -97,7 +128,7 @@ def test_sigterm_hands_unfinished_jobs_back_with_no_attempt_lost(
     jobs_client: Client, start_worker: StartWorker
 ) -> None:
     short = jobs_client.enqueue("Write a haiku about snow", max_tokens=2, temperature=0)
-    ids = jobs_client.enqueue_many(["Write a haiku about snow"] * 8, **ENDLESS)  # for the worker that leaves
+    ids = jobs_client.enqueue_many(["Write a haiku about snow"] * 3, **ENDLESS)  # for the worker that leaves
     with start_worker("leaving", "--max-sequences", "2", drain_seconds=0.3) as leaving:
         wait_until(lambda: jobs_client.get(short).state.final, PATIENCE)
         wait_until(lambda: in_state(jobs_client, JobState.RUNNING), PATIENCE)
@@ -144,55 +175,6 @@ def test_cancelled_jobs_stop_and_keep_their_text(jobs_client: Client, start_work
             if not jobs_client.get(job_id).state.final:
                 jobs_client.cancel(job_id)
         jobs_client.wait(ids, timeout=PATIENCE)
-
-
-@on_sqlite
-def test_jobs_begin_when_they_are_due_and_stop_at_their_deadline_with_their_text(
-    jobs_client: Client, start_worker: StartWorker
-) -> None:
-    with start_worker("a"):
-        job_id = jobs_client.enqueue("Write a haiku about fire", deadline=timedelta(seconds=1), **ENDLESS)
-        expired = jobs_client.enqueue(
-            "Write a haiku about fire", deadline=timedelta(seconds=0.3), scheduled_at=timedelta(hours=1)
-        )
-        due = jobs_client.enqueue("Count from 1 to 3", max_tokens=2, scheduled_at=timedelta(seconds=1))
-        jobs_client.wait([job_id, expired, due], timeout=PATIENCE)
-    job = jobs_client.get(job_id)
-    assert (job.state, job.stop_reason) == (JobState.FAILED, StopReason.DEADLINE)
-    assert job.error is not None and job.error.startswith("the deadline passed after")
-    assert job.text
-    waiting = jobs_client.get(expired)
-    assert (waiting.state, waiting.stop_reason) == (JobState.FAILED, StopReason.DEADLINE)
-    assert waiting.error == "the deadline passed before a worker began"
-    scheduled = jobs_client.get(due)
-    assert scheduled.state is JobState.SUCCEEDED
-    assert scheduled.started_at is not None and scheduled.scheduled_at is not None
-    assert scheduled.started_at >= scheduled.scheduled_at
-
-
-@on_sqlite
-def test_bad_jobs_cost_no_other_job_anything(jobs_client: Client, start_worker: StartWorker) -> None:
-    good = jobs_client.enqueue_many(["Count from 1 to 3"] * 8, max_tokens=4, temperature=0)
-    too_long = jobs_client.enqueue("word " * 2000)
-    with start_worker("a"):
-        jobs_client.wait([*good, too_long], timeout=PATIENCE)
-    assert {job.state for job in jobs_client.results(good)} == {JobState.SUCCEEDED}
-    failed = jobs_client.get(too_long)
-    assert (failed.state, failed.stop_reason, failed.attempt) == (JobState.FAILED, StopReason.ERROR, 1)
-    assert failed.error is not None
-    assert "this worker's context holds 512" in failed.error and "shorten it" in failed.error
-
-
-@on_sqlite
-def test_jobs_whose_message_is_lost_are_run_all_the_same(
-    jobs_client: Client, start_worker: StartWorker
-) -> None:
-    ids = jobs_client.enqueue_many(["Count from 1 to 3"] * 3, max_tokens=2)
-    with jobs_client.broker.connection() as connection:
-        connection.default_channel.client.flushall()
-    with start_worker("a"):
-        jobs_client.wait(ids, timeout=PATIENCE)
-    assert {job.attempt for job in jobs_client.results(ids)} == {1}
 
 
 @pytest.mark.slow  # tests/integration/jobs/test_claims.py claims shards twice, in processes that race

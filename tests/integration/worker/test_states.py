@@ -11,6 +11,7 @@ from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.client.client import Client
 from tests.integration.worker.conftest import on_sqlite
 from tests.support.servers import worker_env
+from tests.support.thinning import thinned
 from tests.tiny import expected, unpacked
 
 PATIENCE = 240.0
@@ -27,7 +28,7 @@ CHATS = [
 
 
 @on_sqlite
-@pytest.mark.parametrize("name", ["qwen35-q8_0", "lfm2-bf16", "gptoss-q8_0", "gemma4-bf16"])
+@pytest.mark.parametrize("name", thinned(["qwen35-q8_0", "lfm2-bf16", "gptoss-q8_0", "gemma4-bf16"], 3))
 def test_rows_of_a_file_become_the_tokens_of_transformers(
     name: str, jobs_client: Client, quick: Settings, tmp_path: Path
 ) -> None:

@@ -183,7 +183,7 @@ def test_an_interactive_job_is_answered_before_the_rows_of_a_killed_worker(
         wait_until(lambda: jobs_client.stats()["state"].get("running"))
         doomed.send_signal(signal.SIGKILL)
         doomed.wait(30)
-    with start_worker("b", "--max-sequences", "24"):
+    with start_worker("b", "--max-sequences", "24", drain_seconds=0.3):
         # Rescued: it drains what it has begun, or runs the first group already.
         wait_until(lambda: any(rescued(job) for job in jobs_client.store.find(these(rows))))
         caller = jobs_client.enqueue("Once", interactive=True, max_tokens=4)

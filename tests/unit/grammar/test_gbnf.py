@@ -15,7 +15,7 @@ from nightmill.worker.grammar.source import complete
 from tests.support.llama_grammar import follower
 from tests.support.walking import BYTES, accepts
 
-GRAMMARS = int(os.environ.get("NIGHTMILL_TEST_GBNF", "1500"))
+GRAMMARS = int(os.environ.get("NIGHTMILL_TEST_GBNF", "800"))
 """That are tried; a search of its own takes 20,000."""
 _ALPHABET = ["a", "b", "c", "-", "]", "&", "\n", " ", "/", "é", "ü", "\U0001f600"]
 

@@ -241,7 +241,9 @@ def _compiled(
 ) -> ctypes.CDLL:
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     assert compiler is not None
-    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
+    # To optimise more would take longer than it saves: most of the time goes into compiling.
+    flags = ["-std=c++17", "-Og", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
+    flags.append("-fno-gnu-unique")  # statics of templates would be one for all libraries of a process
     flags.append("-U_FORTIFY_SOURCE")  # which forbids jumps from one stack to another
     flags.append("-D__CUDA_ARCH_FEAT_SM90_ALL")
     made_of = repr((_sources_digest(), compiler, path.name, flags, options, kernels, stands))
@@ -277,7 +279,7 @@ def _sources_digest() -> str:
 
 def run_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     """Launchers of attention launch on the host from now on; which kernels they did."""
-    launched = _launch_on_host(patch, folder, "warps", (decode, prefill, general, wide, latent_rows))
+    launched = launch_on_host(patch, folder, "warps", (decode, prefill, general, wide, latent_rows))
     for module in (hopper_wide, prefill, widening):
         patch.setattr(module, "Module", HostModule)
     for module in (hopper_wide, prefill):
@@ -290,12 +292,12 @@ def run_rows_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     modules = (activate, embedding, layer_inputs, logits, norms, pooling, quantise, rotation)
     patch.setattr(repacker, "Module", HostModule)
     patch.setattr(packed_weights, "Staging", Staged)
-    return _launch_on_host(patch, folder, "rows", modules)
+    return launch_on_host(patch, folder, "rows", modules)
 
 
 def run_packed_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     """The same of products of few rows with packed weights."""
-    launched = _launch_on_host(patch, folder, "warps", (activate,))
+    launched = launch_on_host(patch, folder, "warps", (activate,))
     for module in (packed_mma, packed_rows, repacker):
         patch.setattr(module, "Module", HostModule)
     return launched
@@ -303,7 +305,7 @@ def run_packed_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
 
 def run_mma_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     """The same of products by tiles of `mma_gemm.cu`."""
-    launched = _launch_on_host(patch, folder, "warps", (quantise,))
+    launched = launch_on_host(patch, folder, "warps", (quantise,))
     for module in (mma_gemm, mma_fp8, agreeing):
         patch.setattr(module, "Module", HostModule)
     patch.setattr(HostModule, "together", False)
@@ -312,7 +314,7 @@ def run_mma_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
 
 def run_references_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     """The same of the readable kernels."""
-    launched = _launch_on_host(patch, folder, "rows", (norms, rotation))
+    launched = launch_on_host(patch, folder, "rows", (norms, rotation))
     for module in (reference_kernels, repacker):
         patch.setattr(module, "Module", HostModule)
     patch.setattr(HostModule, "together", False)
@@ -321,14 +323,14 @@ def run_references_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
 
 def run_states_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     """The same of layers with states."""
-    launched = _launch_on_host(patch, folder, "warps", (chunks, convolution, delta_net, mamba2, recurrent))
+    launched = launch_on_host(patch, folder, "warps", (chunks, convolution, delta_net, mamba2, recurrent))
     patch.setattr(HostModule, "together", True)
     return launched
 
 
 def run_experts_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     """The same of mixtures of experts."""
-    launched = _launch_on_host(patch, folder, "warps", (route, combine))
+    launched = launch_on_host(patch, folder, "warps", (route, combine))
     for module in (grouped, repacker):
         patch.setattr(module, "Module", HostModule)
     patch.setattr(HostModule, "together", True)
@@ -340,13 +342,13 @@ def run_models_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     """The same of whole models, but for products and layers with states."""
     rows = (activate, embedding, layer_inputs, logits, norms, rotation)
     attention = (decode, prefill, general, wide)
-    launched = _launch_on_host(patch, folder, "models", (*rows, *attention, route, combine))
+    launched = launch_on_host(patch, folder, "models", (*rows, *attention, route, combine))
     for module in (grouped, prefill, repacker):
         patch.setattr(module, "Module", HostModule)
     return launched
 
 
-def _launch_on_host(
+def launch_on_host(
     patch: pytest.MonkeyPatch, folder: Path, stands: str, launchers: tuple[ModuleType, ...]
 ) -> set[str]:
     """stands: the folder with what stands for headers of ours."""

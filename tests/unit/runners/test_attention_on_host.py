@@ -39,9 +39,14 @@ def launched(monkeypatch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     ("shape", "scores", "kernels"),
     [
         ((3, 1, 64), {}, ["decode_attention_8_4", "split_attention_8"]),
-        ((3, 1, 64), {"window": 17, "softcap": 3.0}, ["decode_attention_8_4", "split_attention_8"]),
+        pytest.param(
+            (3, 1, 64),
+            {"window": 17, "softcap": 3.0},
+            ["decode_attention_8_4", "split_attention_8"],
+            marks=pytest.mark.slow,
+        ),
         ((10, 1, 80), {"window": 300}, ["decode_attention_16_2", "split_attention_16"]),
-        ((2, 1, 160), {}, ["decode_attention_8_1"]),
+        pytest.param((2, 1, 160), {}, ["decode_attention_8_1"], marks=pytest.mark.slow),
         ((10, 1, 256), {"window": 300}, ["decode_attention_8_1"]),
         ((2, 1, 256), {"hopper": True}, ["decode_attention_8_1", "decode_attention_8_3"]),
         ((2, 1, 40), {"window": 300, "softcap": 3.0, "sinks": True}, ["decode_attention_any"]),

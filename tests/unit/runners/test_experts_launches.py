@@ -5,6 +5,7 @@ import runpy
 import sys
 from contextlib import closing
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tests.support.expert_cases import GPU_EXPERT_FILES
 from tests.support.expert_shapes import EXPERT_SHAPES
 from tests.support.family_cases import file_of
 from tests.support.quantised_models import write
+from tests.support.thinning import thinned
 from tests.tiny import unpacked
 from tests.unit.runners.recorded_cuda import RecordedDriver
 
@@ -68,8 +70,10 @@ def test_every_family_is_launched_as_it_was_compiled(
         assert driver.launches.keys() >= {"choose", "place_tokens"}
 
 
-@pytest.mark.parametrize("weights", [WeightsFormat.FILE, WeightsFormat.FP8])
-@pytest.mark.parametrize("name", ["qwen3moe-q8_0", "qwen35moe-q8_0"])
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    thinned(product(("qwen3moe-q8_0", "qwen35moe-q8_0"), (WeightsFormat.FP8, WeightsFormat.FILE)), 3),
+)
 def test_weights_in_all_formats_are_launched_as_they_were_compiled(
     hopper: RecordedDriver, name: str, weights: WeightsFormat, tmp_path: Path
 ) -> None:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from nightmill.worker.model.families import read_spec
-from nightmill.worker.model.spec import Attention, FeedForward, LayerInputs, LayerSpec, ModelSpec, Role
+from nightmill.worker.model.spec import Role
+from nightmill.worker.runners.base import PageKind
 from nightmill.worker.runners.gpu.attention.pieces import NO_PIECES
 from nightmill.worker.runners.gpu.attention.plans import AttentionPlans
 from nightmill.worker.runners.gpu.device.device import Device
@@ -22,13 +23,14 @@ from nightmill.worker.runners.gpu.mixers import AttentionMixer
 from nightmill.worker.runners.gpu.planning import RunnerPlanner
 from nightmill.worker.runners.gpu.precision import HALF, Precision, WeightsFormat
 from nightmill.worker.runners.gpu.runner import CudaRunner
-from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
+from nightmill.worker.runners.gpu.steps import StepInputs, StepShape, drawing_rows
 from nightmill.worker.runners.gpu.weights.layout import runs_of, weight_bytes
 from nightmill.worker.runners.kv_format import KvFormat
 from tests.support.cuda_runners import cuda_runner
 from tests.support.driving import Chunk, Pages
 from tests.support.family_cases import file_of
 from tests.support.gemma4_cases import GEMMA4_FILES, LARGE_HEADS
+from tests.support.gemma4_shapes import GEMMA4_SHAPES, quantised
 from tests.support.parts import file_of_halves, file_of_q8_0
 from tests.support.specs import GEMMAS
 from tests.unit.runners.recorded_cuda import RecordedDriver
@@ -65,7 +67,8 @@ def test_layers_with_other_heads_have_tiles_of_their_own(
     with closing(cuda_runner(file, SHARING, graphs=False, **OPTIONS)) as runner:
         launch(runner, [Chunk(0, [1] * CONTEXT, 0, 100), Chunk(1, [1] * CONTEXT, 0, 5)])
         (first, _, count, plan), (other, place, more, its) = seen[:2]
-        assert seen[2:] == seen[:2], "layers that read others' keys do so with the same tiles"
+        behind = [(kind, tiles, plan) for kind, _, tiles, plan in seen[2:]]
+        assert behind == [(first, 2, 0), (other, 2, 1)], "layers that keep nothing have the rows that draw"
         assert (count, plan, more, its) == (3, 0, 5, 1)
         assert {first, other} == {0, 1}
         words = runner._steps._host[(runner._turn - 1) % runner.depth]
@@ -77,6 +80,32 @@ def test_layers_with_other_heads_have_tiles_of_their_own(
         assert [layer.cache for layer in layers[2:]] == [layer.cache for layer in layers[:2]]
         tables = {id(one.kernels.mixer.qkv._rotation.table) for one in layers}  # type: ignore[union-attr]
         assert len(tables) == 2, "layers that rotate alike share a table"
+
+
+def test_rows_that_draw_are_a_step_of_their_own() -> None:
+    """Each sees what it saw before: its own position, and the pages of its sequence, of every kind."""
+    kinds = (PageKind(None, 32, 2), PageKind(20, 16, 1))
+    text = list(range(1, 200))
+    chunks = [
+        Chunk(1, text, 50, 1, drawn=True), Chunk(0, text, 9, 1, draws=0, drawn=True),
+        Chunk(2, text, 0, 40, draws=2), Chunk(3, text, 30, 7, draws=0), Chunk(4, text, 30, 3),
+    ]  # fmt: skip
+    batch = Pages(5, 8).batch(chunks, admit=True, kinds=kinds)
+    own = drawing_rows(batch, 8)
+    assert own is not None
+    assert (own.drawn, len(own.draws), own.sequence_starts.tolist()) == (1, 0, [0, 1, 2, 3, 4])
+    assert own.positions.tolist() == [50, 38, 39, 32]
+    assert own.context_lengths.tolist() == [51, 39, 40, 33]
+    assert own.slots.tolist() == [1, 2, 2, 4]
+    for mine, its in zip(own.kinds, batch.kinds, strict=True):
+        assert (mine.page_tables == its.page_tables[[0, 2, 2, 4]]).all()
+        assert (mine.cache_rows == its.cache_rows[[0, 40, 41, 51]]).all()
+        entries = mine.page_tables[np.arange(4), own.positions // 16]
+        assert (entries * 16 + own.positions % 16 == mine.cache_rows).all()
+    assert drawing_rows(batch, 3) is None, "more than there is room for"
+    turned = replace(batch, draws=batch.draws[::-1].copy())
+    assert drawing_rows(turned, 8) is None, "a drawn token behind others"
+    assert drawing_rows(replace(batch, draws=batch.draws[:0]), 8) is None
 
 
 def test_a_step_that_draws_nothing_ends_with_the_last_layer_that_keeps_something(
@@ -200,34 +229,13 @@ def test_every_division_of_a_step_has_a_graph() -> None:
             assert [own is NO_PIECES for own in least] == [held == 0 for held in room]
 
 
-def like_e2b() -> ModelSpec:
-    """Sizes as of Gemma 4 E2B, all matrices in Q4_K."""
-    local = replace(SHARING.layers[0].attention, heads=8, kv_heads=1, head_dim=256, window=512)
-    whole = replace(SHARING.layers[1].attention, heads=8, kv_heads=1, head_dim=512)
-    plain, norm = SHARING.layers[0], SHARING.output_norm
-
-    def layer(index: int) -> LayerSpec:
-        attention: Attention = whole if index % 5 == 4 else local
-        if index >= 15:
-            attention = replace(attention, keys_of=14 if index % 5 == 4 else 13)
-        network = FeedForward(width=12_288 if index >= 15 else 6144, activation=plain.dense.activation)
-        inputs = LayerInputs(width=256, norm=norm)
-        return replace(plain, mixer=attention, feed_forward=network, inputs=inputs)
-
-    spec = replace(
-        SHARING, width=1536, vocab=262_144, context_length=131_072, layers=tuple(map(layer, range(35)))
-    )
-    names = [name for _, weight in spec.all_weights() if len(weight.shape) > 1 for name in weight.names]
-    return replace(spec, tensor_types=dict.fromkeys(names, "Q4_K"))
-
-
 def test_a_model_like_e2b_fits_a_card_of_8_gb() -> None:
-    spec, in_file = like_e2b(), Precision(weights=WeightsFormat.FILE)
+    spec, in_file = quantised(GEMMA4_SHAPES["gemma4-e2b"]), Precision(weights=WeightsFormat.FILE)
     table = spec.weights()[Role.LAYER_EMBEDDING]
-    packed = 262_144 * 35 * 256 * 144 // 256
+    packed = 262_144 * 35 * 256 * 176 // 256
     for precision in (in_file, HALF):
         (run,) = runs_of(spec, Role.LAYER_EMBEDDING, table, precision)
-        assert (run.format, run.bytes) == (Format.Q4_K, packed)
+        assert (run.format, run.bytes) == (Format.Q5_K, packed)
     small = replace(spec, layers=tuple(replace(one, inputs=None) for one in spec.layers))
     added = weight_bytes(spec, in_file) - weight_bytes(small, in_file)
     assert packed < added < 1.03 * packed
@@ -237,3 +245,14 @@ def test_a_model_like_e2b_fits_a_card_of_8_gb() -> None:
     assert layout is not None and len(layout.kinds) == 2
     assert plan.memory.kv_pages == 8 * layout.pages_for(8192)
     assert plan.memory.cache < 16 * 8192 * 8 * (12 * 2 * 256 + 3 * 2 * 512) * 2 // 8
+
+
+def test_a_model_like_26b_a4b_is_as_large_as_its_file_and_keeps_little_of_long_texts() -> None:
+    """Its parameters are those of its name, of which a token is computed with 4 billion."""
+    spec = quantised(GEMMA4_SHAPES["gemma4-26b-a4b"])
+    assert round(spec.parameters / 1e9) == 25 and round(spec.active_parameters / 1e9) == 4
+    assert 15.5 < weight_bytes(spec, Precision(weights=WeightsFormat.FILE)) / 2**30 < 15.8
+    layout = kinds_layout(spec)
+    assert layout is not None
+    before = 8192 * 2 * 2 * spec.keys
+    assert before / (layout.pages_at(8192) * layout.numbers * 2) > 4

@@ -8,6 +8,7 @@ import pytest
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.runners.gpu.device.element import Element
+from nightmill.worker.runners.gpu.kinds import has_tail
 from tests.gpu.test_experts_runner import clear_text
 from tests.support.comparing import compare_logits
 from tests.support.driving import BLOCK, Chunk, Pages, Reference
@@ -28,18 +29,22 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> set[str]:
 
 @pytest.mark.parametrize("name", GEMMA4_FILES)
 def test_logits_agree_with_the_reference_runner(launched: set[str], name: str, tmp_path: Path) -> None:
-    """A prompt in two pieces, the first of which draws nothing, beside another; then tokens one by one."""
+    """A prompt in two pieces, the first of which draws nothing, beside another; then tokens one by one.
+
+    Where the last layers keep nothing, also with the rows that draw alone in these.
+    """
     keys, like = GEMMA4_FILES[name]
     file = file_of(tmp_path, keys | {"attention.sliding_window": 20}, like, **half_tensors(like))
     spec, drawn = read_spec(file), 3
     text = np.random.default_rng(5).integers(0, spec.vocab, 33 + drawn).tolist()
     if spec.experts:
         text = clear_text(file, spec, 33 + drawn)
-    other = [7, 3, 9]
+    other = [7, 3, 9, 1, 4, 2, 8, 6]
     steps = [
         [Chunk(0, text, 0, 20, draws=0), Chunk(1, other, 0, 3)],
         [Chunk(0, text, 20, 13, draws=2)],
-        *([Chunk(0, text, 33 + index, 1, drawn=True)] for index in range(drawn)),
+        [Chunk(0, text, 33, 1, drawn=True), Chunk(1, other, 3, 5)],
+        *([Chunk(0, text, 33 + index, 1, drawn=True)] for index in range(1, drawn)),
     ]
     device = HostDevice(Element.F16)
     model = HostModel(device, file, spec, slots=2, pages=32, context=128, tokens=40)
@@ -50,12 +55,18 @@ def test_logits_agree_with_the_reference_runner(launched: set[str], name: str, t
     ours, theirs = [], []
     for step in steps:
         admit = step is steps[0]
-        ours.append(model.logits(pages[0].batch(step, admit=admit, kinds=model.page_kinds)))
+        given = pages[0].batch(step, admit=admit, kinds=model.page_kinds)
+        ours.append(model.logits(given))
+        if has_tail(spec):
+            again = model.logits(given, tail=True)
+            np.testing.assert_allclose(again, ours[-1], rtol=0, atol=2e-2)
+            ours[-1] = again
         batch = pages[1].batch(step, admit=admit, kinds=reference.runner.page_kinds)
         reference.runner.launch(batch)
         assert reference.runner.collect() is not None
         theirs.append(reference.show(len(batch.draws)))
     compare_logits(np.concatenate(ours), np.concatenate(theirs)).check(same_top=1.0)
+    assert model.tails == (3 if has_tail(spec) else 0)
     experts = {"choose", "place_tokens", "combine_1"} if spec.experts else {"layer_inputs", "gate_inputs"}
     assert launched >= {"qkv_rope_write", "decode_attention_any", "residual_1", *experts}
 

@@ -110,7 +110,9 @@ def test_a_padded_step_with_guesses_has_a_piece_for_each_sequence(
         drawn = [
             Chunk(slot, TEXT, 9 + place, 1, drawn=True) for slot, place in ((6, 0), (2, 3), (2, 4), (2, 5))
         ]
-        inputs = buffers.write_padded(0, batch(*drawn), 5, np.zeros((0, 4), dtype=np.int32), 0, again=True)
+        inputs = buffers.write_padded(
+            0, batch(*drawn), 5, [np.zeros((0, 4), dtype=np.int32)], [0], again=True
+        )
         first = (inputs.pieces_of_states.drawn.first_rows - buffers._packed) // 4
         arrays = sent[-1][first : first + 20].reshape(4, 5)
     assert inputs.pieces_of_states.drawn.count == 5

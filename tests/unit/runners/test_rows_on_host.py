@@ -12,6 +12,7 @@ from nightmill.worker.model.rope import RopeStyle
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import Format
 from nightmill.worker.runners.gpu.rows.activate import COMPUTED
+from tests.gpu import test_kernels_pooling
 from tests.gpu import test_kernels_rows as on_gpu
 from tests.unit.runners.host_kernels import HostDevice, run_rows_on_host
 
@@ -57,7 +58,7 @@ def test_suppressed_logits(launched: set[str]) -> None:
 
 
 def test_hidden_states_are_added_in_order(launched: set[str], device: Any) -> None:
-    on_gpu.test_hidden_states_are_added_to_the_sums_of_slots_in_their_order(device)
+    test_kernels_pooling.test_hidden_states_are_added_to_the_sums_of_slots_in_their_order(device)
     assert launched == {"pool_rows"}
 
 

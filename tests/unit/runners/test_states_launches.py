@@ -5,6 +5,7 @@ import runpy
 import sys
 from contextlib import closing
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tests.support.family_cases import file_of
 from tests.support.hybrid_cases import GPU_HYBRID_FILES
 from tests.support.hybrid_shapes import HYBRID_SHAPES
 from tests.support.quantised_models import write
+from tests.support.thinning import thinned
 from tests.tiny import FILES, unpacked
 from tests.unit.runners.recorded_cuda import HOPPER, RecordedDriver
 
@@ -52,8 +54,9 @@ def test_every_family_is_launched_as_it_was_compiled(
     assert ("few_input_1" in driver.launches) == (plain and driver.capability == HOPPER)
 
 
-@pytest.mark.parametrize("weights", [WeightsFormat.FILE, WeightsFormat.FP8])
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    ("name", "weights"), thinned(product(FILES, (WeightsFormat.FILE, WeightsFormat.FP8)), 3)
+)
 def test_weights_in_all_formats_are_launched_as_they_were_compiled(
     hopper: RecordedDriver, name: str, weights: WeightsFormat, tmp_path: Path
 ) -> None:
@@ -73,7 +76,7 @@ def test_weights_in_all_formats_are_launched_as_they_were_compiled(
     assert hopper.launches.keys() - {"library"} <= hopper.checked
 
 
-@pytest.mark.parametrize("name", ["qwen3.5-0.8b", "nemotron-nano-9b-v2", "lfm2-1.2b"])
+@pytest.mark.parametrize("name", thinned(["qwen3.5-0.8b", "nemotron-nano-9b-v2", "lfm2-1.2b"], 3, 2))
 def test_benchmarks_count_states(
     hopper: RecordedDriver, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

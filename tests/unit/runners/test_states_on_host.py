@@ -7,7 +7,6 @@ import pytest
 
 from nightmill.worker.model.spec import ShortConv
 from nightmill.worker.runners.gpu.device.element import Element
-from nightmill.worker.runners.gpu.device.features import features_of
 from nightmill.worker.runners.gpu.states import chunks
 from tests.gpu import test_states_kernels as on_gpu
 from tests.gpu.state_trials import AnyMixer, Piece, Trial, delta_net, mamba
@@ -50,7 +49,7 @@ def test_bits_depend_on_what_came_before_alone(
     """Not on what follows, on how a prompt is cut, or on what else is in the launch."""
     monkeypatch.setattr(chunks, "_MOST_PIECES", 3)
     device: Any = HostDevice(Element.F16)
-    device.features = features_of((9, 0))  # the next chunk is copied while one is computed
+    device.compute_capability = (9, 0)  # the next chunk is copied while one is computed
     device.multiprocessors = 6  # several pieces have the blocks of many prompts
     trial = Trial(device, MIXERS[kind])
     on_gpu.follow(trial, 67, (1, 17, 65))
@@ -67,7 +66,7 @@ def test_bits_depend_on_what_came_before_alone(
 
 def test_value_heads_that_are_neighbours_share_keys(launched: set[str]) -> None:
     device: Any = HostDevice(Element.F16)
-    device.hopper, device.features, device.multiprocessors = True, features_of((9, 0)), 2
+    device.hopper, device.compute_capability, device.multiprocessors = True, (9, 0), 2
     trial = Trial(device, delta_net(2, 6, 64, 64, by_key_head=True))
     trial.check([Piece(66)], [Piece(1, 5), Piece(2, 130)])
     device.multiprocessors = 1
@@ -82,7 +81,7 @@ def test_chunks_on_hopper(monkeypatch: pytest.MonkeyPatch, launched: set[str], k
     if kind == "mamba":
         mixers = [mamba(2, 64, 1, 128), mamba(1, 128, 1, 64)]
     device: Any = HostDevice(Element.F16)
-    device.hopper, device.features, device.multiprocessors = True, features_of((9, 0)), 3
+    device.hopper, device.compute_capability, device.multiprocessors = True, (9, 0), 3
     monkeypatch.setattr(chunks, "_MOST_PIECES", 3)
     trial = Trial(device, mixers[0])
     trial.check([Piece(130), Piece(3, 64)])

@@ -5,7 +5,7 @@ answers of other engines without a GPU. Slow: a kernel's threads take turns.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +38,7 @@ from nightmill.worker.runners.gpu.rows.logits import LogitScale
 from nightmill.worker.runners.gpu.rows.norms import Norms
 from nightmill.worker.runners.gpu.shapes import Kind
 from nightmill.worker.runners.gpu.states.memory import States
-from nightmill.worker.runners.gpu.steps import Division, StepBounds, StepBuffers, StepShape
+from nightmill.worker.runners.gpu.steps import StepBounds, StepBuffers, StepShape, drawing_rows
 from nightmill.worker.runners.gpu.weights.layout import padded_vocab
 from nightmill.worker.runners.page_layout import PageLayout
 from nightmill.worker.runners.reference import ops
@@ -139,7 +139,12 @@ class HostModel:
             max_pieces=self._plans.most_pieces(tokens), plans=len(self._plans),
             strides=tuple(kind.stride for kind in self.page_kinds) or (1,),
         )  # fmt: skip
-        self._steps = StepBuffers(self.device, bounds, padding_page=pages - 1, depth=1)
+        self._steps, self._tail = (
+            StepBuffers(self.device, own, padding_page=pages - 1, depth=1)
+            for own in (bounds, replace(bounds, slots=tokens))
+        )
+        self.tails = 0
+        """Steps whose rows that draw went on alone."""
         given = None if spec.layer_inputs is None else LayerInputRows(self.device, spec)
         sampler: Any = SimpleNamespace(gather_tokens=self._gather)
         shared = Shared(
@@ -153,22 +158,28 @@ class HostModel:
     ) -> None:
         self.device.copy_in(out.address, self.device.download(tokens, (count,), np.int32))
 
-    def logits(self, batch: StepBatch) -> Floats:
-        """Compute a step; the logits of its draws."""
-        drawn, numbers = batch.drawn, np.arange(batch.drawn, dtype=np.int32)
-        staged = self._plans.stage(0, batch.page_tables, batch.sequence_starts, batch.context_lengths, drawn)
-        pieces = self._plans.pieces(batch.context_lengths[:drawn], numbers)
-        (tiles, cut, _), *further = (
-            Division(len(own), len(of_drawn)) for (own, _), of_drawn in zip(staged, pieces, strict=True)
-        )
+    def logits(self, batch: StepBatch, *, tail: bool = False) -> Floats:
+        """Compute a step; the logits of its draws.
+
+        tail  behind the last layer that keeps anything the rows that draw go on alone
+        """
+        tiles, pieces, ((first, cut, _), *further) = self._plans.divide(0, batch)
         draws = len(batch.draws)
         shape = StepShape(
-            tokens=len(batch.tokens), sequences=len(batch.slots), drawn=drawn, draws=draws, tiles=tiles,
+            tokens=len(batch.tokens), sequences=len(batch.slots), drawn=batch.drawn, draws=draws, tiles=first,
             pieces=cut, further=tuple(further),
         )  # fmt: skip
-        inputs = self._steps.write(0, batch, shape, [own for own, _ in staged], pieces)
+        inputs, own = self._steps.write(0, batch, shape, tiles, pieces), None
+        if tail and shape.gathers and (rows := drawing_rows(batch, self._tokens)) is not None:
+            tiles, pieces, ((first, cut, _), *further) = self._plans.divide(0, rows)
+            sizes = replace(
+                shape, tokens=draws, sequences=draws, drawn=rows.drawn, draws=0, tiles=first, pieces=cut,
+                further=tuple(further),
+            )  # fmt: skip
+            own = self._tail.write(0, rows, sizes, tiles, pieces), sizes
+            self.tails += 1
         model = self._model
-        model.forward(inputs, shape)
+        model.forward(inputs, shape, own)
         if not draws:
             return np.zeros((0, self._spec.vocab), dtype=np.float32)
         model.head(model.normed, model.weights.head, model.logits, draws)

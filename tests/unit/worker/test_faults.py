@@ -14,6 +14,7 @@ from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import DatabaseRefusedError, NightmillError
 from nightmill.jobs.request.parameters import GenerationParams
+from nightmill.jobs.sql.claimed import _parsed
 from nightmill.jobs.sql.claims import Claim, Outcome
 from nightmill.jobs.sql.sweep import Sweep
 from nightmill.jobs.sql.tables import JobRow
@@ -62,6 +63,7 @@ def refused_claim(bench: Bench, victim: str, patch: Patch) -> None:
 
 
 def in_reading(bench: Bench, victim: str, patch: Patch) -> None:
+    _parsed.cache_clear()  # which may know these parameters from another test
     fail_once(GenerationParams, "parse", patch)
 
 
@@ -109,7 +111,7 @@ def in_request(bench: Bench, victim: str, patch: Patch) -> None:
 
 
 def in_fingerprint(bench: Bench, victim: str, patch: Patch) -> None:
-    fail_once(nightmill.worker.service.requesting, "fingerprint", patch)
+    fail_once(nightmill.worker.service.requesting, "marks", patch)
 
 
 def in_submit(bench: Bench, victim: str, patch: Patch) -> None:

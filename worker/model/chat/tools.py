@@ -310,7 +310,7 @@ IMPORTANT: ALWAYS adhere to this exact format for tool use:
 
 tool_call_name must be one of these tools, and tool_call_arguments must be JSON that follows its parameters.
 {several}"""
-"""What DeepSeek's model cards have a system message say of tools."""
+"""The system message on tools that DeepSeek's model cards give."""
 _EXAMPLES: Final = {
     CallFormat.DEEPSEEK: (
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>tool_call_name<｜tool▁sep｜>tool_call_arguments<｜tool▁call▁end｜>"
@@ -321,7 +321,7 @@ _EXAMPLES: Final = {
         "tool_call_arguments\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
     ),
 }
-"""How calls are written, of formats whose templates may say nothing of tools."""
+"""Examples of calls, in formats whose templates may say nothing of tools."""
 
 
 def _description(written: CallFormat, tools: Tools) -> str:

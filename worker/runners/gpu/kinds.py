@@ -18,8 +18,8 @@ from nightmill.worker.model.spec import (
 from nightmill.worker.runners.gpu.shapes import GATED, Kind
 
 __all__ = [
-    "LayerKinds", "MixerSizes", "gate_up_kind", "kinds_of", "layer_kinds", "made_heads", "mixer_sizes",
-    "only_rotates",
+    "LayerKinds", "MixerSizes", "gate_up_kind", "has_tail", "kinds_of", "last_keeping", "layer_kinds",
+    "made_heads", "mixer_sizes", "only_rotates",
 ]  # fmt: skip
 
 
@@ -80,6 +80,17 @@ def made_heads(attention: Attention) -> int:
     if attention.keys_of is not None:
         return attention.heads
     return attention.heads + attention.kv_heads * (1 if attention.values_are_keys else 2)
+
+
+def last_keeping(spec: ModelSpec) -> int:
+    """The last layer that keeps anything of a token: keys and values of its own, or a state."""
+    kept = zip(spec.layers, spec.caches, strict=True)
+    return max(index for index, (layer, cache) in enumerate(kept) if layer.state or cache is not None)
+
+
+def has_tail(spec: ModelSpec) -> bool:
+    """Return whether layers behind that mix tokens by what others keep: they are for rows that draw alone."""
+    return any(layer.mixer is not None for layer in spec.layers[last_keeping(spec) + 1 :])
 
 
 def only_rotates(attention: Attention) -> bool:

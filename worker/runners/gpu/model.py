@@ -13,10 +13,11 @@ the last time, only the rows that draw go on.
 
 from dataclasses import dataclass
 
-from nightmill.worker.model.spec import LatentAttention, ModelSpec
+from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.base import DRAW
 from nightmill.worker.runners.gpu.activations import LOGIT_ROWS, Activations
 from nightmill.worker.runners.gpu.device.operands import Buffer
+from nightmill.worker.runners.gpu.kinds import last_keeping
 from nightmill.worker.runners.gpu.layers import Layer, LayerKernels
 from nightmill.worker.runners.gpu.products.chooser import Product, Products
 from nightmill.worker.runners.gpu.products.elements.few_rows import MAX_ROWS
@@ -76,11 +77,7 @@ class Model:
             table = weights.layer_projection
             self.projection = products.of(Kind.PLAIN, table.rows, spec.width, table.format)
         self._last_mixing = max(index for index, layer in enumerate(layers) if layer.attended is not None)
-        self._last_keeping = max(
-            index
-            for index, layer in enumerate(spec.layers)
-            if layer.state or isinstance(layer.mixer, LatentAttention) or spec.caches[index] is not None
-        )
+        self._last_keeping = last_keeping(spec)
 
     @property
     def weights(self) -> Weights:
@@ -158,8 +155,13 @@ class Model:
         if self.projection is not None:
             self.projection.tune(at.entering, [self._weights.layer_projection], at.inputs, rows, norm)
 
-    def forward(self, inputs: StepInputs, shape: StepShape) -> None:
-        """Queue a step's layers, up to the norm of the rows that draw."""
+    def forward(
+        self, inputs: StepInputs, shape: StepShape, tail: tuple[StepInputs, StepShape] | None = None
+    ) -> None:
+        """Queue a step's layers, up to the norm of the rows that draw.
+
+        tail  the rows that draw as a step of their own, for layers behind the last that keeps anything
+        """
         at, tokens = self._at, shape.tokens
         self.shared.sampler.gather_tokens(
             inputs.tokens,
@@ -178,7 +180,10 @@ class Model:
             norm = weights.layer_projection_norm
             given.make(at.tokens, weights.layer_embedding, at.inputs, norm, tokens)
         few = self._has_few and shape.decodes and tokens <= MAX_ROWS
-        (self._few_rows if few else self._any_rows)(inputs, shape)
+        if few:
+            self._few_rows(inputs, shape)
+        else:
+            self._any_rows(inputs, shape, tail)
 
     def draw(
         self,
@@ -216,28 +221,36 @@ class Model:
             if logprobs:
                 sampler.log_probabilities(at.logits, rows, draws, drawn, at.found.from_row(first))
 
-    def _any_rows(self, inputs: StepInputs, shape: StepShape) -> None:
-        """Queue all layers; after the last mixer no more is computed than the rows that draw need."""
+    def _any_rows(
+        self, inputs: StepInputs, shape: StepShape, tail: tuple[StepInputs, StepShape] | None
+    ) -> None:
+        """Queue all layers; after the last mixer no more is computed than the rows that draw need.
+
+        With a tail, after the last layer that keeps anything: mixers behind it take the tail's rows.
+        """
         at, x, rows, norms = self._at, self._at.x, shape.tokens, self.shared.norms
         entering, last, slots, drawing = at.entering, self.layers[-1], inputs.token_slots, 0
+        draws, gathers = shape.draws, shape.gathers
+        gathering = self._last_mixing if tail is None else self._last_keeping
         norms(x, self.layers[0].first_norm, entering, rows)
         for index, layer in enumerate(self.layers):
             kernels, weights, own = layer.kernels, layer.weights, layer.at
             end, between = at.normed if layer is last else entering, layer.given is not None
             if kernels.mixer is not None and layer.attended is not None:
-                mixed, ends = own.mixed, index == self._last_mixing
+                mixed, ends = own.mixed, index == gathering
                 pages = inputs.of(layer.cache.kind)
                 kernels.mixer.enter(entering, layer, pages, rows)
-                is_over = index == self._last_keeping and not shape.draws
+                is_over = index == self._last_keeping and not draws
                 if is_over and kernels.mixer.entering_is_enough:
                     return
                 kernels.mixer.mix(layer, pages, shape)
                 if is_over:
                     return
-                if ends and shape.gathers:
-                    rows, mixed, slots, drawing = shape.draws, own.mixed_drawing, 0, inputs.rows
+                if ends and gathers:
+                    rows, mixed, slots, drawing = draws, own.mixed_drawing, 0, inputs.rows
                     self.shared.embedding.gather_rows(own.mixed, inputs.rows, mixed, rows)
                     x = self._gathered(inputs, shape)
+                    inputs, shape = (inputs, shape) if tail is None else tail
                     if layer.parallel:
                         norms(x, weights.attn_norm, entering, rows)
                 is_end = layer is last and not layer.feeds and layer.given is None

@@ -12,6 +12,7 @@ from nightmill.worker.runners.base import STATE_CHUNK
 from nightmill.worker.runners.gpu.activations import LOGIT_ROWS, most_draws
 from nightmill.worker.runners.gpu.attention.choice import by_heads
 from nightmill.worker.runners.gpu.catalogue import workspace_bytes
+from nightmill.worker.runners.gpu.kinds import has_tail
 from nightmill.worker.runners.gpu.kv_cache import PAGE, kinds_layout, pool_page_bytes
 from nightmill.worker.runners.gpu.memory import (
     LEAST_TOKENS,
@@ -29,13 +30,22 @@ from nightmill.worker.runners.gpu.sampling.slots import SlotTable
 from nightmill.worker.runners.gpu.states.memory import States
 from nightmill.worker.runners.gpu.steps import StepBounds, StepBuffers
 from nightmill.worker.runners.gpu.weights.layout import weight_bytes
+from nightmill.worker.runners.kv_format import KvFormat
 
-__all__ = ["RunnerPlanner", "RunnerPlan", "prompt_grid"]
+__all__ = ["RunnerPlanner", "RunnerPlan", "prompt_grid", "takes_tail"]
 
 
 def prompt_grid(spec: ModelSpec) -> int:
     """Positions at multiples of which pieces of prompts end (`Runner.prompt_grid`)."""
     return STATE_CHUNK if spec.state_bytes else 1
+
+
+def takes_tail(spec: ModelSpec, precision: Precision) -> bool:
+    """Return whether rows that draw go on alone behind the last layer that keeps anything.
+
+    Not where pages become elements first, which a step does once.
+    """
+    return precision.kv is KvFormat.ELEMENT and has_tail(spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +115,8 @@ class RunnerPlanner:
         bounds = self.bounds(replace(sizes, max_tokens=max_tokens))
         kept = SlotTable.bytes(slots, vocab) + MaskBuffers.bytes(vocab, LOGIT_ROWS)
         kept += PooledSums.bytes(slots, self.spec.width)
+        if takes_tail(self.spec, self.precision):
+            kept += StepBuffers.bytes(bounds.tail)
         return kept + StepBuffers.bytes(bounds) + workspace_bytes(
             self.spec, self.precision, self.multiprocessors, slots=slots, max_context=sizes.context,
             max_tokens=max_tokens, max_draws=bounds.max_draws, hopper=self.hopper,

@@ -44,7 +44,7 @@ from nightmill.worker.runners.gpu.loading import load_weights
 from nightmill.worker.runners.gpu.memory import RunnerSizes, allowed, spare_pages
 from nightmill.worker.runners.gpu.mixers import Mixers
 from nightmill.worker.runners.gpu.model import Model, Shared
-from nightmill.worker.runners.gpu.planning import RunnerPlanner, prompt_grid
+from nightmill.worker.runners.gpu.planning import RunnerPlanner, prompt_grid, takes_tail
 from nightmill.worker.runners.gpu.precision import HALF, Precision
 from nightmill.worker.runners.gpu.products.chooser import Products
 from nightmill.worker.runners.gpu.products.formats import ModelFormats
@@ -66,6 +66,7 @@ from nightmill.worker.runners.gpu.steps import (
     StepBuffers,
     StepInputs,
     StepShape,
+    drawing_rows,
     padded_lengths,
 )
 from nightmill.worker.runners.gpu.weights.choice import choose_weights
@@ -216,6 +217,9 @@ class CudaRunner:
         self._slots = SlotTable(device, sampler, slots=slots, vocab=spec.vocab, depth=self.depth)
         self._masks = MaskBuffers(device, vocab=spec.vocab, rows=LOGIT_ROWS, depth=self.depth)
         self._steps = StepBuffers(device, bounds, padding_page=pages - 1, depth=self.depth)
+        self._tail: StepBuffers | None = None
+        if takes_tail(spec, precision):
+            self._tail = StepBuffers(device, bounds.tail, padding_page=pages - 1, depth=self.depth)
         embedding = Embedding(device, spec.vocab, spec.embedding_scale)
         given = None if spec.layer_inputs is None else LayerInputRows(device, spec)
         shared = Shared(embedding, norms, LogitScale(device, spec), sampler, given)
@@ -406,22 +410,14 @@ class CudaRunner:
 
     def _launch_kernels(self, turn: int, batch: StepBatch) -> _PendingLaunch:
         """Queue a step of any composition."""
-        drawn = batch.drawn
-        staged = self._plans.stage(
-            turn, batch.page_tables, batch.sequence_starts, batch.context_lengths, drawn
-        )
-        pieces = self._plans.pieces(batch.context_lengths[:drawn], np.arange(drawn, dtype=np.int32))
-        (tiles, cut, groups), *further = (
-            Division(len(own), len(of_drawn), grouped)
-            for (own, grouped), of_drawn in zip(staged, pieces, strict=True)
-        )
-        pooled = int(batch.pools["rows"].sum())
+        drawn, pooled = batch.drawn, int(batch.pools["rows"].sum())
+        tiles, pieces, ((first, cut, groups), *further) = self._plans.divide(turn, batch)
         shape = StepShape(
             tokens=len(batch.tokens),
             sequences=len(batch.slots),
             drawn=drawn,
             draws=len(batch.draws) + pooled,
-            tiles=tiles,
+            tiles=first,
             pieces=cut,
             again=drawn > 0 and len(np.unique(batch.slots)) < len(batch.slots),
             given=pooled > 0 or bool((batch.draws["slot"] < 0).any()),
@@ -429,14 +425,28 @@ class CudaRunner:
             groups=groups,
             further=tuple(further),
         )
-        inputs = self._steps.write(turn, batch, shape, [own for own, _ in staged], pieces)
+        inputs = self._steps.write(turn, batch, shape, tiles, pieces)
+        tail = self._tail_of(turn, batch, shape)
         adjusted, logprobs = self._slots.adjusts(batch.draws), wants_logprobs(batch.draws)
-        self._model.forward(inputs, shape)
+        self._model.forward(inputs, shape, tail)
         self._pooled.add(turn, batch.pools, self._model.normed, len(batch.draws), self._model.residual)
         if not self._waits_for_masks:
             self._model.draw(inputs, shape, adjusted=adjusted, logprobs=logprobs)
         sums = int(batch.pools["ends"].sum())
         return _PendingLaunch(turn, batch.draws, inputs, shape, adjusted, logprobs, sums)
+
+    def _tail_of(self, turn: int, batch: StepBatch, shape: StepShape) -> tuple[StepInputs, StepShape] | None:
+        """Queue the copy of the rows that draw, for layers that these alone go through; None: all rows do."""
+        own = drawing_rows(batch, self.slots) if self._tail is not None and shape.gathers else None
+        if self._tail is None or own is None:
+            return None
+        tiles, pieces, ((first, cut, _), *further) = self._plans.divide(turn, own)
+        rows = len(own.tokens)
+        sizes = StepShape(
+            tokens=rows, sequences=rows, drawn=own.drawn, draws=0, tiles=first, pieces=cut,
+            again=shape.again, further=tuple(further),
+        )  # fmt: skip
+        return self._tail.write(turn, own, sizes, tiles, pieces), sizes
 
 
 def decode_shape(size: int, rooms: Rooms, *, again: bool = False) -> StepShape:

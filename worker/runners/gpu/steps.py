@@ -35,6 +35,7 @@ __all__ = [
     "StepBuffers",
     "StepInputs",
     "StepShape",
+    "drawing_rows",
     "padded_lengths",
 ]
 
@@ -165,6 +166,11 @@ class StepBounds:
     states: bool = False
     strides: tuple[int, ...] = (1,)
     plans: int = 1
+
+    @property
+    def tail(self) -> "StepBounds":
+        """The bounds of the rows that draw of a step, as a step of their own (`drawing_rows`)."""
+        return replace(self, max_tokens=self.slots, max_draws=0, states=False)
 
     @property
     def words(self) -> int:
@@ -350,6 +356,31 @@ class _KindBuffers:
         pitch = 4 * tables.shape[1]
         self._device.copy_rows_in(self._tables, pitch, tables[: max(count, size)], 4 * width)
         return self._rows, self._tables
+
+
+def drawing_rows(batch: StepBatch, most: int) -> StepBatch | None:
+    """The rows that draw as a step that draws nothing: each is a chunk of its own.
+
+    None where they are none, or more than `most`, or some that were drawn come behind others.
+    """
+    rows = np.concatenate([batch.draws["row"], pooled_rows(batch.pools)]).astype(np.int32)
+    chunks = np.searchsorted(batch.sequence_starts, rows, side="right") - 1
+    drawn = int(np.count_nonzero(chunks < batch.drawn))
+    if not 0 < len(rows) <= min(most, len(batch.tokens)) or (chunks[:drawn] >= batch.drawn).any():
+        return None
+    further = (KindRows(one.cache_rows[rows], one.page_tables[chunks]) for one in batch.further)
+    return StepBatch(
+        tokens=batch.tokens[rows],
+        positions=batch.positions[rows],
+        cache_rows=batch.cache_rows[rows],
+        sequence_starts=np.arange(len(rows) + 1, dtype=np.int32),
+        context_lengths=batch.positions[rows] + 1,
+        page_tables=batch.page_tables[chunks],
+        slots=batch.slots[chunks],
+        draws=_NO_DRAWS,
+        drawn=drawn,
+        further=tuple(further),
+    )
 
 
 def _divided(inputs: StepInputs, divisions: tuple[Division, ...]) -> StepInputs:

@@ -10,7 +10,7 @@ from sqlalchemy import select, update
 from nightmill.jobs.base.arithmetic import Arithmetic
 from nightmill.jobs.base.contract import StopReason
 from nightmill.jobs.client.client import Client
-from nightmill.jobs.sql.batches import BATCHES
+from nightmill.jobs.sql.batch_reading import BATCHES
 from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.jobs.sql.jobs import JOBS
 from nightmill.jobs.sql.tables import JobRow

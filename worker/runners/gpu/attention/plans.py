@@ -5,7 +5,7 @@ from itertools import product
 
 import numpy as np
 
-from nightmill.worker.runners.base import IntArray
+from nightmill.worker.runners.base import IntArray, StepBatch
 from nightmill.worker.runners.gpu.attention.decode import DecodeAttention
 from nightmill.worker.runners.gpu.attention.general import GeneralDecode
 from nightmill.worker.runners.gpu.attention.hopper_wide import HopperWide
@@ -13,7 +13,7 @@ from nightmill.worker.runners.gpu.attention.pieces import NO_PIECES, whole_piece
 from nightmill.worker.runners.gpu.attention.prefill import HopperPrefill, PortablePrefill
 from nightmill.worker.runners.gpu.attention.wide import WideDecode, WidePrefill
 from nightmill.worker.runners.gpu.kv_cache import PAGE
-from nightmill.worker.runners.gpu.steps import PromptGroup
+from nightmill.worker.runners.gpu.steps import Division, PromptGroup
 
 __all__ = ["AttentionPlans", "Decode", "Prefill", "Rooms"]
 
@@ -67,6 +67,15 @@ class AttentionPlans:
         """Divide contexts into pieces, on the host, for each plan; good until the next call."""
         return [decode.pieces(lengths, sequences) for decode in self._decodes]
 
+    def divide(self, turn: int, batch: StepBatch) -> tuple[list[IntArray], list[IntArray], list[Division]]:
+        """Tiles and pieces of a step for each plan, and how many these are; as `stage` and `pieces`."""
+        drawn = batch.drawn
+        staged = self.stage(turn, batch.page_tables, batch.sequence_starts, batch.context_lengths, drawn)
+        pieces = self.pieces(batch.context_lengths[:drawn], np.arange(drawn, dtype=np.int32))
+        tiles = [own for own, _ in staged]
+        sizes = zip(tiles, pieces, (groups for _, groups in staged), strict=True)
+        return tiles, pieces, [Division(len(own), len(cut), groups) for own, cut, groups in sizes]
+
     @staticmethod
     def least_pieces(rooms: Rooms, sequences: int) -> list[IntArray]:
         """The pieces of so many contexts of one token, where there is room for pieces."""
@@ -91,5 +100,5 @@ class AttentionPlans:
 
 
 def _largest(rooms: list[int]) -> list[int]:
-    """Of rooms none, if that is among them, and the largest."""
+    """Return the largest of some rooms, behind none if that is among them."""
     return [0, rooms[-1]] if rooms[0] == 0 and rooms[-1] else rooms[-1:]

@@ -123,5 +123,5 @@ class Qkv:
         self._rotation(qkv, layer, positions, cache_rows, cache, rows, self._made)
 
     def target(self, qkv: Buffer) -> Buffer:
-        """Where the product goes."""
+        """Return the buffer that the product goes into."""
         return qkv if self._made is None else self._made

@@ -19,7 +19,7 @@ _PIECES = (1, 2, 4)  # kernels, by the pieces of 8 values that a thread has
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How something is added to the residual stream: x = factor * (x + scale * after(it)), out = before(x).
+    """An addition to the residual stream: x = factor * (x + scale * after(it)), out = before(x).
 
     factor  a float that is a weight, or ABSENT
     before  None: nothing is written to out; without a weight x is only rounded

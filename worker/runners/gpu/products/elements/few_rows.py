@@ -44,6 +44,7 @@ class FewRows:
     def __init__(self, device: Device, layer: LayerSpec, width: int, angles: Buffer | None) -> None:
         self._width, self._ffn = width, layer.feed_forward.width
         self._angles = angles
+        self._two_sums = device.hopper
         rotates = angles is not None
         self._write = KvWrite(device, layer.attention) if rotates and device.kv is KvFormat.FP8 else None
         self._heads = (layer.attention.heads, layer.attention.kv_heads) if rotates else (0, 0)
@@ -82,7 +83,7 @@ class FewRows:
             all(format_.plain for format_ in formats)
             and _has_plain_products(layer)
             and not any(size % _DEPTH for size in (width, outputs, ffn))
-            and (first_sum(_ROWS, width) == width or not mixer_sizes(layer.mixer).controls)
+            and (not hopper or first_sum(_ROWS, width) == width or not mixer_sizes(layer.mixer).controls)
             and _most_shared(layer, width) <= _MOST_SHARED[hopper]
             # Without `down` the kernels were not measured on Hopper.
             and (not hopper or _shared(ffn, _ROWS + MAX_ROWS) <= _MOST_SHARED[hopper])
@@ -144,7 +145,7 @@ class FewRows:
         width, inputs = weight.rows, weight.columns
         self._residual(
             (-(-width // _ROWS), 1), _BLOCK, source.address, weight.address, x.address, tokens, width, inputs,
-            first_sum(width, inputs), shared=_shared(inputs, _ROWS + tokens),
+            first_sum(width, inputs) if self._two_sums else inputs, shared=_shared(inputs, _ROWS + tokens),
         )  # fmt: skip
 
     def swiglu(self, x: Buffer, layer: LayerWeights, out: Buffer, tokens: int) -> None:

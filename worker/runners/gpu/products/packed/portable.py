@@ -1,4 +1,4 @@
-"""What launchers of packed products have in common on GPUs that have no faster kernels than mma.sync."""
+"""The common part of launchers of packed products, on GPUs that have no faster kernels than mma.sync."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable

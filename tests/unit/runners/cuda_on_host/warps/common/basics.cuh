@@ -5,8 +5,8 @@
 
 static constexpr float LOG2_E = 1.4426950408889634f;
 
-inline void load8(const float* source, float (&values)[8]) { std::copy(source, source + 8, values); }
-inline void store8(float* target, const float (&values)[8]) { std::copy(values, values + 8, target); }
+inline void load8(const float* source, float (&values)[8]) { host::copy(source, source + 8, values); }
+inline void store8(float* target, const float (&values)[8]) { host::copy(values, values + 8, target); }
 inline float negative_infinity() { return -INFINITY; }
 inline float exp2_fast(float x) { return exp2f(x); }
 inline float reciprocal_fast(float x) { return 1.0f / x; }

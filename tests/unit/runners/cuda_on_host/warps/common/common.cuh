@@ -13,6 +13,12 @@ struct alignas(8) Bytes8 {
 };
 
 inline uint32_t pack(float low, float high) { return bits_as<uint32_t>(to_elements(low, high)); }
+inline void unpack(const Element8& packed, float (&values)[8]) {
+    for (int i = 0; i < 4; ++i) {
+        const float2 pair = to_floats(bits_as<Element2>(packed.word[i]));
+        values[2 * i] = pair.x, values[2 * i + 1] = pair.y;
+    }
+}
 inline float rounded(float value) { return to_float(to_element(value)); }
 inline Element8 pack(const float (&values)[8]) {
     Element8 packed;
@@ -57,7 +63,7 @@ inline void multiply(float (&c)[4], int columns, B b) {
     }
 }
 inline void tell(const uint32_t (&a)[4], uint32_t b0 = 0, uint32_t b1 = 0) {
-    std::copy(a, a + 4, told[now]);
+    host::copy(a, a + 4, told[now]);
     told[now][4] = b0, told[now][5] = b1;
     meet_warp();
 }

@@ -42,9 +42,9 @@ template <int COUNT, typename B>
 inline void multiply_all(float (&acc)[COUNT], bool more, B b) {
     for (int i = 0; i < COUNT; i += 4) {
         float c[4] = {};
-        if (more) std::copy(acc + i, acc + i + 4, c);
+        if (more) host::copy(acc + i, acc + i + 4, c);
         multiply(c, 2 * i, b);
-        std::copy(c, c + 4, acc + i);
+        host::copy(c, c + 4, acc + i);
     }
     meet_warp();
 }
