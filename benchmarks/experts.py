@@ -10,7 +10,7 @@ each eight experts five times as many tokens. One JSON line a case; bytes and FL
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from nightmill.worker.runners.gpu.experts.combine import Combine
 from nightmill.worker.runners.gpu.experts.grouped import Given, GroupedProducts
 from nightmill.worker.runners.gpu.experts.room import ExpertRoom
 from nightmill.worker.runners.gpu.experts.route import Routing
+from nightmill.worker.runners.gpu.experts.tiles import ExpertTile, tiles_for
 from nightmill.worker.runners.gpu.products.fp8.quantise import Quantise
 from nightmill.worker.runners.gpu.rows.norms import Ending
 from nightmill.worker.runners.gpu.weights.layout import NormWeight
@@ -48,14 +49,9 @@ class Layer:
     """A layer's weights, and its buffers, with tokens on their way to experts."""
 
     def __init__(
-        self,
-        bench: Bench,
-        experts: Experts,
-        width: int,
-        formats: tuple[Format, Format],
-        rows: int,
-        skew: bool,
-    ) -> None:
+        self, bench: Bench, experts: Experts, width: int, formats: tuple[Format, Format],
+        grouped: GroupedProducts, rows: int, skew: bool,
+    ) -> None:  # fmt: skip
         self.device, self.experts, self.width, self.rows = bench.device, experts, width, rows
         device, self.fp8 = bench.device, formats[0] is Format.FP8
         self.gate_up = experts_of(bench, formats[0], experts.count, 2 * experts.width, width)
@@ -73,16 +69,20 @@ class Layer:
         self.x, self.out = bench.random(rows, width), bench.random(rows, width)
         self.stream = bench.random(rows, width, dtype=np.float32)
         self.norm = bench.random(width, dtype=np.float32)
-        self.routing, self.grouped = Routing(device, experts), GroupedProducts(device, set(formats))
+        self.routing, self.grouped = Routing(device, experts), grouped
         self.combine = Combine(device)
         self.quantise = Quantise(device) if self.fp8 else None
-        self.tile = self.grouped.tile(experts, rows)
         self.entering = self._rounded(self.x, self.at.read_fp8, rows)
-        self.route()
+        self.take(self.grouped.tile(experts, rows))
         device.synchronize()
         self.sent = np.bincount(
             device.download(self.at.chosen.address, (rows * experts.used,), np.int32), minlength=experts.count
         )
+
+    def take(self, tile: ExpertTile) -> None:
+        """Place tokens for tiles of another size."""
+        self.tile = tile
+        self.route()
 
     def _rounded(self, x: Buffer, target: Buffer, rows: int) -> Buffer:
         if self.quantise is None:
@@ -136,28 +136,45 @@ def experts_of(bench: Bench, kept: Format, count: int, rows: int, columns: int) 
 
 
 def measure(
-    bench: Bench, shape: str, formats: tuple[Format, Format], rows: int, *, skew: bool
-) -> dict[str, Any]:
-    """A line for a layer with so many tokens."""
+    bench: Bench, shape: str, formats: tuple[Format, Format], rows: int, *, skew: bool, all_tiles: bool
+) -> Iterator[dict[str, Any]]:
+    """A line for a layer with so many tokens, for the tile that it has, or for each."""
     experts, width = SHAPES[shape]
-    layers = [Layer(bench, experts, width, formats, rows, skew) for _ in range(LAYERS if rows <= FEW else 1)]
-    first = layers[0]
+    packed, hopper = all(one.packed for one in formats), bench.device.hopper
+    tiles = tiles_for(hopper=hopper, packed=packed)
+    if all_tiles:  # those of kernels without blocks that stay, too
+        tiles = tuple(dict.fromkeys([*tiles, *tiles_for(hopper=hopper, packed=False)]))
+    grouped = GroupedProducts(bench.device, set(formats), tiles)
+    layers = [
+        Layer(bench, experts, width, formats, grouped, rows, skew)
+        for _ in range(LAYERS if rows <= FEW else 1)
+    ]
+    for tile in tiles if all_tiles else [layers[0].tile]:
+        if not rows * experts.used / experts.count < 16 * tile.rows:
+            continue
+        for layer in layers:
+            layer.take(tile)
+        yield line_of(bench, layers, {"shape": shape, "formats": "/".join(one.name for one in formats)})
+
+
+def line_of(bench: Bench, layers: list[Layer], line: dict[str, Any]) -> dict[str, Any]:
+    """Times of all launches."""
+    first, experts = layers[0], layers[0].experts
     touched = float(np.mean([np.count_nonzero(layer.sent) for layer in layers]))
 
     def us(launch: Callable[[Layer], None]) -> float:
         return bench.seconds(lambda i: launch(layers[i]), len(layers)) * 1e6
 
-    line: dict[str, Any] = {
-        "shape": shape, "formats": "/".join(one.name for one in formats), "rows": rows,
-        "tile": f"{first.tile.rows}{' wgmma' if first.tile.wgmma else ''}",
-        "touched": round(touched), "most": int(first.sent.max()),
+    line |= {
+        "rows": first.rows, "tile": f"{first.tile.by.value} {first.tile.rows}", "touched": round(touched),
+        "most": int(first.sent.max()),
     }  # fmt: skip
     for name, launch, matrix in (
         ("gate_up", Layer.multiply_gate_up, first.gate_up), ("down", Layer.multiply_down, first.down),
     ):  # fmt: skip
         took = us(launch)
         moved = matrix.bytes * touched / experts.count
-        flops = 2 * rows * experts.used * (matrix.rows // experts.count) * matrix.columns
+        flops = 2 * first.rows * experts.used * (matrix.rows // experts.count) * matrix.columns
         line |= {name: round(took, 1), f"{name}_gb_s": round(moved / took / 1e3)}
         line[f"{name}_tflops"] = round(flops / took / 1e6, 1)
     for name, launch in (("route", Layer.route), ("combine", Layer.add), ("layer", Layer.whole)):
@@ -173,13 +190,16 @@ def main() -> None:
     arguments.add_argument("--formats", nargs=2, default=["Q4_K", "Q6_K"], metavar="FORMAT")
     arguments.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256, 1024, 8192])
     arguments.add_argument("--skew", action="store_true")
+    arguments.add_argument("--all-tiles", action="store_true", help="time each tile, not that which is taken")
     options = arguments.parse_args()
     formats = Format[options.formats[0]], Format[options.formats[1]]
     for rows in options.rows:
         with Device(0) as device:
             bench = Bench(device)
-            line = measure(bench, options.shape, formats, rows, skew=options.skew)
-            print(json.dumps({"gpu": device.name} | line), flush=True)
+            for line in measure(
+                bench, options.shape, formats, rows, skew=options.skew, all_tiles=options.all_tiles
+            ):
+                print(json.dumps({"gpu": device.name} | line), flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ With a model: reads texts, by default those of `benchmarks/real_prompts` and the
 of 512 tokens, and compares the distribution of the next token at each place with that of the file as it is:
 mean divergence (KL, in nats), and how often the best token is the same. NumPy rounds weights, activations,
 keys and values as the kernels do that are held to it. Q8_0 and others are the same weights, rounded to that
-type by `gguf`. Prints tables in Markdown. Needs no GPU.
+type by `gguf`. Then it rounds them to Q4_K and Q6_K, and compares their elements in 16 bits, and those that
+kernels make of packets, with the same weights in float. Prints tables in Markdown. Needs no GPU.
 """
 
 import argparse
@@ -26,6 +27,7 @@ import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
+from benchmarks.common.k_quants import quantised
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
@@ -34,6 +36,7 @@ from nightmill.worker.runners.kv_format import KvFormat
 from nightmill.worker.runners.reference.fp8 import POWERS_OF_HALF, as_kept
 from tests.support.agreement import compared
 from tests.support.driving import BLOCK, Chunk, Pages, Reference, logits_of
+from tests.support.packed_elements import elements_of
 
 ROOT = Path(__file__).parents[1]
 TEXTS = (*sorted((ROOT / "benchmarks" / "real_prompts").glob("*.txt")), *sorted((ROOT / "docs").glob("*.md")))
@@ -43,16 +46,30 @@ HEAD, QUERIES = 64, 100
 NOISE = 6.0
 """Of the fact beside the query: so much that some of the facts are not found."""
 REQUANTISED = ("Q8_0", "Q5_0", "Q4_0")
+K_TYPES = (GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q6_K)
+FLOATS, HALF, PACKED = "in float", "`--weights 16bit`", "`--weights file`"
 
 
 class Requantised(GgufFile):
     """A model file whose matrices are rounded to another type as they are read."""
 
     kind: GGMLQuantizationType | None = None
+    elements: str = FLOATS
+    """What becomes of blocks of K types."""
 
     def array(self, name: str) -> npt.NDArray[np.float32]:
         """The tensor's numbers."""
         values = super().array(name)
+        if self.kind in K_TYPES and values.ndim > 1 and values.size % GGML_QUANT_SIZES[self.kind][0] == 0:
+            blocks = quantised(
+                values, self.kind
+            )  # through ends of rows, if they are no whole number of blocks
+            made = (
+                elements_of(blocks, self.kind) if self.elements == PACKED else dequantize(blocks, self.kind)
+            )
+            if self.elements == HALF:
+                made = made.astype(np.float16)
+            return made.astype(np.float32).reshape(values.shape)
         if self.kind is None or values.ndim < 2 or values.shape[-1] % GGML_QUANT_SIZES[self.kind][0]:
             return values
         return dequantize(quantize(values, self.kind), self.kind).reshape(values.shape)
@@ -65,6 +82,7 @@ class Choice:
     name: str
     options: dict[str, Any]
     kind: GGMLQuantizationType | None = None
+    elements: str = FLOATS
 
 
 CHOICES = (
@@ -95,7 +113,7 @@ class Cost:
     def row(self, name: str) -> str:
         """Of the table."""
         return (
-            f"| {name} | {self.divergence / self.places:.5f} | {self.largest:.2f} "
+            f"| {name} | {self.divergence / self.places:.2g} | {self.largest:.2g} "
             f"| {self.same / self.places:.2%} |"
         )
 
@@ -109,6 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--tokens", type=int, default=20_000, help="places to compare, in whole pieces of 512"
     )
+    parser.add_argument("--only-k-types", action="store_true", help="of a model only Q4_K and Q6_K")
     options = parser.parse_args(arguments)
     print("| keys | found as half | in FP8 | the same |\n| ---: | ---: | ---: | ---: |")
     for keys in CONTEXTS:
@@ -121,11 +140,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         pieces = list(pieces_of(Tokenizer.from_gguf(file), options.texts, options.tokens))
     if not pieces:
         raise SystemExit(f"the texts have fewer than {PIECE} tokens")
-    costs = costs_of(options.model, spec, pieces)
     print(f"\n{spec.name}, {len(pieces) * PIECE:,} tokens of text, against the file as it is:\n")
-    print("| | mean KL, nats | largest | same best token |\n| --- | --- | --- | --- |")
-    for choice in CHOICES:
-        print(costs[choice.name].row(choice.name))
+    tables = [(Choice("", {}), CHOICES)] if not options.only_k_types else []
+    tables += [
+        (Choice("", {}, kind), tuple(Choice(f"{kind.name}, {one}", {}, kind, one) for one in (HALF, PACKED)))
+        for kind in K_TYPES
+    ]
+    for against, choices in tables:
+        if against.kind is not None:
+            print(f"\nAgainst {against.kind.name} in float:\n")
+        costs = costs_of(options.model, spec, pieces, against, choices)
+        print("| | mean KL, nats | largest | same best token |\n| --- | --- | --- | --- |")
+        for choice in choices:
+            print(costs[choice.name].row(choice.name), flush=True)
 
 
 def facts_found(keys: int, rng: np.random.Generator) -> tuple[float, float, float]:
@@ -156,22 +183,24 @@ def pieces_of(tokenizer: Tokenizer, texts: Sequence[Path], tokens: int) -> Itera
         yield ids[start : start + PIECE]
 
 
-def costs_of(path: Path, spec: ModelSpec, pieces: Sequence[list[int]]) -> dict[str, Cost]:
+def costs_of(
+    path: Path, spec: ModelSpec, pieces: Sequence[list[int]], against: Choice, choices: Sequence[Choice]
+) -> dict[str, Cost]:
     """What each choice costs, by its name. All are computed piece by piece, so that no logits are kept."""
-    costs = {choice.name: Cost() for choice in CHOICES}
+    costs = {choice.name: Cost() for choice in choices}
     with ExitStack() as stack:
 
         def made(choice: Choice) -> Reference:
             file = stack.enter_context(Requantised.open(path))
-            file.kind = choice.kind
+            file.kind, file.elements = choice.kind, choice.elements
             runner = Reference(
                 file, spec, kv_pages=PIECE // BLOCK, page_size=BLOCK, slots=1, **choice.options
             )
             stack.enter_context(closing(runner.runner))
             return runner
 
-        as_it_is = made(Choice("", {}))
-        others = {choice.name: made(choice) for choice in CHOICES}
+        as_it_is = made(against)
+        others = {choice.name: made(choice) for choice in choices}
         for number, piece in enumerate(pieces, start=1):
             print(f"{number} of {len(pieces)}", end="\r", file=sys.stderr, flush=True)
             logits = partial(_logits, piece=piece)

@@ -48,7 +48,7 @@ from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import Format
 from nightmill.worker.runners.gpu.device.sources import for_element, members, source_of
 from nightmill.worker.runners.gpu.device.waits import BOUNDED_WAITS
-from nightmill.worker.runners.gpu.experts.grouped import grouped_sources
+from nightmill.worker.runners.gpu.experts.tiles import Multiplier, grouped_source
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.sampling.sampler import SLOT
 from nightmill.worker.runners.gpu.states.convolution import ShortConvolution
@@ -193,7 +193,9 @@ def expert_sources() -> Iterator[tuple[Path, tuple[str, ...], str]]:
         (Format.Q6_K, Element.F16, HOPPER),
         (Format.MXFP4, Element.F16, "sm_100"),
     ):
-        sources = [*around, *grouped_sources(format_, hopper=architecture == HOPPER)]
+        by = [one for one in Multiplier if one is Multiplier.MMA or architecture == HOPPER]
+        by = [one for one in by if one is not Multiplier.STAYING or format_.packed]
+        sources = [*around, *(grouped_source(format_, one) for one in by)]
         yield from ((*for_element(source, element), architecture) for source in sources)
 
 

@@ -30,6 +30,11 @@ static __device__ __forceinline__ void barrier_arrive(uint32_t barrier, uint32_t
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
+static __device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
+    if (loses(LostArrival::COPIES)) return;
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // SCOPE: empty, or "acquire.cluster." for what other blocks of the cluster stored.
 #define BOUNDED_WAIT(NAME, SCOPE)                                                                                 \
     static __device__ __forceinline__ void NAME(uint32_t barrier, int parity) {                                   \
@@ -58,6 +63,12 @@ static __device__ __forceinline__ void barrier_expect(uint32_t barrier, int byte
 
 static __device__ __forceinline__ void barrier_arrive(uint32_t barrier, uint32_t count) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+// This thread's arrival, as soon as all copies have ended that it has asked for (cp.async). Who multiplies what they brought by
+// wgmma waits, and then tells the other proxy (`publish_to_wgmma`): a fence here would wait for copies of later stages, too.
+static __device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 static __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
@@ -237,6 +248,29 @@ static __device__ __forceinline__ void store_async(uint32_t target, uint32_t bar
 // `side`: bytes to the next 64 columns where B is row-major in K and wider.
 static __device__ __forceinline__ uint64_t tile_descriptor(uint32_t address, uint32_t side = 16) {
     return (uint64_t(address & 0x3ffff) >> 4) | uint64_t(side >> 4) << 16 | uint64_t(64) << 32 | uint64_t(1) << 62;
+}
+
+// Two or four floats to shared memory, and back.
+template <int COUNT>
+static __device__ __forceinline__ void put_floats_at(uint32_t place, const float (&values)[COUNT]) {
+    static_assert(COUNT == 2 || COUNT == 4, "as one instruction has them");
+    if constexpr (COUNT == 4)
+        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(place), "f"(values[0]), "f"(values[1]), "f"(values[2]),
+                     "f"(values[3])
+                     : "memory");
+    else
+        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(place), "f"(values[0]), "f"(values[1]) : "memory");
+}
+template <int COUNT>
+static __device__ __forceinline__ void take_floats_at(float (&values)[COUNT], uint32_t place) {
+    static_assert(COUNT == 2 || COUNT == 4, "as one instruction has them");
+    if constexpr (COUNT == 4)
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(values[0]), "=f"(values[1]), "=f"(values[2]), "=f"(values[3])
+                     : "r"(place)
+                     : "memory");
+    else
+        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(values[0]), "=f"(values[1]) : "r"(place) : "memory");
 }
 
 // The descriptor of what is so many times 16 bytes further on in shared memory: its low word alone, which takes one addition.

@@ -26,10 +26,8 @@
 // Packets are in shared or global memory, aligned to 16 bytes. Lanes l with row l / 4 and chunk l % 4 of a group read without
 // bank conflicts.
 //
-// Elements have the bits of `weights/dequantize.cu`, but for the sign of some zeros: what that rounds to float and then to an
-// element, so does this. Types without a minimum have products that are exact in float; with a half scale alone, one
-// multiplication of halves rounds them. Of those with a minimum the product is exact, and the sum is rounded once by an fma.
-// How whole numbers become elements: `packed_numbers.cuh`.
+// How whole numbers become elements, which is their definition: `packed_numbers.cuh`. Types with a half as scale have the bits of
+// `weights/dequantize.cu`, but for the sign of some zeros; in half, those of other types are their own.
 #pragma once
 
 #include "common/packed_numbers.cuh"
@@ -115,10 +113,9 @@ struct Q4_1 : AtOnce, Nibbles {  // nibbles; half d and m of two groups
     using Scale = Line;
 
     static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group, Handed) {
-        const float2 line = float_pair(value_at<uint32_t>(packet + 256 + row * 8 + group * 4));
-        return Line(Line::handed(line.x, line.y));
+        return Line(Line::of_file(value_at<uint32_t>(packet + 256 + row * 8 + group * 4)));
     }
-    static __device__ __forceinline__ Element8 eight(Raw word, const Scale& line) { return line.of(split(word, 15)); }
+    static __device__ __forceinline__ Element8 eight(Raw word, const Scale& line) { return line.of(split<Line::WITH>(word, 15)); }
 };
 
 struct Q5_0 : AtOnce, NibblesAndBits {  // nibbles, bits; half d of two groups
@@ -133,7 +130,7 @@ struct Q5_0 : AtOnce, NibblesAndBits {  // nibbles, bits; half d of two groups
     }
     static __device__ __forceinline__ Element8 eight(const Raw& raw, const Scale& scale) {
         Numbers numbers = split(raw.word, 15);
-        join(numbers, scale.fifth >> raw.chunk % 4);
+        join<4>(numbers, scale.fifth >> raw.chunk % 4, 1);
         return scaled<16>(numbers, scale.d);
     }
 };
@@ -146,12 +143,12 @@ struct Q5_1 : AtOnce, NibblesAndBits {  // nibbles, bits; half d and m of two gr
     };
 
     static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group, Handed) {
-        const float2 line = float_pair(value_at<uint32_t>(packet + 320 + row * 8 + group * 4));
-        return {Line(Line::handed(line.x, line.y)), value_at<uint32_t>(packet + 256 + (group * ROWS + row) * 4)};
+        const uint32_t line = value_at<uint32_t>(packet + 320 + row * 8 + group * 4);
+        return {Line(Line::of_file(line)), value_at<uint32_t>(packet + 256 + (group * ROWS + row) * 4)};
     }
     static __device__ __forceinline__ Element8 eight(const Raw& raw, const Scale& scale) {
-        Numbers numbers = split(raw.word, 15);
-        join(numbers, scale.fifth >> raw.chunk % 4);
+        Numbers numbers = split<Line::WITH>(raw.word, 15);
+        join<4>(numbers, scale.fifth >> raw.chunk % 4, 1);
         return scale.line.of(numbers);
     }
 };
@@ -203,23 +200,21 @@ struct MXFP4 : AtOnce, Nibbles {  // nibbles, E2M1 numbers: sign, two bits of ex
 // Scales and minima of COUNT groups of Q4_K and Q5_K, a divisor of 4, from a multiple of it on; of a row's 16 bytes: half d and
 // dmin; a byte a group of six bits of scale, two upper ones of minimum; four bits a group, the lower ones of minimum.
 template <int COUNT>
-static __device__ __forceinline__ void lines_of_k(float2 (&lines)[COUNT], const unsigned char* row, int first) {
-    const float2 d = float_pair(value_at<uint32_t>(row));
-    const uint32_t upper = value_at<uint32_t>(row + 4 + first / 4 * 4) >> first % 4 * 8;
-    const uint32_t low = value_at<uint32_t>(row + 12) >> 4 * first;
-    const float raised = __fmul_rn(d.x, 0x1p24f);
+static __device__ __forceinline__ void lines_of_k(Two (&lines)[COUNT], const unsigned char* row, int first) {
+    const uint4 all = value_at<uint4>(row);
+    const uint32_t upper = (first < 4 ? all.y : all.z) >> first % 4 * 8, low = all.w >> 4 * first;
+    const uint32_t scales = upper & 0x3f3f3f3fu, high = upper >> 2 & 0x30303030u;
+    const uint32_t even = low & 0x0f0fu, odd = low >> 4 & 0x0f0fu;
+    const uint32_t minima = __byte_perm(even, odd, 0x5140) | high;
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-        const float scale = static_cast<float>(upper >> 8 * i & 63);
-        const float minimum = static_cast<float>(upper >> 8 * i + 2 & 48 | low >> 4 * i & 15);
-        lines[i] = make_float2(__fmul_rn(raised, scale), __fmul_rn(-d.y, minimum));
-    }
+    for (int i = 0; i < COUNT; ++i)
+        lines[i] = Line::of(all.x, masked(__byte_perm(scales, minima, i | (4 + i) << 8), 0x003f003fu, RAISED));
 }
 
 struct Q4_K : Nibbles {  // nibbles; 16 bytes of scales
     static constexpr int STEP = 256, PACKET = 1152;
     using Scale = Line;
-    using Handed = float2;
+    using Handed = Two;
 
     template <int COUNT>
     static __device__ __forceinline__ void hand(Handed (&lines)[COUNT], const unsigned char* packet, int row, int first) {
@@ -228,7 +223,7 @@ struct Q4_K : Nibbles {  // nibbles; 16 bytes of scales
     static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group, Handed line) {
         return Line(line);
     }
-    static __device__ __forceinline__ Element8 eight(Raw word, const Scale& line) { return line.of(split(word, 15)); }
+    static __device__ __forceinline__ Element8 eight(Raw word, const Scale& line) { return line.of(split<Line::WITH>(word, 15)); }
 };
 
 struct Q5_K : NibblesAndBits {  // nibbles, bits; 16 bytes of scales
@@ -238,7 +233,7 @@ struct Q5_K : NibblesAndBits {  // nibbles, bits; 16 bytes of scales
         uint32_t fifth;
     };
 
-    using Handed = float2;
+    using Handed = Two;
 
     template <int COUNT>
     static __device__ __forceinline__ void hand(Handed (&lines)[COUNT], const unsigned char* packet, int row, int first) {
@@ -248,47 +243,42 @@ struct Q5_K : NibblesAndBits {  // nibbles, bits; 16 bytes of scales
         return {Line(line), value_at<uint32_t>(packet + 1024 + (group * ROWS + row) * 4)};
     }
     static __device__ __forceinline__ Element8 eight(const Raw& raw, const Scale& scale) {
-        Numbers numbers = split(raw.word, 15);
-        join(numbers, scale.fifth >> raw.chunk % 4);
+        Numbers numbers = split<Line::WITH>(raw.word, 15);
+        join<4>(numbers, scale.fifth >> raw.chunk % 4, 1);
         return scale.line.of(numbers);
     }
 };
 
 struct Q6_K {  // nibbles, pairs; 16 signed bytes of scales, then half d of all rows
     static constexpr int STEP = 256, PACKET = 1680;
-    struct Scale {
-        float d[2];
-    };
+    using Scale = Scales<32>;
     using Raw = uint2;
-    using Handed = float2;
+    using Handed = Two;
 
     template <int COUNT>
     static __device__ __forceinline__ void hand(Handed (&out)[COUNT], const unsigned char* packet, int row, int first) {
+        const uint32_t d = value_at<uint16_t>(packet + 1664 + row * 2);
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) out[i] = handed(packet, row, first + i);
+        for (int i = 0; i < COUNT; ++i) {
+            const uint32_t two = value_at<uint16_t>(packet + 1536 + row * 16 + (first + i) * 2) ^ 0x8080u;  // 128 more
+            out[i] = two_scales<128>(__byte_perm(two, RAISED, 0x7170), d);
+        }
     }
-    static __device__ __forceinline__ Handed handed(const unsigned char* packet, int row, int group) {
-        const int two = value_at<int16_t>(packet + 1536 + row * 16 + group * 2);
-        const float d = __half2float(value_at<__half>(packet + 1664 + row * 2));
-        return {__fmul_rn(d, static_cast<float>(static_cast<int8_t>(two))), __fmul_rn(d, static_cast<float>(two >> 8))};
-    }
-    static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group, Handed d) {
-        return {{d.x, d.y}};
-    }
+    static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group, Handed d) { return Scale(d); }
     static __device__ __forceinline__ Raw raw(const unsigned char* packet, int row, int chunk) {
         return {nibbles(packet, row, chunk), two_bits(packet + 1024, row, chunk)};
     }
     static __device__ __forceinline__ Element8 eight(const Raw& raw, const Scale& scale) {
-        const uint32_t low = raw.x, high = raw.y;
-        const Bytes bytes{low & 0x0f0f0f0fu | high << 4 & 0x30303030u, low >> 4 & 0x0f0f0f0fu | high & 0x30303030u};
-        return scaled<32>(bytes, scale.d);
+        Numbers numbers = split<Scale::WITH>(raw.x, 15);
+        join<4>(numbers, raw.y, 3);
+        return scale.of(numbers);
     }
 };
 
 struct Q3_K {  // pairs, bits; 12 bytes of scales, four lower bits each of 16, then two upper; then half d of all rows
     static constexpr int STEP = 256, PACKET = 880;
     struct Scale {
-        float d[2];
+        Scales<4> d;
         uint32_t third;
     };
     struct Raw {
@@ -296,30 +286,29 @@ struct Q3_K {  // pairs, bits; 12 bytes of scales, four lower bits each of 16, t
         int chunk;
     };
 
-    using Handed = float2;
+    using Handed = Two;
 
     template <int COUNT>
     static __device__ __forceinline__ void hand(Handed (&out)[COUNT], const unsigned char* packet, int row, int first) {
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) out[i] = handed(packet, row, first + i);
-    }
-    static __device__ __forceinline__ Handed handed(const unsigned char* packet, int row, int group) {
         const unsigned char* scales = packet + 768 + row * 12;
-        const int low = scales[group], high = value_at<uint32_t>(scales + 8) >> 4 * group;
-        const float d = __half2float(value_at<__half>(packet + 864 + row * 2));
-        const int first = (low & 15 | (high & 3) << 4) - 32, second = (low >> 4 | (high & 12) << 2) - 32;
-        return {__fmul_rn(d, static_cast<float>(first)), __fmul_rn(d, static_cast<float>(second))};
+        const uint32_t d = value_at<uint16_t>(packet + 864 + row * 2), all = value_at<uint32_t>(scales + 8);
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            const uint32_t low = scales[first + i], high = all >> 4 * (first + i) & 15;
+            const uint32_t lower = masked(low | low << 12, 0x000f000fu, RAISED);
+            out[i] = two_scales<32>(masked(high << 4 | high << 18, 0x00300030u, lower), d);
+        }
     }
     static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group, Handed d) {
-        return {{d.x, d.y}, value_at<uint32_t>(packet + 512 + (group * ROWS + row) * 4)};
+        return {Scales<4>(d), value_at<uint32_t>(packet + 512 + (group * ROWS + row) * 4)};
     }
     static __device__ __forceinline__ Raw raw(const unsigned char* packet, int row, int chunk) {
         return {two_bits(packet, row, chunk), chunk};
     }
     static __device__ __forceinline__ Element8 eight(const Raw& raw, const Scale& scale) {
-        const uint32_t low = raw.low, high = scale.third >> raw.chunk % 4;
-        const Bytes bytes{low & 0x03030303u | high << 2 & 0x04040404u, low >> 4 & 0x03030303u | high >> 2 & 0x04040404u};
-        return scaled<4>(bytes, scale.d);
+        Numbers numbers = split<Scales<4>::WITH>(raw.low, 3);
+        join<2>(numbers, scale.third >> raw.chunk % 4, 1);
+        return scale.d.of(numbers);
     }
 };
 
@@ -330,30 +319,26 @@ struct Q2_K {  // pairs; 16 bytes of scales, four bits of scale and of minimum e
     };
     using Raw = uint32_t;
 
-    using Handed = float4;
+    using Handed = Four;
 
     template <int COUNT>
     static __device__ __forceinline__ void hand(Handed (&out)[COUNT], const unsigned char* packet, int row, int first) {
+        const uint32_t d = value_at<uint32_t>(packet + 640 + row * 4);
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) out[i] = handed(packet, row, first + i);
-    }
-    static __device__ __forceinline__ Handed handed(const unsigned char* packet, int row, int group) {
-        const uint32_t two = value_at<uint16_t>(packet + 512 + row * 16 + group * 2);
-        const float2 d = float_pair(value_at<uint32_t>(packet + 640 + row * 4));
-        const auto of = [&](uint32_t scale, uint32_t minimum) {
-            return Line::handed(__fmul_rn(d.x, static_cast<float>(scale)), __fmul_rn(-d.y, static_cast<float>(minimum)));
-        };
-        const float2 first = of(two & 15, two >> 4 & 15), second = of(two >> 8 & 15, two >> 12);
-        return make_float4(first.x, first.y, second.x, second.y);
+        for (int i = 0; i < COUNT; ++i) {
+            const uint32_t two = value_at<uint16_t>(packet + 512 + row * 16 + (first + i) * 2);
+            const auto of = [&](uint32_t byte) { return Line::of(d, masked(byte | byte << 12, 0x000f000fu, RAISED)); };
+            out[i] = joined(of(two), of(two >> 8));
+        }
     }
     static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group, Handed lines) {
-        return {{Line(make_float2(lines.x, lines.y)), Line(make_float2(lines.z, lines.w))}};
+        return {{Line(first_of(lines)), Line(second_of(lines))}};
     }
     static __device__ __forceinline__ Raw raw(const unsigned char* packet, int row, int chunk) {
         return two_bits(packet, row, chunk);
     }
     static __device__ __forceinline__ Element8 eight(Raw word, const Scale& scale) {
-        const Numbers numbers = split(word, 3);
+        const Numbers numbers = split<Line::WITH>(word, 3);
         return {scale.of[0].pair(numbers, 0), scale.of[0].pair(numbers, 1), scale.of[1].pair(numbers, 2),
                 scale.of[1].pair(numbers, 3)};
     }

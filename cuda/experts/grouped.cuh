@@ -54,6 +54,8 @@ struct Weights {
         return Packed::eight(Packed::raw(packet, lane / 4, group % GROUPS * 4 + lane % 4), scale);
     }
     static __device__ __forceinline__ packed::Nothing taken(packed::Nothing, int) { return {}; }
+    static __device__ __forceinline__ uint32_t taken(uint32_t own, int lane) { return __shfl_sync(0xffffffffu, own, lane); }
+    static __device__ __forceinline__ uint2 taken(const uint2& own, int lane) { return {taken(own.x, lane), taken(own.y, lane)}; }
     static __device__ __forceinline__ float2 taken(const float2& own, int lane) {
         return make_float2(__shfl_sync(0xffffffffu, own.x, lane), __shfl_sync(0xffffffffu, own.y, lane));
     }

@@ -23,6 +23,7 @@ enum Scores { SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN };
 static constexpr int MOST = 1024;         // experts
 static constexpr int WARPS = 4;           // of `choose`
 static constexpr int THREADS = 256;       // of `place_tokens`
+static constexpr int EACH = 16;           // choices that a thread of it has at once
 static constexpr int FEW = 8;             // tokens of `route_few`, and its warps
 static constexpr float LEAST_SUM = 1e-20f;  // added to what is divided by
 
@@ -36,17 +37,11 @@ static __device__ __forceinline__ uint32_t key_of(float value) {
 // The place of the largest key, the first of equals. All lanes get it.
 static __device__ __forceinline__ int largest(const uint32_t* keys, int count) {
     const int lane = threadIdx.x % 32;
-    unsigned long long best = 0;
-    for (int i = lane; i < count; i += 32) {
-        const unsigned long long one = static_cast<unsigned long long>(keys[i]) << 32 | static_cast<uint32_t>(~i);
-        best = one > best ? one : best;
-    }
-#pragma unroll
-    for (int offset = 16; offset > 0; offset >>= 1) {
-        const unsigned long long other = __shfl_xor_sync(0xffffffffu, best, offset);
-        best = other > best ? other : best;
-    }
-    return static_cast<int>(~static_cast<uint32_t>(best));
+    uint32_t best = 0, place = lane < count ? lane : 0xffffffffu;
+    for (int i = lane; i < count; i += 32)
+        if (keys[i] > best) best = keys[i], place = i;
+    const uint32_t most = __reduce_max_sync(0xffffffffu, best);
+    return static_cast<int>(__reduce_min_sync(0xffffffffu, best == most ? place : 0xffffffffu));
 }
 
 // Lane r has the number of rank r: their sum, in the order of ranks.
@@ -222,49 +217,80 @@ static __device__ __forceinline__ int sum_of_block(int value, int* partial) {
     return sum;
 }
 
+// EACH choices from `first` on, -2 where there are none.
+static __device__ __forceinline__ void load_choices(int (&own)[EACH], const int* chosen, int first, int choices) {
+#pragma unroll
+    for (int i = 0; i < EACH; i += 4) {
+        const int at = first + i;
+        if (at + 4 <= choices) {
+            const int4 four = *reinterpret_cast<const int4*>(chosen + at);
+            own[i] = four.x, own[i + 1] = four.y, own[i + 2] = four.z, own[i + 3] = four.w;
+        } else {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) own[i + j] = at + j < choices ? chosen[at + j] : -2;
+        }
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS)
     place_tokens(const int* __restrict__ chosen, int* __restrict__ places, int* __restrict__ sources, int4* __restrict__ tiles,
                  int* __restrict__ total, int choices, int used, int count, int tile_rows) {
+    constexpr int WARPS_HERE = THREADS / 32, ROUND = THREADS * EACH;
     __shared__ unsigned counts[MOST];
-    __shared__ int partial[2][THREADS / 32], in_warps[THREADS / 32];
+    __shared__ int partial[2][WARPS_HERE], in_warps[2][WARPS_HERE];
     launch_next();
-    const int expert = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int expert = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = threadIdx.x * EACH;
     for (int i = threadIdx.x; i < count; i += THREADS) counts[i] = 0;
     __syncthreads();
     wait_for_previous(chosen, places);
-    for (int i = threadIdx.x; i < choices; i += THREADS)
-        if (chosen[i] >= 0) atomicAdd(&counts[chosen[i]], 1);
+    int own[EACH];
+    for (int start = 0; start < choices; start += ROUND) {
+        load_choices(own, chosen, start + first, choices);
+#pragma unroll
+        for (int i = 0; i < EACH; ++i)
+            if (own[i] >= 0) atomicAdd(&counts[own[i]], 1);
+    }
     __syncthreads();
     int before = 0, tiles_before = 0;
     for (int i = threadIdx.x; i < expert; i += THREADS) {
-        const int own = static_cast<int>(counts[i]);
-        before += own, tiles_before += (own + tile_rows - 1) / tile_rows;
+        const int of_other = static_cast<int>(counts[i]);
+        before += of_other, tiles_before += (of_other + tile_rows - 1) / tile_rows;
     }
     int position = sum_of_block(before, partial[0]);
     tiles_before = sum_of_block(tiles_before, partial[1]);
-    const int own = static_cast<int>(counts[expert]), own_tiles = (own + tile_rows - 1) / tile_rows;
+    const int all_own = static_cast<int>(counts[expert]), own_tiles = (all_own + tile_rows - 1) / tile_rows;
     for (int i = threadIdx.x; i < own_tiles; i += THREADS) {
-        const int4 tile = {expert, position + i * tile_rows, min(tile_rows, own - i * tile_rows), 0};
+        const int4 tile = {expert, position + i * tile_rows, min(tile_rows, all_own - i * tile_rows), 0};
         tiles[tiles_before + i] = tile;
     }
     if (expert == count - 1 && threadIdx.x == 0) *total = tiles_before + own_tiles;
-    for (int start = 0; start < choices; start += THREADS) {
-        const int i = start + static_cast<int>(threadIdx.x), choice = i < choices ? chosen[i] : -2;
-        if (expert == 0 && choice == -1) places[i] = -1;
-        const uint32_t votes = __ballot_sync(0xffffffffu, choice == expert);
-        if (lane == 0) in_warps[warp] = __popc(votes);
-        __syncthreads();
-        int here = 0, all = 0;
-        for (int other = 0; other < THREADS / 32; ++other) {
-            here += other < warp ? in_warps[other] : 0;
-            all += in_warps[other];
+    for (int start = 0, turn = 0; start < choices; start += ROUND, turn ^= 1) {
+        if (choices > ROUND) load_choices(own, chosen, start + first, choices);
+        int mine = 0;
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) mine += own[i] == expert;
+        int until = mine;  // of this lane and those before it
+#pragma unroll
+        for (int offset = 1; offset < 32; offset <<= 1) {
+            const int other = __shfl_sync(0xffffffffu, until, max(lane - offset, 0));
+            until += lane >= offset ? other : 0;
         }
-        if (choice == expert) {
-            const int place = position + here + __popc(votes & ((1u << lane) - 1));
-            places[i] = place;
-            sources[place] = i / used;
-        }
-        position += all;
+        if (lane == 31) in_warps[turn][warp] = until;
         __syncthreads();
+        int place = position + until - mine;
+        for (int other = 0; other < WARPS_HERE; ++other) {
+            place += other < warp ? in_warps[turn][other] : 0;
+            position += in_warps[turn][other];
+        }
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            const int at = start + first + i;
+            if (own[i] == expert) {
+                places[at] = place;
+                sources[place++] = at / used;
+            } else if (expert == 0 && own[i] == -1) {
+                places[at] = -1;
+            }
+        }
     }
 }

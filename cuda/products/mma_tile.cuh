@@ -218,6 +218,7 @@ struct MmaTile {
             commit_copies();
         }
         clear(c);
+        int end = all.first;  // of a sum
         for (int step = 0; step < steps; ++step) {
             wait_for_copies<STAGES - 2>();
             __syncthreads();
@@ -227,9 +228,10 @@ struct MmaTile {
             }
             commit_copies();
             if constexpr (Written<KIND>::SUMMED)
-                if (step * DEPTH == all.first) {
-                    store(all, row, column, Written<KIND>::ADDS);
+                if (step * DEPTH == end) {
+                    store(all, row, column, Written<KIND>::ADDS || end > all.first);
                     clear(c);
+                    end += all.first;
                 }
             multiply(stages + step % STAGES * STAGE);
         }

@@ -79,18 +79,52 @@ struct OfMXFP4 {
     }
 };
 
-// Whether kernels can use a block's scale: of MXFP4, 2^14 times as much has to be a half, or a float where elements are bfloat16.
+// Whether kernels can use the scales of a group of a block: of MXFP4, 2^14 times as much has to be a half, or a float where elements are bfloat16.
 template <typename Type>
-__device__ __forceinline__ bool usable(const uint8_t*) {
+__device__ __forceinline__ bool usable(const uint8_t*, int) {
     return true;
 }
 template <>
-__device__ __forceinline__ bool usable<MXFP4>(const uint8_t* block) {
+__device__ __forceinline__ bool usable<MXFP4>(const uint8_t* block, int) {
 #ifdef ELEMENT_BF16
     return block[0] <= 240;
 #else
     return block[0] <= 128;
 #endif
+}
+
+// Scales and minima that are quantised are halves where elements are, and have to fit.
+__device__ __forceinline__ bool fit(float scale, float other) {
+    return isfinite(to_float(to_element(scale))) && isfinite(to_float(to_element(other)));
+}
+__device__ __forceinline__ bool lines_fit(const uint8_t* block, int group) {
+    int scale, minimum;
+    scale_and_minimum(block + 4, group, scale, minimum);
+    return fit(half_at(block) * float(scale), half_at(block + 2) * float(minimum));
+}
+template <>
+__device__ __forceinline__ bool usable<Q4_K>(const uint8_t* block, int group) {
+    return lines_fit(block, group);
+}
+template <>
+__device__ __forceinline__ bool usable<Q5_K>(const uint8_t* block, int group) {
+    return lines_fit(block, group);
+}
+template <>
+__device__ __forceinline__ bool usable<Q6_K>(const uint8_t* block, int group) {
+    const float d = half_at(block + 208);
+    return fit(d * float(int8_t(block[192 + 2 * group])), d * float(int8_t(block[193 + 2 * group])));
+}
+template <>
+__device__ __forceinline__ bool usable<Q3_K>(const uint8_t* block, int group) {
+    const float d = half_at(block + 108);
+    return fit(d * float(six_bits(block + 96, 2 * group) - 32), d * float(six_bits(block + 96, 2 * group + 1) - 32));
+}
+template <>
+__device__ __forceinline__ bool usable<Q2_K>(const uint8_t* block, int group) {
+    const float d = half_at(block + 80), m = half_at(block + 82);
+    const int first = block[2 * group], second = block[2 * group + 1];
+    return fit(d * float(first & 15), m * float(first >> 4)) && fit(d * float(second & 15), m * float(second >> 4));
 }
 
 struct OfQ4_K {  // and of Q5_K
@@ -152,7 +186,7 @@ __device__ __forceinline__ void repack(const uint8_t* blocks, unsigned char* out
     Place at{packet, packet, int(row % packed::ROWS)};
     at.scales += put_numbers<Type, BITS, Format::STEP>(at, block, within, chunk);
     Scales::put(at, block, chunk / 4);
-    if (!usable<Type>(block)) *bad = 1;
+    if (!usable<Type>(block, within / 32)) *bad = 1;
     for (int i = 0; i < 32; ++i)
         if (!isfinite(to_float(to_element(Type::at(block, within + i))))) *bad = 1;
 }

@@ -24,7 +24,7 @@ class Arithmetic:
     runner   "cuda" or "numpy"
     device   the kind of GPU, as its driver calls it; for NumPy, the BLAS and the processor it is made for
     weights  the type that the runner computes in, and that of weights, if bits depend on it: "f16", "bf16",
-             "f32", "fp8 in f16"
+             "f32", "file in f16", "fp8 in f16"
     kv       the type in which it keeps keys and values: "f16", "bf16", "f32", "fp8"
     kernels  the revision of the code that computes, and of the compiler and libraries it is made with
     model    digest of the model file: its header and samples of each tensor (`GgufFile.digest`)

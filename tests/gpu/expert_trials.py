@@ -13,6 +13,7 @@ from nightmill.worker.runners.gpu.experts.combine import Branches, Combine
 from nightmill.worker.runners.gpu.experts.grouped import Given, GroupedProducts
 from nightmill.worker.runners.gpu.experts.room import ExpertRoom
 from nightmill.worker.runners.gpu.experts.route import Routing
+from nightmill.worker.runners.gpu.experts.tiles import ExpertTile
 from nightmill.worker.runners.gpu.rows.norms import Ending
 from nightmill.worker.runners.gpu.weights.layout import NormWeight
 from nightmill.worker.runners.gpu.weights.router import PART_SCALE, part_rows
@@ -81,6 +82,7 @@ class Routed:
     mixed: Array  # words (T, R)
     stream: Array  # (T, R)
     normed: Array  # words (T, R)
+    tile_rows: int
 
 
 @dataclass
@@ -89,6 +91,7 @@ class ExpertTrial:
 
     kept        format of gate and up; None: the device's elements
     kept_second  of up and down, if that is another
+    among       tiles to choose from, if not from all
     """
 
     device: Device
@@ -97,6 +100,7 @@ class ExpertTrial:
     kept: Format | None = None
     kept_second: Format | None = None
     seed: int = 0
+    among: tuple[ExpertTile, ...] = ()
     _small: dict[str, Array] = field(init=False)
     _gate_up: list[Weights] = field(init=False)
     _down: Weights = field(init=False)
@@ -131,7 +135,7 @@ class ExpertTrial:
     def _weights(self, rng: np.random.Generator, format_: Format, rows: int, columns: int) -> Weights:
         device = self.device
         if format_.packed:
-            raw, numbers = weights_of(format_, rows, columns)
+            raw, numbers = weights_of(format_, rows, columns, device.element)
             return Weights(
                 packed(device, format_, raw, columns), rounded(numbers, device.element).astype(np.float64)
             )
@@ -166,7 +170,8 @@ class ExpertTrial:
         if padding is not None:
             slots = device.upload(np.where(padding, PADDING, 3).astype(np.int32))
         of = lambda name, there=True: given[name] if there else ABSENT  # noqa: E731
-        routing, grouped = Routing(device, experts), GroupedProducts(device, self._formats)
+        routing = Routing(device, experts)
+        grouped = GroupedProducts(device, self._formats, self.among)
         tile = grouped.tile(experts, tokens)
         routing(
             of("router_bias", experts.router_bias), of("selection_bias", experts.selection_bias), at, tokens,
@@ -192,7 +197,7 @@ class ExpertTrial:
         tiles = device.download(at.tiles.address, (total, 4), INT)
         return Routed(
             chosen, shares, places, fetched(device, at.sources, choices), tiles, activated[:choices],
-            fetched(device, at.outputs, choices), mixed, stream, normed,
+            fetched(device, at.outputs, choices), mixed, stream, normed, tile.rows,
         )  # fmt: skip
 
     def _combined(
@@ -300,8 +305,7 @@ class ExpertTrial:
         order = np.argsort(owners, kind="stable")[np.count_nonzero(owners < 0) :]
         np.testing.assert_array_equal(routed.places.reshape(-1)[order], np.arange(len(order)))
         np.testing.assert_array_equal(routed.sources[: len(order)], order // self.experts.used)
-        grouped, expected, first = GroupedProducts(self.device, ()), [], 0
-        rows = grouped.tile(self.experts, len(routed.chosen)).rows
+        rows, expected, first = routed.tile_rows, [], 0
         for expert, count in enumerate(np.bincount(owners[order], minlength=self.experts.count)):
             expected += [(expert, first + at, min(rows, count - at), 0) for at in range(0, count, rows)]
             first += count

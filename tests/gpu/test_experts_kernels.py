@@ -3,7 +3,7 @@
 A token's result hangs on that token alone: on no other, on no order, and on no number of rows.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,13 @@ from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import FLOAT, Format
 from nightmill.worker.runners.gpu.device.sources import Source, for_element, source_of
-from nightmill.worker.runners.gpu.experts.grouped import grouped_sources
+from nightmill.worker.runners.gpu.experts.tiles import (
+    ExpertTile,
+    Multiplier,
+    grouped_source,
+    grouped_sources,
+    tiles_for,
+)
 from nightmill.worker.runners.gpu.shapes import Kind
 from nightmill.worker.runners.gpu.weights.router import PART_SCALE, part_rows, router_parts
 from tests.gpu.expert_trials import KINDS, ExpertTrial, assert_same, results
@@ -50,12 +56,14 @@ def compiled() -> Iterator[None]:
         for source in [
             source_of("route"),
             source_of("combine"),
-            *grouped_sources(Format.F16, hopper=hopper),
-            *grouped_sources(Format.FP8, hopper=hopper),
+            *grouped_sources(Format.F16, hopper=hopper, packed=False),
+            *grouped_sources(Format.FP8, hopper=hopper, packed=False),
         ]
     ]
     sources += [
-        for_element(source, Element.F16) for kept in PACKED for source in grouped_sources(kept, hopper=hopper)
+        for_element(grouped_source(kept, by), Element.F16)
+        for kept in PACKED
+        for by in (Multiplier if hopper else [Multiplier.MMA])
     ]
     compile_all(list(dict.fromkeys(sources)), architecture)
     yield
@@ -94,6 +102,33 @@ def multiply(device: Device, kept: Format, rows: int) -> None:
     if kept.packed and kept is not Format.Q8_0 and step < 256:
         trial = ExpertTrial(device, replace(experts, bias=True), 2 * step, kept, Format.Q8_0)
         trial.check(*trial.inputs(rows))
+
+
+@pytest.mark.parametrize("kept", PACKED, ids=lambda one: one.name)
+def test_all_tiles_have_the_same_bits(device: Device, kept: Format) -> None:
+    """Tokens, of which each expert gets a few and one gets many."""
+    if not device.hopper:
+        pytest.skip("other GPUs have tiles of one kind")
+    step = 256 if kept.step == 256 else 160
+    tiles = [ExpertTile(16), ExpertTile(64, Multiplier.WGMMA), *tiles_for(hopper=True, packed=True)]
+    tiles_agree(device, Experts(count=9, used=3, width=step), 2 * step, kept, 150, tiles)
+    wide = Experts(count=70, used=2, width=768)  # more tiles than blocks at once
+    tiles_agree(device, wide, 1024, kept, 700, tiles)
+
+
+def tiles_agree(
+    device: Device, experts: Experts, width: int, kept: Format, tokens: int, tiles: Sequence[ExpertTile]
+) -> None:
+    found = []
+    for tile in tiles:
+        trial = ExpertTrial(device, experts, width, kept, among=(tile,))
+        x, logits = trial.inputs(tokens)
+        logits[:, 1] += 3
+        found.append(trial.run(x, logits))
+    for one in found[1:]:
+        assert_same(results(one, slice(None)), results(found[0], slice(None)))
+        np.testing.assert_array_equal(one.activated, found[0].activated)
+        np.testing.assert_array_equal(one.outputs, found[0].outputs)
 
 
 @pytest.mark.parametrize("kept", [None, Format.FP8, Format.Q4_K, Format.Q6_K, Format.Q8_0, Format.MXFP4])

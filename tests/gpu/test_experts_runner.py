@@ -306,14 +306,6 @@ def test_under_every_schedule_texts_have_the_bits_that_they_have_alone(
             assert bits(complete(engine, mixed)) == plain
 
 
-def test_weights_as_in_the_file_give_the_bits_of_16_bits(file: GgufFile) -> None:
-    texts = []
-    for kind in (WeightsFormat.FILE, WeightsFormat.ELEMENT):
-        with closing(runner_of(file, kind)) as runner:
-            texts.append(bits(complete(engine_of(runner, 512), mixed_requests(9, COMMON))))
-    assert texts[0] == texts[1]
-
-
 def test_tokens_of_padding_are_sent_nowhere(tmp_path: Path) -> None:
     """A step of 25 sequences is replayed as one of 28: what experts were sent is the 25's alone."""
     file = GgufFile.open(unpacked("qwen3moe-q8_0", tmp_path))

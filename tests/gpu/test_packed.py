@@ -1,4 +1,4 @@
-"""Weights that stay as they are in the file: they and their products have the bits of dequantised ones."""
+"""Weights as they are in the file: by every kernel, products have the bits of those of elements."""
 
 from collections.abc import Sequence
 from contextlib import closing
@@ -26,8 +26,8 @@ from nightmill.worker.runners.gpu.shapes import (
     Candidate,
     Kind,
     Shape,
-    first_sum,
     padded_rows,
+    sum_inputs,
 )
 from nightmill.worker.runners.gpu.weights.layout import weight_bytes
 from nightmill.worker.runners.gpu.weights.repacker import Repacker
@@ -57,7 +57,7 @@ def test_repacked_weights_are_the_files(device: Device, kept: Format) -> None:
     for columns in columns_of(kept):
         for parts in ([29], [13, 16, 11]):
             more, rows = 11, sum(parts) + 11
-            raw, exact = weights_of(kept, sum(parts), columns)
+            raw, exact = weights_of(kept, sum(parts), columns, device.element)
             expected = as_words(np.concatenate([exact, np.zeros((more, columns))]), device.element)
             matrix = packed(device, kept, raw, columns, parts, more)
             unpacked = Unpacked(device, (rows + 1) * columns * 2, lambda shape: [])
@@ -129,24 +129,24 @@ def test_products_have_the_bits_of_those_over_elements(device: Device, kept: For
             if kept.step == 64 and index % 2:
                 inputs += 32
             rows_of_weight = outputs * (2 if kind.activation else 1)
-            raw, exact = weights_of(kept, rows_of_weight, inputs)
+            raw, exact = weights_of(kept, rows_of_weight, inputs, device.element)
             weight = packed(device, kept, raw, inputs)
             plain = Matrix(elements(device, exact).address, rows_of_weight, inputs, device.element.format)
             rng = np.random.default_rng(index)
             held = elements(device, rng.standard_normal((ROWS[0], inputs)) / 64)
             before = rng.standard_normal((ROWS[0] + 1, outputs)).astype(np.float32)
-            one_sum = kind not in SUMMED or first_sum(outputs, inputs) == inputs
+            part = sum_inputs(Shape(1, outputs, inputs, kind, kept))
             expected = None
             for rows in ROWS:
-                shape = Shape(padded_rows(rows), outputs, inputs, kind, device.element.format)
+                shape = Shape(padded_rows(rows), outputs, inputs, kind, device.element.format, part=part)
                 old = before[: shape.rows + 1]
                 if expected is None:
                     library = products._candidates(shape)[:1]
                     expected = results_of(device, library, shape, held, plain, old)[0]
-                shape = replace(shape, format=kept)
+                shape = replace(shape, format=kept, part=None)
                 ways = products._candidates(shape)
                 assert ways
-                if one_sum and outputs <= gate_up.shape[1] // 2:
+                if part == inputs and outputs <= gate_up.shape[1] // 2:
                     ways += [way for one in portable for way in one.candidates(shape)]
                 for way, words in zip(ways, results_of(device, ways, shape, held, weight, old), strict=True):
                     np.testing.assert_array_equal(
@@ -192,7 +192,7 @@ def test_windows_of_a_long_input_give_the_same_bits(device: Device) -> None:
     """Few rows whose inputs do not fit in a block's memory at once."""
     for kept in (Format.Q4_K, Format.Q8_0):
         with all_products(device, kept) as products:
-            hold_to_elements(device, products, kept, Kind.RESIDUAL, 3584, 18_944, (1, 8))
+            hold_to_elements(device, products, kept, Kind.RESIDUAL, 3584, 18_944, (1, 4, 8, 17, 64, 256))
 
 
 def hold_to_elements(
@@ -201,18 +201,19 @@ def hold_to_elements(
 ) -> None:  # fmt: skip
     """Every way to multiply so many rows has the bits of the product over the same weights as elements."""
     rows_of_weight = outputs * (2 if kind.activation else 1)
-    raw, exact = weights_of(kept, rows_of_weight, inputs)
+    raw, exact = weights_of(kept, rows_of_weight, inputs, device.element)
     weight = packed(device, kept, raw, inputs)
     plain = Matrix(elements(device, exact).address, rows_of_weight, inputs, device.element.format)
     rng = np.random.default_rng(inputs)
     held = elements(device, rng.standard_normal((max(numbers), inputs)) / 64)
     before = rng.standard_normal((max(numbers) + 1, outputs)).astype(np.float32)
+    part = sum_inputs(Shape(1, outputs, inputs, kind, kept))
     for rows in numbers:
-        shape = Shape(padded_rows(rows), outputs, inputs, kind, device.element.format)
+        shape = Shape(padded_rows(rows), outputs, inputs, kind, device.element.format, part=part)
         old = before[: shape.rows + 1]
         library = products._candidates(shape)[:1]
         (expected,) = results_of(device, library, shape, held, plain, old)
-        shape = replace(shape, format=kept)
+        shape = replace(shape, format=kept, part=None)
         ways = products._candidates(shape)
         assert ways
         for way, words in zip(ways, results_of(device, ways, shape, held, weight, old), strict=True):
@@ -231,7 +232,7 @@ def test_a_gate_and_what_it_multiplies_may_be_of_different_types(device: Device,
     with all_products(device, gate, up) as products:
         made, exact = [], []
         for kept in (gate, up):
-            raw, floats = weights_of(kept, ffn, inputs)
+            raw, floats = weights_of(kept, ffn, inputs, device.element)
             made.append(packed(device, kept, raw, inputs))
             exact.append(floats)
         mixed = Matrix(made[0].address, 2 * ffn, inputs, Format.MIXED, parts=tuple(made))
@@ -251,7 +252,7 @@ def test_a_gate_and_what_it_multiplies_may_be_of_different_types(device: Device,
 
 def test_logits_that_go_through_the_room_in_pieces_have_the_same_bits(device: Device) -> None:
     outputs, inputs, kept = 1000, 768, Format.Q4_K
-    raw, exact = weights_of(kept, outputs, inputs)
+    raw, exact = weights_of(kept, outputs, inputs, device.element)
     weight = packed(device, kept, raw, inputs)
     plain = Matrix(elements(device, exact).address, outputs, inputs, device.element.format)
     held = elements(device, np.random.default_rng(0).standard_normal((64, inputs)) / 64)
@@ -270,10 +271,11 @@ def test_logits_that_go_through_the_room_in_pieces_have_the_same_bits(device: De
 
 SMALL = Size(layers=4, vocab=603, context=512, heads=Heads(4, 2, 64), width=256, ffn=512)
 SLOTS, CONTEXT = 6, 256
+IN_FILE = Precision(weights=WeightsFormat.FILE)
 
 
 @pytest.mark.parametrize("name", [*(kept.name for kept in PACKED), "Q4_K_M"])
-def test_a_model_as_in_the_file_gives_the_bits_of_its_elements(name: str, tmp_path: Path) -> None:
+def test_a_model_as_in_the_file_has_the_same_bits_by_way_of_elements(name: str, tmp_path: Path) -> None:
     """Prompts, chunks of prompts beside drawn tokens, a few sequences and one."""
     tied = len(name) % 2 == 0
     file = GgufFile.open(
@@ -286,32 +288,32 @@ def test_a_model_as_in_the_file_gives_the_bits_of_its_elements(name: str, tmp_pa
     steps += [[Chunk(s, texts[s], 20 + 17 * s + (s == 0), 1, 1, True) for s in range(4)]]
     steps += [[Chunk(s, texts[s], p, 1, 1, True) for s, p in ((0, 22), (1, 38))]]
     found = []
-    for weights in (WeightsFormat.ELEMENT, WeightsFormat.FILE):
+    for precision in (replace(IN_FILE, plain_products=True), IN_FILE):
         cuda = Cuda(
             file, spec, slots=SLOTS, kv_pages=SLOTS * CONTEXT // BLOCK, max_tokens=512, max_draws=512,
-            context=CONTEXT, tune=False, precision=Precision(weights=weights),
+            context=CONTEXT, tune=False, precision=precision,
         )  # fmt: skip
         pages = Pages(SLOTS, CONTEXT // BLOCK)
         with closing(cuda.runner):
             found.append([logits_of(cuda, pages, step, admit=at < 2) for at, step in enumerate(steps)])
             sizes = cuda.runner.memory.weights
-    assert sizes == weight_bytes(spec, Precision(weights=WeightsFormat.FILE))
+    assert sizes == weight_bytes(spec, IN_FILE)
     assert sizes < 1.03 * sum(file.raw(tensor).nbytes for tensor in file.tensors) + 256 * len(file.tensors)
     for step, (plain, kept) in enumerate(zip(*found, strict=True)):
         np.testing.assert_array_equal(kept.view(np.uint32), plain.view(np.uint32), err_msg=f"step {step}")
 
 
-def test_tuned_products_and_graphs_give_the_tokens_of_elements(tmp_path: Path) -> None:
+def test_tuned_products_and_graphs_give_the_same_tokens_by_way_of_elements(tmp_path: Path) -> None:
     file = GgufFile.open(write(tmp_path / "model.gguf", ModelShape(SMALL), "Q4_K_M", pool_bytes=1 << 20))
     spec = read_spec(file)
     rng = np.random.default_rng(2)
     prompts = [tuple(rng.integers(0, spec.vocab, length).tolist()) for length in (1, 2, 17, 40, 100, 5)]
     requests = [Request(str(number), 1, prompt, GREEDY, seed=0) for number, prompt in enumerate(prompts)]
     found = []
-    for weights in (WeightsFormat.ELEMENT, WeightsFormat.FILE):
+    for precision in (replace(IN_FILE, plain_products=True), IN_FILE):
         runner = cuda_runner(
             file, spec, slots=SLOTS, kv_pages=SLOTS * CONTEXT // BLOCK, max_tokens=512, context=CONTEXT,
-            precision=Precision(weights=weights),
+            precision=precision,
         )  # fmt: skip
         with closing(runner):
             found.append(generate(runner, requests, context=CONTEXT, token_budget=256))

@@ -51,7 +51,7 @@ class PackedBench(Bench):
             parts = [(self.kept, rows - values), (self.of_values, values)]
         made, exact = [], []
         for kept, count in parts:
-            raw, numbers = weights_of(kept, count, columns)
+            raw, numbers = weights_of(kept, count, columns, self.device.element)
             made.append(packed(self.device, kept, raw, columns))
             exact.append(numbers)
         whole = Matrix(made[0].address, rows, columns, Format.MIXED, parts=tuple(made))

@@ -1,31 +1,36 @@
-"""Random packed weights: bytes of a file, the floats that they are, and a matrix of them on the device."""
+"""Random packed weights: bytes of a file, the elements that they are, and a matrix of them on the device."""
 
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
 
 from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import Format, Matrix
 from nightmill.worker.runners.gpu.weights.repacker import Repacker
 from nightmill.worker.runners.gpu.weights.staging import Staging
 from tests.support.blocks import random_blocks
+from tests.support.elements import from_words
+from tests.support.packed_elements import as_packed_words
 
 __all__ = ["packed", "weights_of"]
 
 Array = npt.NDArray[np.float32]
 
 
-def weights_of(kept: Format, rows: int, columns: int) -> tuple[npt.NDArray[np.uint8], Array]:
-    """Random rows as bytes of a file, and the floats that they are."""
+def weights_of(
+    kept: Format, rows: int, columns: int, element: Element = Element.F16
+) -> tuple[npt.NDArray[np.uint8], Array]:
+    """Random rows as bytes of a file, and the elements that they are, as floats."""
     kind = GGMLQuantizationType[kept.name]
     block, _ = GGML_QUANT_SIZES[kind]
     blocks = random_blocks(kind, rows * columns // block)
     if kept is Format.MXFP4:  # exponents with which numbers are halves, normal or not, and 0
         blocks[:, 0] = np.where(blocks[:, 0] % 16, 95 + blocks[:, 0] % 34, 0)
-    return blocks.reshape(rows, -1), dequantize(blocks, kind).reshape(rows, columns)
+    words = as_packed_words(blocks, kind, element).reshape(rows, columns)
+    return blocks.reshape(rows, -1), from_words(words, element).astype(np.float32)
 
 
 def packed(

@@ -34,12 +34,13 @@ from nightmill.worker.runners.gpu.attention import (
 from nightmill.worker.runners.gpu.device.compiler import kernel_directory
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.features import Capability, Features, features_of
+from nightmill.worker.runners.gpu.device.operands import PANEL_ROWS, Format
 from nightmill.worker.runners.gpu.device.sources import Source, for_element
 from nightmill.worker.runners.gpu.experts import combine, grouped, route
 from nightmill.worker.runners.gpu.products import agreeing
 from nightmill.worker.runners.gpu.products.elements import mma_gemm
 from nightmill.worker.runners.gpu.products.fp8 import mma_fp8, quantise
-from nightmill.worker.runners.gpu.products.packed import packed_mma, packed_rows
+from nightmill.worker.runners.gpu.products.packed import packed_few, packed_gemm, packed_mma, packed_rows
 from nightmill.worker.runners.gpu.rows import (
     activate,
     embedding,
@@ -59,6 +60,7 @@ HERE = Path(__file__).parent / "cuda_on_host"
 KEPT = Path(__file__).parents[3] / "build" / "host_kernels"
 """Compiled kernels, for all test processes and for later runs, named by a digest of all they are made of."""
 _DYNAMIC = re.compile(r"extern __shared__[^;]*?(\w+)\[\];")
+_WITH_DYNAMIC = re.compile(r'#include "(products/[^"]+)"')
 _LAUNCH = """
 #include "warps_on_host.h"
 #include "{path}"
@@ -231,7 +233,15 @@ class HostMaps:
         """As `TensorMap` in cuda_on_host's hopper.cuh; of a matrix, with one plane."""
         planes, rows, columns = sizes
         return struct.pack(
-            "@P9i", address, columns, rows, planes, 2, 2 * columns, 2 * columns * rows, 64, box[1], box[0]
+            "@P10i", address, columns, rows, planes, 2, 2 * columns, 2 * columns * rows, 64, box[1], box[0], 2
+        )
+
+    def of_packed(self, address: int, rows: int, columns: int, format_: Format, panels: int) -> bytes:
+        """Words of 8 bytes, a row of them a panel; boxes of a packet by so many panels."""
+        words, all_panels = format_.packet // 8, -(-rows // PANEL_ROWS)
+        row = -(-columns // format_.step) * words
+        return struct.pack(
+            "@P10i", address, row, all_panels, 1, 8, 8 * row, 8 * row * all_panels, words, panels, 1, 8
         )
 
 
@@ -252,7 +262,7 @@ def _compiled(
         return ctypes.CDLL(str(library))
     place = Path(tempfile.mkdtemp(prefix=kernels[0], dir=folder))
     source, made = place / path.name, place / "launch.so"
-    text = path.read_text(encoding="utf-8")
+    text = _WITH_DYNAMIC.sub(_included, path.read_text(encoding="utf-8"))
     source.write_text(_DYNAMIC.sub(r"unsigned char* const \1 = host::dynamic_shared;", text))
     launch = place / "launch.cpp"
     launchers = "\n".join(f"LAUNCHER({kernel})" for kernel in kernels)
@@ -265,6 +275,14 @@ def _compiled(
     shutil.copy(made, coming)
     coming.rename(library)  # whole, or not there
     return ctypes.CDLL(str(library))
+
+
+def _included(line: re.Match[str]) -> str:
+    """The text of a header that declares dynamic memory, in place of its inclusion; else that."""
+    text = (kernel_directory() / line[1]).read_text(encoding="utf-8")
+    if not _DYNAMIC.search(text):
+        return line[0]
+    return _WITH_DYNAMIC.sub(_included, text.replace("#pragma once", ""))
 
 
 @cache
@@ -298,8 +316,9 @@ def run_rows_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
 def run_packed_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     """The same of products of few rows with packed weights."""
     launched = launch_on_host(patch, folder, "warps", (activate,))
-    for module in (packed_mma, packed_rows, repacker):
+    for module in (packed_few, packed_gemm, packed_mma, packed_rows, repacker):
         patch.setattr(module, "Module", HostModule)
+    patch.setattr(packed_gemm, "TensorMaps", HostMaps)
     return launched
 
 

@@ -13,7 +13,7 @@ from nightmill.worker.runners.gpu.device.compiler import included_files, kernel_
 
 HELPERS = ("hopper.cuh", "waits.cuh")  # where barriers are instructions
 CALL = re.compile(
-    r"\b(barrier_init|barrier_expect|barrier_arrive|barrier_arrive_there|barrier_wait|barrier_wait_for_cluster"
+    r"\b(barrier_init|barrier_expect|barrier_arrive|barrier_arrive_there|barrier_arrive_after_copies|barrier_wait|barrier_wait_for_cluster"
     r"|named_wait|named_arrive)\((?:address_in\()?([\w.]+)"
 )
 INSTRUCTION = re.compile(r"\b(mbarrier\.\w+|bar\.\w+|barrier\.(?:cta|cluster)\.\w+)")

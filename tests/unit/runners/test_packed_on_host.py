@@ -1,8 +1,9 @@
-"""Packed weights without a GPU: kernels that repack and unpack, compiled for the host, against `gguf`."""
+"""Packed weights without a GPU: kernels that repack and unpack, compiled for the host, against NumPy."""
 
 import ctypes
 import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +11,23 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
 
 from nightmill.worker.runners.gpu.device.compiler import kernel_directory
 from nightmill.worker.runners.gpu.device.element import Element
-from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, FLOAT, Format, Matrix
+from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, FLOAT, Buffer, Format, Matrix
+from nightmill.worker.runners.gpu.products.packed import packed_gemm
+from nightmill.worker.runners.gpu.products.packed.packed_few import PackedFew
+from nightmill.worker.runners.gpu.products.packed.packed_gemm import PackedTile, PackedTiles
 from nightmill.worker.runners.gpu.products.packed.packed_mma import PackedMma, PackedMmaTile
 from nightmill.worker.runners.gpu.products.packed.packed_rows import PackedRows
 from nightmill.worker.runners.gpu.rows.activate import Activate
-from nightmill.worker.runners.gpu.shapes import Kind, Shape
+from nightmill.worker.runners.gpu.shapes import Candidate, Kind, Shape, sum_inputs
 from nightmill.worker.runners.gpu.weights.repacker import Repacker
 from tests.support.blocks import random_blocks
-from tests.support.elements import as_words, rounded, without_signs_of_zeros
+from tests.support.elements import as_words, from_words, rounded, without_signs_of_zeros
 from tests.support.needs import Need, missing
 from tests.support.operands import fetched, poisoned
+from tests.support.packed_elements import as_packed_words
 from tests.unit.runners.host_kernels import HostDevice, run_packed_on_host
 
 pytestmark = pytest.mark.heavy
@@ -98,7 +102,9 @@ def repacked(
 
 
 @pytest.mark.parametrize("kept", PACKED, ids=lambda kept: kept.name)
-def test_packed_weights_have_the_files_bits(kernels: ctypes.CDLL, element: Element, kept: Format) -> None:
+def test_packed_weights_are_the_elements_of_the_definition(
+    kernels: ctypes.CDLL, element: Element, kept: Format
+) -> None:
     """Rows of two tensors, which end in the middle of a panel, and of a packet where a type allows that."""
     kind = GGMLQuantizationType[kept.name]
     block, size = GGML_QUANT_SIZES[kind]
@@ -106,7 +112,7 @@ def test_packed_weights_have_the_files_bits(kernels: ctypes.CDLL, element: Eleme
     rows, columns, first = 13, 7 * 32 if block == 32 else 512, 5
     blocks = random_blocks(kind, rows * columns // block)
     raw = blocks.reshape(rows, -1)
-    expected = as_words(dequantize(blocks, kind), element).reshape(rows, columns)
+    expected = as_packed_words(blocks, kind, element).reshape(rows, columns)
     matrix = repacked(kernels, kept, raw, columns, first)
     out = aligned((rows + 1) * columns * 2).view(np.uint16).reshape(rows + 1, columns)
     _Index.in_dll(kernels, "gridDim").y = 1  # so that a block goes through both panels
@@ -136,7 +142,8 @@ def test_products_of_few_rows(
     parts, exact = [], []
     for size in (21, 40):
         blocks = random_blocks(GGMLQuantizationType.Q5_1, size * inputs // 32)
-        exact.append(rounded(dequantize(blocks, GGMLQuantizationType.Q5_1).reshape(size, inputs), element))
+        of_part = as_packed_words(blocks, GGMLQuantizationType.Q5_1, element)
+        exact.append(from_words(of_part, element).reshape(size, inputs))
         address = device.upload(repacked(kernels, kept, blocks.reshape(size, -1), inputs))
         parts.append(Matrix(address, size, inputs, kept))
     outputs = sum(part.rows for part in parts)
@@ -227,3 +234,79 @@ def test_what_a_matrix_has_beside_its_rows_is_zeroed(
     held = device.download(matrix.address, (1 << 16,), np.uint8)
     assert (held[matrix.bytes :] == 0xFF).all()
     assert set(held[: matrix.bytes]) == {0 if cleared else 0xFF}
+
+
+TILES_OF_PARTS = (
+    PackedTile(4, 8, 4, relay=1, turn=0),
+    PackedTile(4, 32, 2, relay=2, turn=0),
+    PackedTile(4, 64, 1, relay=1, turn=0),
+    PackedTile(1, 64, 1, 1, 2),
+    PackedTile(3, 128, 2),
+)
+
+
+@pytest.mark.parametrize(
+    ("kept", "kind", "tiles"),
+    [
+        (Format.Q4_K, Kind.RESIDUAL, TILES_OF_PARTS[1:2]),
+        pytest.param(Format.Q4_K, Kind.ADDEND, TILES_OF_PARTS, marks=pytest.mark.slow),
+        pytest.param(Format.Q8_0, Kind.RESIDUAL, TILES_OF_PARTS, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: value.name if isinstance(value, Format | Kind) else str(len(value)),
+)
+def test_sums_of_parts_are_added_in_order_by_every_kernel(
+    kernels: ctypes.CDLL, element: Element, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, kept: Format,
+    kind: Kind, tiles: tuple[PackedTile, ...],
+) -> None:  # fmt: skip
+    """Products of the parts by themselves, one after the other, have the bits of one launch.
+
+    Blocks have several tiles, and the last part ends before the others do.
+    """
+    run_packed_on_host(monkeypatch, tmp_path)
+    device: Any = HostDevice(element)
+    type_ = GGMLQuantizationType[kept.name]
+    block, _ = GGML_QUANT_SIZES[type_]
+    rows, outputs, inputs = 5, 168, 4352 + (32 if kept is Format.Q8_0 else 0)
+    raw = random_blocks(type_, outputs * inputs // block).reshape(outputs, inputs // block, -1)
+    shape = Shape(rows, outputs, inputs, kind, kept)
+    part = sum_inputs(shape)
+    assert part < inputs
+    rng = np.random.default_rng(inputs)
+    values = rounded(rng.standard_normal((rows, inputs)).astype(np.float32) * 9, element)
+    before = rng.standard_normal((rows, outputs)).astype(np.float32)
+
+    def activations(begin: int, end: int) -> Buffer:
+        x = poisoned(device, (rows + 1, end - begin), ELEMENT)
+        words = as_words(np.ascontiguousarray(values[:, begin:end]), element)
+        ctypes.memmove(x.address, words.ctypes.data, words.nbytes)
+        return x
+
+    def weights(begin: int, end: int) -> Matrix:
+        own = np.ascontiguousarray(raw[:, begin // block : end // block]).reshape(outputs, -1)
+        address = device.upload(repacked(kernels, kept, own, end - begin))
+        return Matrix(address, outputs, end - begin, kept)
+
+    def results() -> Buffer:
+        y = poisoned(device, (rows + 1, outputs), FLOAT)
+        if kind is Kind.RESIDUAL:
+            ctypes.memmove(y.address, before.ctypes.data, before.nbytes)
+        return y
+
+    alone, wanted = PackedRows(device, [kept], Activate(device), ABSENT), results()
+    for begin in range(0, inputs, part):
+        end = min(begin + part, inputs)
+        of_part = Shape(rows, outputs, end - begin, kind if begin == 0 else Kind.RESIDUAL, kept)
+        alone.kernel(1, of_part)(activations(begin, end), weights(begin, end), wanted)
+    x, weight = activations(0, inputs), weights(0, inputs)
+    monkeypatch.setattr(packed_gemm, "PACKED_TILES", {kind: tiles})
+    ways = PackedFew(device, [(kind, kept)]).candidates(shape)
+    device.multiprocessors = 2
+    launcher = PackedTiles(device, [(kind, kept)])
+    ways += [Candidate(tile.name, partial(launcher.kernel, tile)) for tile in tiles if tile.suits(shape)]
+    assert len(ways) == 1 + len(tiles)
+    for way in ways:
+        y = results()
+        way.kernel(shape)(x, weight, y)
+        found = fetched(device, y)
+        np.testing.assert_array_equal(found[:rows], fetched(device, wanted)[:rows], err_msg=way.name)
+        assert np.isnan(found[rows]).all(), f"{way.name} wrote past its rows"

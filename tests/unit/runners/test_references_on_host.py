@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
 
 from nightmill.worker.model.rope import RopeStyle
 from nightmill.worker.runners.gpu.device.element import Element
@@ -18,8 +17,9 @@ from nightmill.worker.runners.gpu.weights.repacker import Repacker
 from tests.gpu import test_reference_kernels as on_gpu
 from tests.gpu.oracles import nmse
 from tests.support.blocks import random_blocks
-from tests.support.elements import rounded
+from tests.support.elements import from_words, rounded
 from tests.support.operands import elements, fetched, matrix, poisoned
+from tests.support.packed_elements import as_packed_words
 from tests.support.reference_kernels import ReferenceProducts
 from tests.unit.runners.host_kernels import HostDevice, Staged, run_references_on_host
 
@@ -65,7 +65,7 @@ def test_packed_weights_are_those_of_the_file(launched: set[str], device: Any, k
     rows, outputs, inputs = 3, 13, 512
     kind, rng = GGMLQuantizationType[kept.name], np.random.default_rng(1)
     blocks = random_blocks(kind, outputs * inputs // GGML_QUANT_SIZES[kind][0])
-    exact = rounded(dequantize(blocks, kind).reshape(outputs, inputs), device.element)
+    exact = from_words(as_packed_words(blocks, kind, device.element).reshape(outputs, inputs), device.element)
     weight = Matrix(device.allocate(kept.bytes(outputs, inputs)), outputs, inputs, kept)
     staged: Any = Staged(device)
     repacker = Repacker(device, staged)

@@ -10,9 +10,10 @@ from nightmill.worker.runners.gpu.activations import Activations
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.experts.combine import Branches, Combine
-from nightmill.worker.runners.gpu.experts.grouped import ExpertTile, Given, GroupedProducts
+from nightmill.worker.runners.gpu.experts.grouped import Given, GroupedProducts
 from nightmill.worker.runners.gpu.experts.room import SLICE, ExpertRoom
 from nightmill.worker.runners.gpu.experts.route import Routing
+from nightmill.worker.runners.gpu.experts.tiles import ExpertTile
 from nightmill.worker.runners.gpu.kinds import gate_up_kind
 from nightmill.worker.runners.gpu.precision import Precision
 from nightmill.worker.runners.gpu.products.chooser import Products

@@ -16,9 +16,9 @@ class WeightsFormat(Enum):
     AUTO = "auto"
     """ELEMENT or FILE, by the memory that there is (`weights.choice`)."""
     FILE = "file"
-    """Weights as in the file, bit for bit. A product has the bits that it has over dequantised weights."""
+    """Weights as in the file, bit for bit; elements and sums of products are those of packed formats."""
     ELEMENT = "16bit"
-    """Dequantised to the element when they are loaded: what FILE is compared with, at more memory."""
+    """Dequantised to the element when they are loaded."""
     FP8 = "fp8"
     """Rounded to E4M3 when they are loaded, and multiplied so. Embedding and head are elements."""
 
@@ -56,9 +56,9 @@ class Precision:
 
     @property
     def weights_name(self) -> str:
-        """Value of `Arithmetic.weights`: `f16`, `fp8 in f16`. AUTO, FILE and ELEMENT give the same bits."""
-        element, rounded = self.element.value, self.weights.rounded
-        return element if rounded is None else f"{rounded.value[0]} in {element}"
+        """Value of `Arithmetic.weights`: `f16`, `file in f16`, `fp8 in f16`; of AUTO once it is chosen."""
+        kept = self.weights in (WeightsFormat.FILE, WeightsFormat.FP8)
+        return f"{self.weights.value} in {self.element.value}" if kept else self.element.value
 
     @property
     def words(self) -> str:

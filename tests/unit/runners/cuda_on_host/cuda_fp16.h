@@ -14,6 +14,9 @@ inline float __half2float(__half value) { return float(bits_as<_Float16>(value.b
 inline __half __float2half_rn(float value) { return {bits_as<uint16_t>(_Float16(value))}; }
 inline float2 __half22float2(__half2 pair) { return {__half2float(pair.x), __half2float(pair.y)}; }
 inline __half2 __floats2half2_rn(float x, float y) { return {__float2half_rn(x), __float2half_rn(y)}; }
+inline __half __low2half(__half2 pair) { return pair.x; }
+inline __half __high2half(__half2 pair) { return pair.y; }
+inline __half2 __half2half2(__half one) { return {one, one}; }
 // Rounded once: of halves, products and sums with exponents that are not far apart are exact in double.
 template <typename Operation>
 inline __half2 rounded_pairs(__half2 a, __half2 b, __half2 c, Operation operation) {

@@ -134,12 +134,15 @@ __attribute__((noinline)) inline void give_a_turn() {
 }
 inline void happened() { idle_turns = 0; }
 
-inline void meet(Meeting& meeting, int everyone) {
-    const unsigned before = meeting.times;
+inline void come(Meeting& meeting, int everyone) {
     if (++meeting.here == everyone) {
-        meeting = {0, before + 1};
+        meeting = {0, meeting.times + 1};
         happened();
     }
+}
+inline void meet(Meeting& meeting, int everyone) {
+    const unsigned before = meeting.times;
+    come(meeting, everyone);
     while (meeting.times == before) wait_a_turn();
 }
 inline void meet_warp() { meet(of_warp[now / 32], 32); }
@@ -205,6 +208,17 @@ inline Value __shfl_xor_sync(uint32_t, Value value, int mask) {
 template <typename Value>
 inline Value __shfl_sync(uint32_t, Value value, int lane) {
     return host::from_lane(value, lane);
+}
+template <typename Choose>
+inline uint32_t reduced(uint32_t value, Choose choose) {
+    for (int mask = 16; mask > 0; mask /= 2) value = choose(value, host::from_lane(value, host::lane() ^ mask));
+    return value;
+}
+inline uint32_t __reduce_max_sync(uint32_t, uint32_t value) {
+    return reduced(value, [](uint32_t a, uint32_t b) { return max(a, b); });
+}
+inline uint32_t __reduce_min_sync(uint32_t, uint32_t value) {
+    return reduced(value, [](uint32_t a, uint32_t b) { return min(a, b); });
 }
 inline uint32_t __ballot_sync(uint32_t, bool mine) {
     host::told[host::now][0] = mine;

@@ -26,8 +26,8 @@ GROUP = 32
 class Format(Enum):
     """Storage of a matrix: name, rows of a panel, numbers of a row in a packet, bytes of a packet.
 
-    Last, bytes of what kernels compute of the scale of a GROUP, where that is quantised itself. One that is
-    not quantised has the format of the element, each number by itself. Quantised ones are packed as
+    Last, bytes at most of what kernels compute of the scale of a GROUP, where that is quantised itself. One
+    that is not quantised has the format of the element, each number by itself. Quantised ones are packed as
     `cuda/common/packed.cuh` says, under GGUF's names.
     """
 
@@ -72,7 +72,7 @@ class Format(Enum):
 
     @property
     def computed(self) -> int:
-        """Bytes of what kernels compute of the scale of a GROUP; 0 where it is used as it is."""
+        """Bytes at most of what kernels compute of the scale of a GROUP; 0 where it is used as it is."""
         return self.value[4]
 
     def bytes(self, rows: int, columns: int) -> int:

@@ -1,9 +1,10 @@
 """Products of experts with the rows that are sent to them.
 
-By `grouped.cu`, or, many on Hopper, by `hopper_grouped.cu`. Both have the same bits, so that a row's hang on
-that row alone.
+By `grouped.cu`, or on Hopper by `packed_experts.cu`, or many by `hopper_grouped.cu` (`tiles.py`): all have
+the same bits, so that a row's hang on that row alone.
 """
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
@@ -12,68 +13,23 @@ from nightmill.worker.model.spec import Activation, Experts, ModelSpec
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import Function, Module
 from nightmill.worker.runners.gpu.device.operands import ABSENT, FP8, PANEL_ROWS, Buffer, Format, Matrix
-from nightmill.worker.runners.gpu.device.sources import Source, source_of
+from nightmill.worker.runners.gpu.device.sources import Source
 from nightmill.worker.runners.gpu.experts.room import ExpertRoom, most_tiles
+from nightmill.worker.runners.gpu.experts.tiles import (
+    ExpertTile,
+    Multiplier,
+    grouped_source,
+    grouped_sources,
+    tiles_for,
+)
 from nightmill.worker.runners.gpu.precision import Precision
 from nightmill.worker.runners.gpu.weights.layout import OF_EXPERTS, formats_in
 
-__all__ = ["ACTIVATIONS", "Given", "GroupedProducts", "ExpertTile", "grouped_sources"]
+__all__ = ["ACTIVATIONS", "Given", "GroupedProducts"]
 
-_PANELS = 2  # of a warp
-_ALIGNMENT = 1024  # of a stage in shared memory
 ACTIVATIONS = {
     Activation.SILU: 0, Activation.GELU: 1, Activation.RELU_SQUARED: 2, Activation.CLAMPED_SWIGLU: 3,
 }  # fmt: skip
-_WIDE_STEP = 256
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertTile:
-    """Positions that a block has, and whether it multiplies them by wgmma, on Hopper."""
-
-    rows: int
-    wgmma: bool = False
-
-    def kernel(self, name: str) -> str:
-        """The kernel that leaves `floats`, activations of `one` matrix, or of `two`."""
-        return f"hopper_{name}_{self.rows}" if self.wgmma else f"experts_{name}_{self.rows // 16}"
-
-    def warps(self, format_: Format) -> int:
-        """Warps of a block, with two panels of weights each, as the kernels' files say."""
-        if not self.wgmma:
-            return 4
-        return 8 if self.rows < 128 else 16 if 2 * self._stage(format_, 16) <= self._room else 12
-
-    def shared(self, format_: Format) -> int:
-        """Bytes of shared memory of a block."""
-        stage = self._stage(format_, self.warps(format_))
-        if not self.wgmma:
-            return (3 if self.rows < 64 else 2) * stage
-        return min(max(self._room // stage, 2), 4) * stage + _ALIGNMENT
-
-    def _stage(self, format_: Format, warps: int) -> int:
-        depth = _WIDE_STEP if format_.step == _WIDE_STEP else 128
-        size = 1 if format_.scaled else 2
-        panel = depth // format_.step * format_.packet if format_.packed else PANEL_ROWS * (depth * size + 16)
-        weights = _PANELS * warps * panel
-        if not self.wgmma:
-            return self.rows * (depth * size + 16) + weights
-        return -(-(2 * depth * self.rows + weights) // _ALIGNMENT) * _ALIGNMENT
-
-    @property
-    def _room(self) -> int:
-        """Bytes of shared memory for stages: a multiprocessor holds one block, or two."""
-        return 222 << 10 if self.rows >= 128 else 110 << 10
-
-
-_FILLED = 0.75  # of a tile by what an expert is sent on average: some are sent more
-_ANYWHERE = (ExpertTile(16), ExpertTile(32), ExpertTile(64))
-_ON_HOPPER = (
-    ExpertTile(16),
-    ExpertTile(32, wgmma=True),
-    ExpertTile(64, wgmma=True),
-    ExpertTile(128, wgmma=True),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +48,21 @@ class Given:
 class GroupedProducts:
     """Launches these kernels for matrices of these formats."""
 
-    def __init__(self, device: Device, formats: Collection[Format]) -> None:
-        self._tiles = _ON_HOPPER if device.hopper else _ANYWHERE
+    def __init__(
+        self, device: Device, formats: Collection[Format], tiles: tuple[ExpertTile, ...] = ()
+    ) -> None:
+        """tiles: to choose from, the smallest first; without any, those that suit the device and formats."""
+        packed = all(format_.packed for format_ in formats)
+        self._tiles = tiles or tiles_for(hopper=device.hopper, packed=packed)
+        self._multiprocessors = device.multiprocessors
         self._kernels: dict[tuple[Format, str, ExpertTile], Function] = {}
         for format_ in formats:
-            modules = [Module.of(device, source) for source in grouped_sources(format_, hopper=device.hopper)]
+            modules = {
+                by: Module.of(device, grouped_source(format_, by)) for by in {tile.by for tile in self._tiles}
+            }
             for name in ("floats", "one", "two"):
                 for tile in self._tiles:
-                    self._kernels[format_, name, tile] = modules[tile.wgmma].function(
+                    self._kernels[format_, name, tile] = modules[tile.by].function(
                         tile.kernel(name), "PPPPPPPPPPPPiiiii", shared=tile.shared(format_), dependent=True,
                         all_shared=True,
                     )  # fmt: skip
@@ -108,14 +71,17 @@ class GroupedProducts:
     def sources(spec: ModelSpec, precision: Precision, *, hopper: bool) -> list[Source]:
         """List the kernel files: those of each format of experts."""
         formats = formats_in(spec, precision, *OF_EXPERTS) if spec.experts else ()
+        packed = all(format_.packed for format_ in formats)
         return [
-            one for format_ in sorted(formats, key=str) for one in grouped_sources(format_, hopper=hopper)
+            one
+            for format_ in sorted(formats, key=str)
+            for one in grouped_sources(format_, hopper=hopper, packed=packed)
         ]
 
     def tile(self, experts: Experts, tokens: int) -> ExpertTile:
         """The tile for so many tokens, by how many an expert is sent on average."""
         mean = tokens * experts.used / experts.count
-        return next((one for one in self._tiles if mean <= one.rows * _FILLED), self._tiles[-1])
+        return next((one for one in self._tiles if mean <= one.most), self._tiles[-1])
 
     @staticmethod
     def refusal(spec: ModelSpec) -> str | None:
@@ -166,11 +132,14 @@ class GroupedProducts:
         self, experts: Experts, rows: "_Rows", name: str, weight: Matrix, given: Given, target: "_Target"
     ) -> None:
         x, tile, at, y, format_ = rows.x, rows.tile, rows.at, target.y, weight.format
-        outputs, warps = y.shape[1], tile.warps(format_)
-        block = warps * PANEL_ROWS * (1 if name == "two" else _PANELS)
+        outputs = y.shape[1]
+        columns = -(-outputs // tile.outputs(format_, 2 if name == "two" else 1))
+        grid = columns, most_tiles(experts, rows.tokens, tile.rows)
+        if tile.by is Multiplier.STAYING:
+            grid = min(math.prod(grid), tile.blocks * self._multiprocessors), 1
         gathered = at.sources.address if rows.gathers else 0
         self._kernels[format_, name, tile](
-            (-(-outputs // block), most_tiles(experts, rows.tokens, tile.rows)), (32 * warps, 1, 1),
+            grid, (tile.threads(format_), 1, 1),
             x.address, x.scales if x.dtype == FP8 else 0, gathered, at.tiles.address, at.total.address,
             weight.address, weight.scales, given.bias.address, given.first.address, given.second.address,
             target.other.address, y.address, outputs, weight.columns, target.stride, target.side,
@@ -201,9 +170,3 @@ class _Target:
     stride: int
     side: int = 0
     other: Buffer = ABSENT
-
-
-def grouped_sources(format_: Format, *, hopper: bool) -> list[Source]:
-    """The file of any GPU, and on Hopper the other."""
-    option = [f"-DFORMAT={format_.name}"] if format_.packed else ["-DFP8"] if format_.scaled else []
-    return [source_of(name, *option) for name in ("grouped", "hopper_grouped")[: 1 + hopper]]

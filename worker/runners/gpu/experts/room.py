@@ -21,7 +21,7 @@ __all__ = ["SLICE", "ExpertRoom", "most_tiles"]
 
 SLICE = 8192
 """Tokens that go through experts at once."""
-_LEAST_TILE = 16  # rows of a tile of the products
+_LEAST_TILE = 8  # rows of a tile of the products
 _TILE = np.dtype("V16")
 
 

@@ -1,9 +1,8 @@
 """The default of `--weights`: elements if memory is ample, else the formats of the file.
 
 A model with experts keeps the formats of the file in any case: of its weights a step reads many and computes
-few rows with each. Both give the same bits. As in the file they take less memory, and on an H200 a 7B's
-products in Q4_K_M take up to 20% less time with up to 64 rows, 21 to 31% more with 128 to 512
-(benchmarks/history/speed.md).
+few rows with each. As in the file they take less memory, and on an H200 a 7B in Q4_K_M is faster so with up
+to 64 sequences, and slower with 256 (docs/models.md). Texts may differ between the two, by rounding.
 """
 
 from dataclasses import replace

@@ -115,6 +115,8 @@ inline uint32_t transposed(uint32_t pair) {
     return result;
 }
 
+inline uint32_t turned(uint32_t pair) { return transposed(pair); }
+
 inline void load_matrices(uint32_t (&r)[4], uint32_t address) { host::load_matrices(r, address, false); }
 inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) { host::load_matrices(r, address, true); }
 

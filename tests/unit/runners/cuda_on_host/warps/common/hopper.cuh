@@ -7,11 +7,12 @@
 #include "common/common.cuh"
 #include "common/store_row.cuh"
 
-// Of 2 or 3 dimensions, the fastest first; strides in bytes. What is outside is zero.
+// Of 2 or 3 dimensions, the fastest first; strides in bytes. What is outside is zero. Elements are swizzled, words of 8 bytes not.
 struct TensorMap {
     const unsigned char* base;
-    int size[3], stride[3], box[3];
+    int size[3], stride[3], box[3], unit;
 };
+#define __cluster_dims__(...)
 
 namespace host {
 struct Barrier {
@@ -27,6 +28,7 @@ struct Barrier {
     }
 };
 static std::map<uint32_t, Barrier> barriers;
+static Meeting named[16];
 
 inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
 inline float element_at(uint32_t address) {
@@ -59,9 +61,23 @@ inline void barrier_expect(uint32_t barrier, int bytes) {
     expected.bytes += bytes, --expected.missing;
     expected.check();
 }
-inline void barrier_arrive(uint32_t barrier) { barrier_expect(barrier, 0); }
+inline void barrier_arrive(uint32_t barrier, int count = 1) {
+    host::Barrier& arrived = host::barriers.at(barrier);
+    arrived.missing -= count;
+    arrived.check();
+}
+inline void barrier_arrive_after_copies(uint32_t barrier) { barrier_arrive(barrier); }
 inline void barrier_wait(uint32_t barrier, int parity) {
     while (host::barriers.at(barrier).parity == parity) host::wait_a_turn();
+}
+inline void named_wait(int barrier, int threads) { host::meet(host::named[barrier], threads); }
+inline void named_arrive(int barrier, int threads) { host::come(host::named[barrier], threads); }
+inline void late_turn() {}
+inline bool elected() { return host::lane() == 0; }
+inline void load_bytes(uint32_t target, const void* source, int bytes, uint32_t barrier) {
+    memcpy(host::at(target, 16), source, bytes);
+    host::barriers.at(barrier).bytes -= bytes;
+    host::barriers.at(barrier).check();
 }
 inline void group_sync(int group) { host::meet(host::of_warpgroup[group], 128); }
 
@@ -79,10 +95,17 @@ inline void load_box(uint32_t target, const TensorMap* map, uint32_t barrier, in
                     inside &= place[i] >= 0 && place[i] < map->size[i];
                     source += int64_t(place[i]) * map->stride[i];
                 }
-                unsigned char* to = host::at(host::swizzled(target + 2 * elements), 2);
-                inside ? memcpy(to, source, 2) : memset(to, 0, 2);
+                const uint32_t there = target + map->unit * elements;
+                unsigned char* to = host::at(map->unit == 2 ? host::swizzled(there) : there, map->unit);
+                inside ? memcpy(to, source, map->unit) : memset(to, 0, map->unit);
             }
-    host::barriers.at(barrier).bytes -= 2 * elements;
+    host::barriers.at(barrier).bytes -= map->unit * elements;
+    host::barriers.at(barrier).check();
+}
+inline void load_bytes(uint32_t target, const void* source, int bytes, uint32_t barrier) {
+    if (bytes % 16 || reinterpret_cast<uintptr_t>(source) % 16) fail("a bulk copy is of pieces of 16 bytes");
+    memcpy(host::at(target, 16), source, bytes);
+    host::barriers.at(barrier).bytes -= bytes;
     host::barriers.at(barrier).check();
 }
 
@@ -97,6 +120,14 @@ inline void wgmma_wait() {}
 template <int COUNT>
 inline void wgmma_keep(float (&)[COUNT]) {}
 inline void publish_to_wgmma() {}
+template <int COUNT>
+inline void put_floats_at(uint32_t place, const float (&values)[COUNT]) {
+    memcpy(host::at(place, 4 * COUNT), values, sizeof values);
+}
+template <int COUNT>
+inline void take_floats_at(float (&values)[COUNT], uint32_t place) {
+    memcpy(values, host::at(place, 4 * COUNT), sizeof values);
+}
 template <int REGISTERS>
 inline void give_registers() {}
 template <int REGISTERS>
@@ -130,6 +161,10 @@ inline void wgmma_rows(float (&acc)[COUNT], const uint32_t (&a)[4], uint64_t b) 
     });
 }
 
+inline uint32_t rank_in_cluster() { return 0; }
+inline void cluster_sync() { fail("no clusters here"); }
+inline void barrier_arrive_there(uint32_t) { fail("no clusters here"); }
+inline void load_box_in(uint32_t, const TensorMap*, uint32_t, int, int, int) { fail("no clusters here"); }
 inline uint32_t address_in(uint32_t, int) { fail("no clusters here"); }
 inline void store_async(uint32_t, uint32_t, float, float) { fail("no clusters here"); }
 inline void barrier_wait_for_cluster(uint32_t, int) { fail("no clusters here"); }
