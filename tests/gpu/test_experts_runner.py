@@ -20,7 +20,7 @@ from nightmill.worker.runners.gpu.device.operands import INT, Buffer
 from nightmill.worker.runners.gpu.feed_forward import Mixture
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.runner import CudaRunner
-from nightmill.worker.runners.gpu.weights.layout import LayerWeights
+from nightmill.worker.runners.gpu.weights.layout import ExpertWeights, LayerWeights
 from nightmill.worker.runners.reference import model as reference_model
 from nightmill.worker.runners.reference import ops
 from nightmill.worker.runners.reference.experts import choose
@@ -196,8 +196,11 @@ def chosen_by_kernels() -> Iterator[list[Array]]:
     chosen: list[Array] = []
     queue = Mixture._queue
 
-    def noting(self: Mixture, x: Buffer, layer: LayerWeights, rows: int, slots: int) -> None:
-        queue(self, x, layer, rows, slots)
+    def noting(
+        self: Mixture, x: Buffer, stream: Buffer, layer: LayerWeights, own: ExpertWeights, rows: int,
+        slots: int,
+    ) -> None:  # fmt: skip
+        queue(self, x, stream, layer, own, rows, slots)
         device, at = self._launchers.device, self._room.chosen
         chosen.append(device.download(at.address, (rows, at.shape[1]), INT))
 
