@@ -426,7 +426,9 @@ class Engine:
         self._failed = False
         launch.ahead = {launch.masked[number]: constraint for number, constraint in written.ahead.items()}
         for draw in written.unmasked:
-            draw.sequence.computed -= launch.drop_from(launch.masked[draw.number], draw.sequence)
+            sequence = draw.sequence
+            sequence.computed -= launch.drop_from(launch.masked[draw.number], sequence)
+            sequence.reach = sequence.computed  # its draws are under way
         self._fail(written.failed)
 
     def _fail(self, failed: FailedSequences) -> None:
