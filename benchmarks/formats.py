@@ -27,7 +27,6 @@ import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
-from benchmarks.common.k_quants import quantised
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
@@ -36,6 +35,7 @@ from nightmill.worker.runners.kv_format import KvFormat
 from nightmill.worker.runners.reference.fp8 import POWERS_OF_HALF, as_kept
 from tests.support.agreement import compared
 from tests.support.driving import BLOCK, Chunk, Pages, Reference, logits_of
+from tests.support.k_quants import quantised
 from tests.support.packed_elements import elements_of
 
 ROOT = Path(__file__).parents[1]

@@ -70,8 +70,8 @@ static __device__ __forceinline__ void put_floats(uint32_t piece, int half, int 
 // finish(acc, row, column, ready, outbox): a warpgroup's result of the tile whose first column is `column`; this thread has
 // acc[4 j + 2 half + e] = row `row` + 8 half, column 8 j + 2 t + e of the tile (`hopper.cuh`).
 // prepare(row, column): called before the tile is multiplied, for what can be asked for ahead; its result is `ready`.
-// SUMS 2: a sum goes through `first` elements of K, a multiple of DEPTH, then another; keep(acc, row, column, outbox, begins)
-// takes all but the last, of which `begins` is the first. Where that is all of K, finish has the only sum.
+// SUMS 2: a first sum goes through `first` elements of K, a multiple of DEPTH, and keep(acc, row, column, outbox) takes
+// it. Where that is all of K, finish has the only sum.
 template <int GROUPS, int BN, int STAGES, int CLUSTER, int SIDES, int BUFFERS, int SUMS, typename Prepare, typename Keep,
           typename Finish>
 static __device__ __forceinline__ void multiply(const TensorMap* x_map, const TensorMap* w_map, int rows, int outputs,
@@ -187,11 +187,11 @@ static __device__ __forceinline__ void multiply(const TensorMap* x_map, const Te
             release((count - 1) % STAGES);
         };
         int begin = 0;
-        if (SUMS > 1)
-            for (const int each = first / DEPTH; begin + each < steps; begin += each) {
-                sum(begin, begin + each);
-                keep(acc, row, column, outbox, begin == 0);
-            }
+        if (SUMS > 1 && first < inputs) {
+            begin = first / DEPTH;
+            sum(0, begin);
+            keep(acc, row, column, outbox);
+        }
         sum(begin, steps);
         finish(acc, row, column, ready, outbox);
     }

@@ -218,7 +218,6 @@ struct MmaTile {
             commit_copies();
         }
         clear(c);
-        int end = all.first;  // of a sum
         for (int step = 0; step < steps; ++step) {
             wait_for_copies<STAGES - 2>();
             __syncthreads();
@@ -228,10 +227,9 @@ struct MmaTile {
             }
             commit_copies();
             if constexpr (Written<KIND>::SUMMED)
-                if (step * DEPTH == end) {
-                    store(all, row, column, Written<KIND>::ADDS || end > all.first);
+                if (step * DEPTH == all.first) {
+                    store(all, row, column, Written<KIND>::ADDS);
                     clear(c);
-                    end += all.first;
                 }
             multiply(stages + step % STAGES * STAGE);
         }

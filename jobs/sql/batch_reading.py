@@ -1,4 +1,4 @@
-"""What is read of whole batches: their state, their rows in order, counts and pace."""
+"""Reads of whole batches: their state, their rows in order, counts and pace."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from sqlalchemy import (
+    BigInteger,
     ColumnElement,
     Connection,
     and_,
@@ -93,19 +94,8 @@ class Flows:
 
     def _priorities(self) -> list[int]:
         """Return the priorities of rows without a message, highest first, but for interactive jobs."""
-        unsent = (QUEUED, JobRow.sent_at.is_(None))
-        first = select(func.max(JobRow.priority).label("priority"))
-        found = first.where(*unsent, JobRow.priority <= HIGHEST_PRIORITY).cte("found", recursive=True)
-        row = aliased(JobRow)
-        below = select(func.max(row.priority)).where(
-            row.state == literal("queued", literal_execute=True),
-            row.sent_at.is_(None),
-            row.priority < found.c.priority,
-        )
-        found = found.union_all(select(below.scalar_subquery()).where(found.c.priority.is_not(None)))
         with self._database.read() as connection:
-            rows = connection.execute(select(found.c.priority).where(found.c.priority.is_not(None)))
-            return [int(priority) for priority in rows.scalars()]
+            return [int(priority) for priority in connection.execute(_unsent_priorities()).scalars()]
 
     @retried
     def _top_up(self, model: str | None, priority: int, shard_size: int) -> list[Announcement]:
@@ -138,9 +128,7 @@ class Flows:
         if self._database.is_sqlite:  # which has one writer at a time
             return True
         key = crc32(f"{model!r} {priority}".encode()) | 1 << 40
-        by_index = [func.set_config(name, "off", True) for name in _SORTING]
-        found = connection.execute(select(func.pg_try_advisory_xact_lock(key), *by_index)).one()
-        return bool(found[0])
+        return bool(connection.execute(_TURN, {"key": key}).one()[0])
 
     def _standings(
         self, connection: Connection, model: str | None, priority: int, now: datetime
@@ -191,6 +179,28 @@ def _of_given_queue(any_model: bool, row: Any = JobRow) -> tuple[ColumnElement[b
     queued = QUEUED if row is JobRow else row.state == literal("queued", literal_execute=True)
     of_model = row.model.is_(None) if any_model else row.model == bindparam("model")
     return (queued, of_model, row.priority == bindparam("priority"))
+
+
+_TURN = select(
+    func.pg_try_advisory_xact_lock(bindparam("key", type_=BigInteger())),
+    *(func.set_config(name, "off", True) for name in _SORTING),
+)
+
+
+@cache
+def _unsent_priorities() -> Any:
+    """Return a query for the priorities of rows without a message, highest first; not of interactive ones."""
+    unsent = (QUEUED, JobRow.sent_at.is_(None))
+    first = select(func.max(JobRow.priority).label("priority"))
+    found = first.where(*unsent, JobRow.priority <= HIGHEST_PRIORITY).cte("found", recursive=True)
+    row = aliased(JobRow)
+    below = select(func.max(row.priority)).where(
+        row.state == literal("queued", literal_execute=True),
+        row.sent_at.is_(None),
+        row.priority < found.c.priority,
+    )
+    found = found.union_all(select(below.scalar_subquery()).where(found.c.priority.is_not(None)))
+    return select(found.c.priority).where(found.c.priority.is_not(None))
 
 
 @cache

@@ -254,6 +254,7 @@ class Mischief:
         if poison >= 0:
             start = draw.choice(sorted(POISONS)).decode()
             items[poison] |= {"prompt": f"{start} {caller.words(1)}", "ignore_eos": True}
+            self._report.count("poisons of chains")
         seeds = {"b": draw.randrange(1 << 62), "c": draw.randrange(1 << 62)}
         models = {letter: OTHER_MODEL if draw.random() < 0.2 else None for letter in "abc"}
         batches = [client.submit_batch(items, name=name, model=models["a"])]
@@ -290,6 +291,8 @@ class Mischief:
             which = draw.choice([which, *batches])
             with caller.calling("retry batch", *expected), self._ledger.intending("retry", which.name):
                 which.retry_failed()
+            if poison >= 0 and which.name == name:
+                self._report.count("poisons of chains")  # it has its attempts again
         if draw.random() < 0.3:
             self._delete_beside_retry(caller, draw.choice(batches).name, expected)
 

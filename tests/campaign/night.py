@@ -210,7 +210,8 @@ def _count_restarts(report: Report) -> None:
 
     ours = sum(count(f"fault {name}") for name in ("kill_worker", "kill_engine", "terminate", "hang_engine"))
     beside = WORKERS * sum(count(f"fault {name}") for name in OF_SERVERS)  # who waits too long may end, too
-    most = ours + beside + RESTARTS_A_POISON * count("fault poison") + WORKERS
+    poisons = count("fault poison") + count("poisons of chains")
+    most = ours + beside + RESTARTS_A_POISON * poisons + WORKERS
     if count("worker ends") > most:
         report.violate("restarts", f"workers ended {count('worker ends')} times, {most} are explained")
 

@@ -8,6 +8,7 @@ import pytest
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.known_cards import KNOWN_CARDS
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, Format
+from nightmill.worker.runners.gpu.products.elements import mma_gemm
 from nightmill.worker.runners.gpu.products.elements.hopper_gemm import TILES, HopperTiles
 from nightmill.worker.runners.gpu.products.elements.mma_gemm import MmaTiles
 from nightmill.worker.runners.gpu.products.fp8.mma_fp8 import MmaFp8
@@ -194,10 +195,12 @@ def test_a_kernel_with_other_bits_is_left_out_and_not_trusted(
     with all_products(device) as products:
         shape = Shape(64, outputs, inputs, Kind.ADDEND, device.element.format)
         wrong = MmaTiles(device, alone=True)
-        wrong._in_parts = True
+        wrong._two_sums = True
 
         def cut(of: Shape) -> Kernel:
-            return wrong.kernel(MMA_TILES[2], replace(of, part=512))
+            with monkeypatch.context() as patch:
+                patch.setattr(mma_gemm, "first_sum", lambda outputs, inputs: 512)
+                return wrong.kernel(MMA_TILES[2], of)
 
         odd = Candidate("cut", cut, algorithm=b"cut")
         values, weights = operands(device.element, 64, outputs, inputs)

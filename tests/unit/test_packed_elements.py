@@ -5,11 +5,11 @@ import pytest
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from benchmarks.common.k_quants import quantised
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import Format
 from tests.support.blocks import random_blocks
 from tests.support.elements import from_words
+from tests.support.k_quants import quantised
 from tests.support.packed_elements import as_packed_words, elements_of, has_its_own
 
 Kind = GGMLQuantizationType

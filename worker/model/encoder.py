@@ -1,4 +1,4 @@
-"""What an encoder has beside what a decoder has, too: tables that are added to embeddings, and a norm."""
+"""Parts that an encoder has beside those of a decoder: tables that are added to embeddings, and a norm."""
 
 from dataclasses import dataclass
 

@@ -5,7 +5,7 @@
 //   swiglu_*    W holds F rows of gate, then F of up; y (rows, F), elements = silu(gate) * up, gate and up rounded to such
 //               before, as `activate.cu` reads them
 //   geglu_*     the same with gelu
-//   residual_*  y (rows, outputs) float += x W^T, a sum for each `first` elements of K, one after the other
+//   residual_*  y (rows, outputs) float += x W^T, a sum for the first `first` elements of K, then one for the others
 //   addend_*    y = x W^T, from the same sums
 //
 // y is written once (residual_*: read, too, and with two sums and BUFFERS, twice). y_map: its tensor map, with boxes of 64
@@ -82,16 +82,16 @@ static __device__ __forceinline__ void product(const TensorMap* x_map, const Ten
     constexpr int SIDES = GATED ? 2 : 1, SUMS = SUMMED ? 2 : 1;
     constexpr bool KEEPS = SUMS > 1 && BUFFERS == 0;  // the first sum, in registers
     const int t = threadIdx.x % 4, in_tile = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-    float kept[KEEPS ? BN / 2 : 1];  // of two; more are added in memory, by kernels with BUFFERS
+    float kept[KEEPS ? BN / 2 : 1];
     if constexpr (KEEPS)
 #pragma unroll
         for (float& value : kept) value = -0.0f;  // which changes nothing
-    auto keep = [&](const float(&acc)[BN / 2], int row, int column, const Outbox& outbox, bool begins) {
+    auto keep = [&](const float(&acc)[BN / 2], int row, int column, const Outbox& outbox) {
         if constexpr (KEEPS)
 #pragma unroll
             for (int i = 0; i < BN / 2; ++i) kept[i] = acc[i];
         else if constexpr (SUMS > 1)
-            send_sums<BN, BUFFERS, ADDS>(y_map, acc, row - in_tile, column, outputs, outbox, !begins);
+            send_sums<BN, BUFFERS, ADDS>(y_map, acc, row - in_tile, column, outputs, outbox, false);
     };
     auto finish = [&](const float(&acc)[BN / 2], int row, int column, int, const Outbox& outbox) {
         auto word = [&](int half, int j) {  // of elements

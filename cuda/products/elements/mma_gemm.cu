@@ -6,8 +6,8 @@
 // With a gate, W is F rows of gate, then F of up, and y (rows, F) their SwiGLU or GeGLU: sums are rounded to elements first, as
 // `activate.cu` reads them.
 //
-// Sums are float and go through K in order, 16 elements at a time, from one accumulator; where `first` < K, another begins after
-// each `first` elements, and is added after those before it (`sum_inputs` in shapes.py). So all tiles give the same bits, and
+// Sums are float and go through K in order, 16 elements at a time, from one accumulator; where `first` < K, a second
+// accumulator begins there, and is added after the first (`first_sum` in shapes.py). So all tiles give the same bits, and
 // those of the kernels for Hopper (on an H200; other GPUs were not at hand). That makes this kernel the one that algorithms of
 // cuBLASLt are held against before they are chosen (`products/agreeing.py`).
 //

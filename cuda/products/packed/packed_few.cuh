@@ -5,8 +5,8 @@
 //
 // A warp has one panel of W, 8 outputs, or two, and all rows; it goes through K by itself. Weights are the left operand of mma,
 // of which a lane holds what packets have together: there are no exchanges, and one panel leaves half of the operand unused.
-// Sums go through K in order, 16 elements at a time, from one accumulator, or through parts of K, which are added in order: so
-// results are those of other products. What bounds few rows of a large matrix is memory, then the making of elements; of a small one,
+// Elements have the bits of `dequantize.cu`, sums go through K in order, 16 elements at a time, from one accumulator: so results
+// are those of other products. What bounds few rows of a large matrix is memory, then the making of elements; of a small one,
 // K / 16 products that wait for each other.
 //
 // A warp's packets come by bulk copies to a ring of its own, a *chunk* of 256 elements of K to a stage, as soon as the kernel
@@ -27,12 +27,6 @@ struct FewMemory {
     int stages;  // chunks of packets in a warp's ring
 };
 
-// The sums of a task behind its first, of so many.
-template <int SUMS, int TILES>
-struct OtherSums {
-    float of[SUMS > 1 ? SUMS - 1 : 1][TILES][4];
-};
-
 template <int PANELS, int TILES>
 struct PackedFew {
     static constexpr int CHUNK = 256, GROUPS = CHUNK / 32, PACKETS = CHUNK / Packed::STEP;
@@ -41,12 +35,12 @@ struct PackedFew {
     static constexpr int SCALES = HANDED ? PANELS * GROUPS * 8 * sizeof(typename Packed::Handed) : 0;  // of a chunk
     static constexpr int ZEROS = CHUNK * sizeof(Element);
 
-    // A warp's items: tasks, or with several SUMS the sums of a task, one behind the other, by warps beside each other. finish(acc, task): acc[t][e] is of
+    // A warp's items: tasks, or with two SUMS the sums of a task, one behind the other. finish(acc, task): acc[t][e] is of
     // output lane / 4 of the first panel and row 8 t + 2 (lane % 4) + e, acc[t][2 + e] of the second panel.
-    // panels(task): a task's first panel; the second is `to_high` further on. With several SUMS, each but the last goes through
-    // `part` inputs, a multiple of 32, all of x is there, and every warp has one item; finish(acc, others, task) has all.
+    // panels(task): a task's first panel; the second is `to_high` further on. With two SUMS, the first goes through `first`
+    // inputs, a multiple of 32, all of x is there, and every warp has one item; finish(acc, others, task) has both.
     template <int SUMS, typename Panels, typename Finish>
-    static __device__ __forceinline__ void run(const Element* x, const unsigned char* weights, int rows, int inputs, int part,
+    static __device__ __forceinline__ void run(const Element* x, const unsigned char* weights, int rows, int inputs, int first,
                                                int tasks, int to_high, FewMemory memory, Panels panels, Finish finish) {
         extern __shared__ __align__(128) unsigned char dynamic[];
         const int warps = blockDim.x / 32, warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
@@ -68,8 +62,8 @@ struct PackedFew {
         const int items = SUMS * tasks, stride = gridDim.x * warps;
         const int64_t panel_bytes = static_cast<int64_t>(packets) * Packed::PACKET;
 
-        const auto begin_of = [&](int item) { return item % SUMS * part; };
-        const auto end_of = [&](int item) { return item % SUMS + 1 < SUMS ? begin_of(item) + part : inputs; };
+        const auto begin_of = [&](int item) { return SUMS > 1 && item % 2 == 1 ? first : 0; };
+        const auto end_of = [&](int item) { return SUMS > 1 && item % 2 == 0 ? first : inputs; };
 
         // Asks for the chunks of all items, one after the other.
         int asked_item = blockIdx.x * warps + warp - stride, asked_chunk = 0, asked_end = 0, asked_stage = 0;
@@ -254,23 +248,19 @@ struct PackedFew {
                 }
             }
             if constexpr (SUMS > 1) {
-                const int to_next = memory.stages * STAGE + 2 * SCALES;  // bytes, of the next warp
-                if (item < items && item % SUMS > 0)
+                const float* others = reinterpret_cast<const float*>(own + memory.stages * STAGE + 2 * SCALES) + lane;
+                if (item < items && item % 2 == 1)
 #pragma unroll
                     for (int i = 0; i < 4 * TILES; ++i) reinterpret_cast<float*>(own)[i * 32 + lane] = acc[i / 4][i % 4];
                 __syncthreads();
-                if (item < items && item % SUMS == 0) {
-                    OtherSums<SUMS, TILES> others;
+                if (item < items && item % 2 == 0) {
+                    float second[TILES][4];
 #pragma unroll
-                    for (int sum = 1; sum < SUMS; ++sum)
-#pragma unroll
-                        for (int i = 0; i < 4 * TILES; ++i)
-                            others.of[sum - 1][i / 4][i % 4] =
-                                reinterpret_cast<const float*>(own + sum * to_next)[i * 32 + lane];
-                    finish(acc, others, item / SUMS);
+                    for (int i = 0; i < 4 * TILES; ++i) second[i / 4][i % 4] = others[i * 32];
+                    finish(acc, second, item / 2);
                 }
             } else {
-                if (item < items) finish(acc, OtherSums<SUMS, TILES>(), item);
+                if (item < items) finish(acc, acc, item);
             }
         }
     }

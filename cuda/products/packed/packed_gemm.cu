@@ -4,7 +4,7 @@
 //   product_*   y (rows, outputs), elements, rows `pitch` apart
 //   swiglu_*    W holds F rows of gate, then F of up; y (rows, F), elements = silu(gate) * up, gate and up rounded to such
 //   geglu_*     the same with gelu
-//   residual_*  y (rows, outputs) float += x W^T, a sum for each `part` elements of K, one after the other
+//   residual_*  y (rows, outputs) float += x W^T, a sum for the first `first` elements of K, then one for the others
 //   addend_*    y = x W^T, from the same sums
 //   float_*     y (rows, outputs) float = x W^T, one sum
 //
@@ -18,10 +18,9 @@
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// y = acc, or that added to what is there; or (not STORES) acc is what is there and it: of a panel. AT_ONCE rows are under way
-// together.
-template <int BN, bool STORES>
-static __device__ __forceinline__ void put_floats(float* y, float (&acc)[BN / 2], int panel, int row, int rows, int outputs,
+// y = acc, or that added to what is there: of a panel. AT_ONCE rows are under way together.
+template <int BN>
+static __device__ __forceinline__ void put_floats(float* y, const float (&acc)[BN / 2], int panel, int row, int rows, int outputs,
                                                   bool adds) {
     constexpr int AT_ONCE = BN < 64 ? BN / 4 : 16;
 #pragma unroll
@@ -35,62 +34,27 @@ static __device__ __forceinline__ void put_floats(float* y, float (&acc)[BN / 2]
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
             const int at = row + (first + i) / 2 * 8 + i % 2;
-            float& own = acc[4 * ((first + i) / 2) + 2 * panel + i % 2];
-            const float value = adds ? __fadd_rn(old[i], own) : own;
-            if (!STORES)
-                own = value;
-            else if (at < rows)
-                y[static_cast<int64_t>(at) * outputs] = value;
+            if (at < rows) y[static_cast<int64_t>(at) * outputs] = old[i] + acc[4 * ((first + i) / 2) + 2 * panel + i % 2];
         }
-    }
-}
-
-template <int BN, int PANELS, bool STORES>
-static __device__ __forceinline__ void put_panels(float* y, float (&acc)[BN / 2], const Place& place, int rows, int outputs,
-                                                  bool adds) {
-#pragma unroll
-    for (int panel = 0; panel < PANELS; ++panel) {
-        const int output = place.output + panel * place.next;
-        if (output < outputs) put_floats<BN, STORES>(y + output, acc, panel, place.row, rows, outputs, adds);
     }
 }
 
 template <typename Loop, Kind KIND, typename Result>
 static __device__ __forceinline__ void product(const TensorMap* x_map, const TensorMap* w_map, Result* __restrict__ y, int rows,
-                                               int outputs, int inputs, int part, int pitch) {
+                                               int outputs, int inputs, int first, int pitch) {
     constexpr int BN = Loop::BN, PANELS = Loop::PANELS;
     constexpr bool GATED = Written<KIND>::GATED, SUMS = Written<KIND>::SUMMED;
     constexpr int OWN = GATED ? 1 : PANELS;  // panels of results
-    // Sums of parts of K are added in registers where there is room for them, or in memory.
-    constexpr bool HOLDS = SUMS && Loop::SUMS_BYTES == 0 && Loop::TILE_WARPS == 4 && BN <= 128;
-    float held[HOLDS ? BN / 2 : 1];
-    const auto put = [&](float(&acc)[BN / 2], const Place& place, bool adds) {
-        put_panels<BN, PANELS, true>(reinterpret_cast<float*>(y), acc, place, rows, outputs, adds);
-    };
-    const auto take = [&](float(&acc)[BN / 2], const Place& place) {
-        put_panels<BN, PANELS, false>(reinterpret_cast<float*>(y), acc, place, rows, outputs, true);
-    };
-    const auto keep = [&](float(&acc)[BN / 2], Place place, bool begins) {
-        constexpr bool ADDS = KIND == Kind::RESIDUAL;
-        asm volatile("" : "+r"(place.row));  // or the addresses of all rows are computed ahead of the loop, and spilled
-        if constexpr (Loop::SPLIT) {
-            if (ADDS) take(acc, place);
-        } else if constexpr (HOLDS) {
+    const auto put = [&](const float(&acc)[BN / 2], const Place& place, bool adds) {
 #pragma unroll
-            for (int i = 0; i < BN / 2; ++i) held[i] = begins ? acc[i] : __fadd_rn(held[i], acc[i]);
-            if (ADDS && begins) take(held, place);
-        } else {
-            put(acc, place, ADDS || !begins);
-        }
+        for (int panel = 0; panel < PANELS; ++panel)
+            if (const int output = place.output + panel * place.next; output < outputs)
+                put_floats<BN>(reinterpret_cast<float*>(y) + output, acc, panel, place.row, rows, outputs, adds);
     };
-    const auto finish = [&](float(&acc)[BN / 2], const Place& place) {
+    const auto keep = [&](const float(&acc)[BN / 2], const Place& place) { put(acc, place, KIND == Kind::RESIDUAL); };
+    const auto finish = [&](const float(&acc)[BN / 2], const Place& place) {
         if constexpr (Written<KIND>::FLOATS) {
-            if constexpr (HOLDS) {
-#pragma unroll
-                for (int i = 0; i < BN / 2; ++i) acc[i] = part < inputs ? __fadd_rn(held[i], acc[i]) : acc[i];
-            }
-            const bool added = Loop::SPLIT || HOLDS && part < inputs;  // to what there was
-            put(acc, place, !added && (KIND == Kind::RESIDUAL || SUMS && part < inputs));
+            put(acc, place, KIND == Kind::RESIDUAL || SUMS && first < inputs);
         } else {
             const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
             const int column = place.output - g + 2 * t, row = place.row - 2 * t + g;
@@ -114,7 +78,7 @@ static __device__ __forceinline__ void product(const TensorMap* x_map, const Ten
                 }
         }
     };
-    Loop::template run<GATED ? 2 : 1, SUMS ? 2 : 1>(x_map, w_map, rows, outputs, inputs, part, blockIdx.x, gridDim.x, keep,
+    Loop::template run<GATED ? 2 : 1, SUMS ? 2 : 1>(x_map, w_map, rows, outputs, inputs, first, blockIdx.x, gridDim.x, keep,
                                                     finish);
 }
 
@@ -124,10 +88,10 @@ static __device__ __forceinline__ void product(const TensorMap* x_map, const Ten
                           BLOCKS)                                                                                             \
             NAME##_##GROUPS##_##BN##_##BOXES##_##STAGES##_##PACKETS##_##CLUSTER##_##BLOCKS##_##RELAY##_##TURN(                \
                 const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,                                     \
-                Written<Kind::WHICH>::type* y, int rows, int outputs, int inputs, int part, int pitch) {                      \
+                Written<Kind::WHICH>::type* y, int rows, int outputs, int inputs, int first, int pitch) {                     \
         KERNEL_BEGINS();                                                                                                      \
         product<PackedLoop<Packed, GROUPS, BN, BOXES, STAGES, PACKETS, CLUSTER, BLOCKS, RELAY, TURN>, Kind::WHICH>(           \
-            &x, &w, y, rows, outputs, inputs, part, pitch);                                                                   \
+            &x, &w, y, rows, outputs, inputs, first, pitch);                                                                  \
     }
 #else
 #define PACKED_KERNEL(...)

@@ -9,8 +9,8 @@
 // BN of them, of which no result is kept where they do not exist. A warp has two panels, a warpgroup 64 outputs. What a lane
 // holds of the operand, packets have together: there are no exchanges.
 //
-// Sums go through K in order, 16 elements at a time, from one accumulator; or through parts of K, whose sums are added in order
-// (`sum_inputs` in shapes.py). So results are those of `hopper_product.cuh` over elements.
+// Elements have the bits of `dequantize.cu`, sums go through K in order, 16 elements at a time, from one accumulator (or two):
+// so results are those of `hopper_product.cuh` over elements.
 //
 // Roles: one warp copies packets, a *chunk* of 256 elements of K at a time, to a ring of PACKETS stages, as soon as the kernel
 // starts; one copies x to a ring of STAGES, BOXES times 64 elements of K each, when the kernel ahead has ended. GROUPS
@@ -19,7 +19,6 @@
 // the GROUPS are a RELAY. They have a tile together and take turns at TURN chunks of it; each makes all elements of its chunks,
 // then takes the sums from the one before it, multiplies, and hands them on, so that they go through K in order. With one
 // panel for a warp and nothing in half of the operand, a tile has 32 outputs, and twice as many multiprocessors have one.
-// In a SPLIT (a RELAY with a TURN of 0) they do not take turns but have a part of K each, and hand their sums on at a tile's end.
 // The blocks of a CLUSTER have tiles of outputs side by side, and fetch a part of x each, for all.
 //
 // FLOPs 2 rows outputs K; bytes from memory: W as it is in the file, x once; from L2: x for each cluster's tile.
@@ -42,7 +41,7 @@ struct Number {
     static constexpr int value = VALUE;
 };
 
-// RELAY: panels of a warp, 1 or 2, that takes turns of TURN chunks, or, if that is 0, has a part of K; 0: neither.
+// RELAY: panels of a warp, 1 or 2, that takes turns of TURN chunks; 0: there are none.
 template <typename Packed, int GROUPS, int BN_, int BOXES, int STAGES, int PACKETS, int CLUSTER, int BLOCKS, int RELAY,
           int TURN>
 struct PackedLoop {
@@ -55,19 +54,16 @@ struct PackedLoop {
     static constexpr int SCALES = Maker::SCALES;  // bytes that a warp keeps
     // Registers go from warps that copy to those that multiply.
     static constexpr bool SHARES = BN >= 128 || RELAY || GROUPS > 4;
-    static constexpr bool SPLIT = RELAY && TURN == 0;  // the warpgroups have a part of K each, and no turns
     static constexpr int THREADS = 128 * GROUPS + (SHARES ? 128 : 64), COPIERS = 32;
     static constexpr int AT_FIRST = 65536 / BLOCKS / THREADS / 8 * 8;
     static constexpr int LEFT = (AT_FIRST * THREADS - COPIERS * 128) / (128 * GROUPS) / 8 * 8;
     static constexpr int MULTIPLIERS = LEFT < 240 ? LEFT : 240;
     // Quarters of a chunk that a lane has as elements: the next is made while one is multiplied, if there are registers for it.
-    static constexpr int QUARTERS = SPLIT ? 2 : RELAY ? 4 * TURN : GROUPS > 4 ? 1 : 2;
-    static constexpr int ROUND = GROUPS * (SPLIT ? 1 : TURN);  // chunks, of which each group has as many
+    static constexpr int QUARTERS = RELAY ? 4 * TURN : GROUPS > 4 ? 1 : 2;
     static_assert(BOXES == 1 || BOXES == 2 || RELAY && BOXES == 4, "sums may begin in the middle of a chunk");
     static_assert(!RELAY || GROUPS > 1, "whoever hands sums on and whoever takes them are two");
-    static_assert(!RELAY || STAGES >= 4 / BOXES * ROUND, "stages for a round of turns");
-    static_assert(!RELAY || PACKETS % ROUND == 0 && STAGES % (4 / BOXES) == 0, "whole rounds of turns, whole chunks");
-    static_assert(!SPLIT || STAGES % (4 / BOXES * ROUND) == 0, "a stage is always the same group's");
+    static_assert(!RELAY || STAGES >= 4 / BOXES * GROUPS * TURN, "stages for a round of turns");
+    static_assert(!RELAY || PACKETS % (GROUPS * TURN) == 0 && STAGES % (4 / BOXES) == 0, "whole rounds of turns, whole chunks");
 
     // Sums on their way through shared memory, a thread's to the same thread of another warpgroup.
     static constexpr int HELD = 2 * PANELS, WORDS = BN / 8 * HELD < 4 ? 2 : 4;  // sums of 8 rows; that go together
@@ -90,23 +86,14 @@ struct PackedLoop {
             for (int word = 0; word < WORDS; ++word) acc[sum_at(i + word)] = words[word];
         }
     }
-    // Adds a thread's sums to those that the same thread of another warpgroup has put.
-    static __device__ __forceinline__ void add_sums(float (&acc)[BN / 2], uint32_t place) {
-        float before[BN / 2];
-        take_sums(before, place);
-#pragma unroll
-        for (int i = 0; i < BN / 8 * HELD; ++i) acc[sum_at(i)] = __fadd_rn(before[sum_at(i)], acc[sum_at(i)]);
-    }
 
     // finish(acc, place): acc[4 j + e] is of the first output and row j's 8 j + e, acc[4 j + 2 + e] of the second.
     // SIDES 2: the second panel of a warp is `outputs` further on, or in runs of 2 FOLD columns, of which the first half is
-    // counted, FOLD further on. SUMS 2, no RELAY: a sum goes through `part` elements of K, a multiple of 128, and keep(acc, place,
-    // begins) takes all but the last, of which `begins` is the first; where a part is all of K, finish has the only sum. SPLIT: a
-    // part, a multiple of 256, for each warpgroup; keep(acc, place, true) may add to the first one's sum what there is before it,
-    // the others are added in order, and finish has all. This is one of so many blocks.
+    // counted, FOLD further on. SUMS 2, no RELAY: a first sum goes through `first` elements of K, a multiple of 128,
+    // and keep(acc, place) takes it; where that is all of K, finish has the only sum. This is one of so many blocks.
     template <int SIDES, int SUMS, int FOLD = 0, typename Keep, typename Finish>
     static __device__ __forceinline__ void run(const TensorMap* x_map, const TensorMap* w_map, int rows, int outputs,
-                                               int inputs, int part, int block, int blocks, Keep keep, Finish finish) {
+                                               int inputs, int first, int block, int blocks, Keep keep, Finish finish) {
         static_assert(PANELS >= SIDES, "a panel of each side");
         constexpr int COLUMNS = TILE_WARPS * 8 * PANELS / SIDES, SIDE_PANELS = COLUMNS / 8;
         constexpr int SIDE = (SIDE_PANELS * Packed::PACKET + 127) / 128 * 128, PACKET_SET = SIDES * SIDE;
@@ -140,11 +127,7 @@ struct PackedLoop {
         const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0), lane = threadIdx.x % 32;
         const int rank = CLUSTER > 1 ? rank_in_cluster() : 0;
         const int row_tiles = (rows + BN - 1) / BN, column_tiles = (outputs + COLUMNS * CLUSTER - 1) / (COLUMNS * CLUSTER);
-        const int tiles = row_tiles * column_tiles, round = 256 * (TURN > 0 ? TURN : 1);
-        const int chunks = SPLIT ? GROUPS * (part / 256) : (inputs + round - 1) / round * (round / 256);
-        const auto chunk_at = [&](int turn) {  // of K; in a split some of the last part are behind its end, and all zeros
-            return SPLIT ? turn % GROUPS * (part / 256) + turn / GROUPS : turn;
-        };
+        const int tiles = row_tiles * column_tiles, chunks = (inputs + 256 * TURN - 1) / (256 * TURN) * TURN;
         const int halves = RELAY ? 2 * chunks : (inputs + 127) / 128;
         const int first_tile = block / CLUSTER, stride = blocks / CLUSTER;
         auto place = [&](int tile, int& row, int& column) {  // tiles of one weight follow each other
@@ -178,8 +161,7 @@ struct PackedLoop {
                 int stage = 0, parity = 1, row, column;
                 for (int tile = first_tile; tile < tiles; tile += stride) {
                     place(tile, row, column);
-                    for (int turn = 0; turn < chunks; ++turn) {
-                        const int chunk = chunk_at(turn);
+                    for (int chunk = 0; chunk < chunks; ++chunk) {
                         barrier_wait(raw_empty + 8 * stage, parity);
                         barrier_expect(raw_full + 8 * stage, IN_RAW * SIDES * SIDE_PANELS * Packed::PACKET);
 #pragma unroll
@@ -201,15 +183,14 @@ struct PackedLoop {
                     for (int box = 0; box < 2 * halves; box += BOXES) {
                         barrier_wait(empty + 8 * stage, parity);
                         barrier_expect(full + 8 * stage, STAGE);
-                        const int from = SPLIT ? 4 * chunk_at(box / 4) + box % 4 : box;
 #pragma unroll
                         for (int i = 0; i < BOXES; ++i) {
                             const uint32_t target = base + stage * STAGE + i * X_BYTES;
                             if (CLUSTER > 1)
-                                load_box_in(target + rank * (X_BYTES / CLUSTER), x_map, full + 8 * stage, (from + i) * 64,
+                                load_box_in(target + rank * (X_BYTES / CLUSTER), x_map, full + 8 * stage, (box + i) * 64,
                                             row + rank * (BN / CLUSTER), (1 << CLUSTER) - 1);
                             else
-                                load_box(target, x_map, full + 8 * stage, (from + i) * 64, row);
+                                load_box(target, x_map, full + 8 * stage, (box + i) * 64, row);
                         }
                         if (++stage == STAGES) stage = 0, parity ^= 1;
                     }
@@ -229,7 +210,6 @@ struct PackedLoop {
             };
             int stage = 0, parity = 0, before = 0, ring = 0, ring_parity = 0;  // ring: of packets
             int turn = 0;
-            if (SPLIT) stage = warp / 4 * (4 / BOXES), ring = warp / 4;
             uint32_t a[QUARTERS][16];
             for (int tile = first_tile; tile < tiles; tile += stride) {
                 float acc[BN / 2];
@@ -247,69 +227,7 @@ struct PackedLoop {
                 const auto next_chunk = [&] {
                     if (++ring == PACKETS) ring = 0, ring_parity ^= 1;
                 };
-                if constexpr (SPLIT) {
-                    constexpr int IN_CHUNK = 4 / BOXES;  // stages of x
-                    const int group = warp / 4, rounds = part / 256;
-                    const int own_rounds = min(rounds, (inputs + 255) / 256 - group * rounds);  // others are behind the end of K
-                    const auto next_round = [&] {
-                        release_packets();
-                        stage += GROUPS * IN_CHUNK, ring += GROUPS;
-                        if (stage >= STAGES) stage -= STAGES, parity ^= 1;
-                        if (ring >= PACKETS) ring -= PACKETS, ring_parity ^= 1;
-                    };
-#pragma unroll 1
-                    for (int at = 0; at < own_rounds; ++at) {
-                        barrier_wait(raw_full + 8 * ring, ring_parity);
-                        const Maker mine = maker();
-#pragma unroll
-                        for (int quarter = 0; quarter < 4; ++quarter) {
-                            mine.make(a[quarter % 2], quarter);
-                            const int own_stage = stage + quarter / BOXES;
-                            if (quarter % BOXES == 0) barrier_wait(full + 8 * own_stage, parity);
-                            const uint64_t b = further(start, own_stage * (STAGE / 16) + quarter % BOXES * (X_BYTES / 16));
-                            wgmma_begin();
-#pragma unroll
-                            for (int k = 0; k < 4; ++k)
-                                wgmma(acc, reinterpret_cast<const uint32_t(&)[4]>(a[quarter % 2][4 * k]), further(b, 2 * k),
-                                      at > 0 || quarter > 0 || k > 0);
-                            wgmma_commit();
-                            if (quarter < 3 || at + 1 < own_rounds)
-                                wgmma_wait<1>();
-                            else
-                                wgmma_wait<0>();
-                            if (quarter % BOXES == 0 && (at > 0 || quarter > 0)) release(before);
-                            if (quarter % BOXES == BOXES - 1) before = own_stage;
-                        }
-                        next_round();
-                    }
-                    wgmma_wait<0>();
-                    wgmma_keep(acc);
-                    release(before);
-                    for (int at = own_rounds; at < rounds; ++at) {
-                        barrier_wait(raw_full + 8 * ring, ring_parity);
-#pragma unroll
-                        for (int i = 0; i < IN_CHUNK; ++i) {
-                            barrier_wait(full + 8 * (stage + i), parity);
-                            release(stage + i);
-                        }
-                        next_round();
-                    }
-                    // BARRIER own_sums, next_sums: one for each group, as in a relay; each but the first of all waits at its own, and
-                    // each but the last arrives at the next one's. It says that sums have been put, or, to the first group, that
-                    // those of the tile before have been taken.
-                    const int own_sums = 1 + group, next_sums = 1 + (group + 1 < GROUPS ? group + 1 : 0);
-                    if (group == 0) keep(acc, own, true);
-                    if (group > 0 || tile > first_tile) named_wait(own_sums, 256);
-                    if (group > 0) add_sums(acc, base + SUMS_AT);
-                    if (group + 1 < GROUPS) {
-                        put_sums(base + SUMS_AT, acc);
-                        named_arrive(next_sums, 256);
-                    } else {
-                        if (tile + stride < tiles) named_arrive(next_sums, 256);
-                        finish(acc, own);
-                    }
-                    continue;
-                } else if constexpr (RELAY) {
+                if constexpr (RELAY) {
                     // BARRIER own_turn, next_turn: one for each group. Turns are in a row, through all tiles, and groups have them one
                     // after the other. Each turn but the first of all waits at its group's barrier; each but the last arrives at the
                     // next one's. So two groups come to a barrier and no third: its own, and the one before it. That one arrives a
@@ -451,12 +369,11 @@ struct PackedLoop {
                     release(before);
                 };
                 int begin = 0;
-                if (SUMS > 1)
-#pragma unroll 1
-                    for (const int each = part / 128; begin + each < halves; begin += each) {
-                        sum(begin, begin + each);
-                        keep(acc, own, begin == 0);
-                    }
+                if (SUMS > 1 && first < inputs) {
+                    begin = first / 128;
+                    sum(0, begin);
+                    keep(acc, own);
+                }
                 sum(begin, halves);
                 finish(acc, own);
             }

@@ -10,21 +10,12 @@ import pytest
 from nightmill.worker.runners.gpu.device.device import NoDeviceError
 from nightmill.worker.runners.gpu.device.functions import bindings
 from nightmill.worker.runners.gpu.device.graphs import buckets
-from nightmill.worker.runners.gpu.device.operands import Format
 from nightmill.worker.runners.gpu.products import clock as products_clock
 from nightmill.worker.runners.gpu.products.clock import Choices, KernelClock, nearest
 from nightmill.worker.runners.gpu.products.elements.hopper_gemm import TILES, Tile
 from nightmill.worker.runners.gpu.products.elements.hopper_qkv import QKV_TILES
 from nightmill.worker.runners.gpu.products.elements.hopper_split import SPLIT_TILES, SplitTile, split_tiles
-from nightmill.worker.runners.gpu.shapes import (
-    MANY_ROWS,
-    PARTS,
-    Kind,
-    Shape,
-    first_sum,
-    padded_rows,
-    sum_inputs,
-)
+from nightmill.worker.runners.gpu.shapes import MANY_ROWS, Kind, first_sum, padded_rows
 
 SHARED_OF_A_BLOCK = 227 << 10  # on Hopper
 
@@ -192,26 +183,6 @@ def test_a_long_sum_is_cut_in_the_middle_at_a_whole_stage() -> None:
     for inputs in (4096, 4104, 4864, 8192, 14_336, 18_944, 29_568):
         assert first_sum(1536, inputs) % 64 == 0
         assert 0 <= 2 * first_sum(1536, inputs) - inputs < 128
-
-
-def test_packed_weights_with_many_inputs_have_a_fixed_number_of_sums() -> None:
-    """By outputs, inputs, kind and format alone, so that a text is the same at any number of rows."""
-    for outputs, inputs in ((3584, 18_944), (896, 4864), (5120, 27_648), (64, 4096)):
-        parts = {
-            sum_inputs(Shape(rows, outputs, inputs, kind, kept))
-            for rows in (1, 8, 64, 16_384)
-            for kind in (Kind.RESIDUAL, Kind.ADDEND)
-            for kept in Format
-            if kept.packed
-        }
-        (part,) = parts
-        assert part % 256 == 0 and (PARTS - 1) * part < inputs <= PARTS * part
-    for shape in (
-        Shape(1, 3584, 3584, Kind.RESIDUAL, Format.Q4_K), Shape(1, 16_384, 8192, Kind.RESIDUAL, Format.Q4_K),
-        Shape(1, 3584, 18_944, Kind.PLAIN, Format.Q4_K), Shape(1, 3584, 18_944, Kind.RESIDUAL, Format.F16),
-    ):  # fmt: skip
-        assert sum_inputs(shape) == shape.inputs
-    assert sum_inputs(Shape(1, 896, 4864, Kind.RESIDUAL, Format.F16)) == first_sum(896, 4864)
 
 
 def test_rows_are_padded_to_few_sizes_and_never_by_more_than_a_step() -> None:

@@ -11,6 +11,7 @@ import pytest
 from nightmill.worker.model.spec import Activation
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, Format, Matrix
+from nightmill.worker.runners.gpu.products.elements import mma_gemm
 from nightmill.worker.runners.gpu.products.elements.mma_gemm import MmaTiles
 from nightmill.worker.runners.gpu.products.fp8.mma_fp8 import MmaFp8
 from nightmill.worker.runners.gpu.products.mma_tiles import MMA_TILES, MmaTile, mma_tiles
@@ -55,12 +56,13 @@ def test_each_kind_by_each_tile(kind: Kind, monkeypatch: pytest.MonkeyPatch, tmp
 
 
 @pytest.mark.parametrize("kind", SUMMED, ids=lambda kind: kind.value)
-def test_sums_of_parts_are_added_one_after_the_other(
+def test_two_sums_are_added_one_after_the_other(
     kind: Kind, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As on Hopper: each from an accumulator of its own, with other bits than one sum."""
     run_mma_on_host(monkeypatch, tmp_path)
-    tile, shape = MMA_TILES[5], Shape(3, 32, 136, kind, part=64)
+    monkeypatch.setattr(mma_gemm, "first_sum", lambda outputs, inputs: 64)
+    tile, shape = MMA_TILES[5], Shape(3, 32, 136, kind)
     one, before, sums = computed(HostDevice(), kind, tile, shape)
     device = HostDevice()
     device.hopper = True

@@ -14,14 +14,14 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from nightmill.worker.runners.gpu.device.compiler import kernel_directory
 from nightmill.worker.runners.gpu.device.element import Element
-from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, FLOAT, Buffer, Format, Matrix
+from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, FLOAT, Format, Matrix
 from nightmill.worker.runners.gpu.products.packed import packed_gemm
 from nightmill.worker.runners.gpu.products.packed.packed_few import PackedFew
 from nightmill.worker.runners.gpu.products.packed.packed_gemm import PackedTile, PackedTiles
 from nightmill.worker.runners.gpu.products.packed.packed_mma import PackedMma, PackedMmaTile
 from nightmill.worker.runners.gpu.products.packed.packed_rows import PackedRows
 from nightmill.worker.runners.gpu.rows.activate import Activate
-from nightmill.worker.runners.gpu.shapes import Candidate, Kind, Shape, sum_inputs
+from nightmill.worker.runners.gpu.shapes import Candidate, Kind, Shape
 from nightmill.worker.runners.gpu.weights.repacker import Repacker
 from tests.support.blocks import random_blocks
 from tests.support.elements import as_words, from_words, rounded, without_signs_of_zeros
@@ -236,77 +236,48 @@ def test_what_a_matrix_has_beside_its_rows_is_zeroed(
     assert set(held[: matrix.bytes]) == {0 if cleared else 0xFF}
 
 
-TILES_OF_PARTS = (
-    PackedTile(4, 8, 4, relay=1, turn=0),
-    PackedTile(4, 32, 2, relay=2, turn=0),
-    PackedTile(4, 64, 1, relay=1, turn=0),
-    PackedTile(1, 64, 1, 1, 2),
-    PackedTile(3, 128, 2),
-)
+WHOLE = (PackedTile(1, 64, 1, 1, 2), PackedTile(3, 128, 2))
+RELAYS = (PackedTile(3, 8, 4, relay=1, turn=2), PackedTile(3, 32, 4, relay=2))
 
 
 @pytest.mark.parametrize(
-    ("kept", "kind", "tiles"),
+    ("kept", "kind", "inputs", "tiles"),
     [
-        (Format.Q4_K, Kind.RESIDUAL, TILES_OF_PARTS[1:2]),
-        pytest.param(Format.Q4_K, Kind.ADDEND, TILES_OF_PARTS, marks=pytest.mark.slow),
-        pytest.param(Format.Q8_0, Kind.RESIDUAL, TILES_OF_PARTS, marks=pytest.mark.slow),
+        (Format.Q8_0, Kind.RESIDUAL, 192, WHOLE[:1]),
+        pytest.param(Format.Q8_0, Kind.ADDEND, 224, WHOLE, marks=pytest.mark.slow),
+        pytest.param(Format.Q5_0, Kind.RESIDUAL, 1312, (*WHOLE, *RELAYS), marks=pytest.mark.slow),
+        pytest.param(Format.Q4_K, Kind.FLOAT, 1280, (*WHOLE, *RELAYS), marks=pytest.mark.slow),
     ],
-    ids=lambda value: value.name if isinstance(value, Format | Kind) else str(len(value)),
+    ids=lambda value: value.name if isinstance(value, Format | Kind) else "",
 )
-def test_sums_of_parts_are_added_in_order_by_every_kernel(
+def test_kernels_for_hopper_have_the_bits_of_those_for_other_gpus(
     kernels: ctypes.CDLL, element: Element, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, kept: Format,
-    kind: Kind, tiles: tuple[PackedTile, ...],
+    kind: Kind, inputs: int, tiles: tuple[PackedTile, ...],
 ) -> None:  # fmt: skip
-    """Products of the parts by themselves, one after the other, have the bits of one launch.
-
-    Blocks have several tiles, and the last part ends before the others do.
-    """
+    """Also where inputs end within a step, and where a block has several tiles."""
     run_packed_on_host(monkeypatch, tmp_path)
     device: Any = HostDevice(element)
-    type_ = GGMLQuantizationType[kept.name]
-    block, _ = GGML_QUANT_SIZES[type_]
-    rows, outputs, inputs = 5, 168, 4352 + (32 if kept is Format.Q8_0 else 0)
-    raw = random_blocks(type_, outputs * inputs // block).reshape(outputs, inputs // block, -1)
-    shape = Shape(rows, outputs, inputs, kind, kept)
-    part = sum_inputs(shape)
-    assert part < inputs
+    type_, rows, outputs = GGMLQuantizationType[kept.name], 5, 136
+    raw = random_blocks(type_, outputs * inputs // GGML_QUANT_SIZES[type_][0]).reshape(outputs, -1)
+    weight = Matrix(device.upload(repacked(kernels, kept, raw, inputs)), outputs, inputs, kept)
     rng = np.random.default_rng(inputs)
-    values = rounded(rng.standard_normal((rows, inputs)).astype(np.float32) * 9, element)
+    words = as_words(rounded(rng.standard_normal((rows, inputs)).astype(np.float32) * 9, element), element)
     before = rng.standard_normal((rows, outputs)).astype(np.float32)
-
-    def activations(begin: int, end: int) -> Buffer:
-        x = poisoned(device, (rows + 1, end - begin), ELEMENT)
-        words = as_words(np.ascontiguousarray(values[:, begin:end]), element)
-        ctypes.memmove(x.address, words.ctypes.data, words.nbytes)
-        return x
-
-    def weights(begin: int, end: int) -> Matrix:
-        own = np.ascontiguousarray(raw[:, begin // block : end // block]).reshape(outputs, -1)
-        address = device.upload(repacked(kernels, kept, own, end - begin))
-        return Matrix(address, outputs, end - begin, kept)
-
-    def results() -> Buffer:
+    x = poisoned(device, (rows + 1, inputs), ELEMENT)
+    ctypes.memmove(x.address, words.ctypes.data, words.nbytes)
+    monkeypatch.setattr(packed_gemm, "PACKED_TILES", {kind: tiles})
+    device.multiprocessors = 2
+    launcher, shape = PackedTiles(device, [(kind, kept)]), Shape(rows, outputs, inputs, kind, kept)
+    ways = PackedRows(device, [kept], Activate(device), ABSENT).candidates(shape)
+    ways += PackedFew(device, [(kind, kept)]).candidates(shape)
+    ways += [Candidate(tile.name, partial(launcher.kernel, tile)) for tile in tiles if tile.suits(shape)]
+    assert len(ways) == 2 + len(tiles)
+    found = []
+    for way in ways:
         y = poisoned(device, (rows + 1, outputs), FLOAT)
         if kind is Kind.RESIDUAL:
             ctypes.memmove(y.address, before.ctypes.data, before.nbytes)
-        return y
-
-    alone, wanted = PackedRows(device, [kept], Activate(device), ABSENT), results()
-    for begin in range(0, inputs, part):
-        end = min(begin + part, inputs)
-        of_part = Shape(rows, outputs, end - begin, kind if begin == 0 else Kind.RESIDUAL, kept)
-        alone.kernel(1, of_part)(activations(begin, end), weights(begin, end), wanted)
-    x, weight = activations(0, inputs), weights(0, inputs)
-    monkeypatch.setattr(packed_gemm, "PACKED_TILES", {kind: tiles})
-    ways = PackedFew(device, [(kind, kept)]).candidates(shape)
-    device.multiprocessors = 2
-    launcher = PackedTiles(device, [(kind, kept)])
-    ways += [Candidate(tile.name, partial(launcher.kernel, tile)) for tile in tiles if tile.suits(shape)]
-    assert len(ways) == 1 + len(tiles)
-    for way in ways:
-        y = results()
         way.kernel(shape)(x, weight, y)
-        found = fetched(device, y)
-        np.testing.assert_array_equal(found[:rows], fetched(device, wanted)[:rows], err_msg=way.name)
-        assert np.isnan(found[rows]).all(), f"{way.name} wrote past its rows"
+        found.append(fetched(device, y))
+        np.testing.assert_array_equal(found[-1][:rows], found[0][:rows], err_msg=way.name)
+        assert np.isnan(found[-1][rows]).all(), f"{way.name} wrote past its rows"

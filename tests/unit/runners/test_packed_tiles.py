@@ -13,8 +13,7 @@ from nightmill.worker.runners.gpu.products.packed.packed_qkv import PACKED_QKV_T
 from nightmill.worker.runners.gpu.shapes import Kind, Shape
 
 TILES = list(dict.fromkeys([*PACKED_QKV_TILES, *chain.from_iterable(PACKED_TILES.values())]))
-RELAYS = [tile for tile in TILES if tile.relay and not tile.split]
-SPLITS = [tile for tile in TILES if tile.split]
+RELAYS = [tile for tile in TILES if tile.relay]
 EACH_RELAY = pytest.mark.parametrize("tile", RELAYS, ids=lambda tile: tile.name)
 GROUPS = sorted({tile.groups for tile in RELAYS})
 SCHEDULES = 60
@@ -26,15 +25,6 @@ def test_a_relay_takes_only_what_has_several_turns(tile: PackedTile) -> None:
     for inputs, several in ((one_turn - 64, False), (one_turn, False), (one_turn + 64, True), (3584, True)):
         assert tile.takes(inputs) is several
         assert tile.suits(Shape(1, 512, inputs, Kind.PLAIN, Format.Q8_0)) is several
-
-
-@pytest.mark.parametrize("tile", SPLITS, ids=lambda tile: tile.name)
-def test_a_split_takes_only_sums_of_as_many_parts_as_it_has_groups(tile: PackedTile) -> None:
-    assert tile.suits(Shape(1, 512, 4096, Kind.RESIDUAL, Format.Q8_0))
-    assert not tile.suits(Shape(1, 512, 4096, Kind.PLAIN, Format.Q8_0))
-    assert not tile.suits(Shape(1, 512, 3584, Kind.RESIDUAL, Format.Q8_0))
-    for relay in RELAYS:
-        assert not relay.suits(Shape(1, 512, 4096, Kind.RESIDUAL, Format.Q8_0))
 
 
 @pytest.mark.parametrize("tile", [tile for tile in TILES if not tile.relay], ids=lambda tile: tile.name)

@@ -21,7 +21,7 @@ THREADS: Final = 4
 """Threads that tokenise, unless RAYON_NUM_THREADS says otherwise. The library would take all cores in every
 worker of a host, and the engine and the client need theirs; one reads 600,000 tokens of Qwen2's a second."""
 _INSIDE: Final = "##"
-"""What WordPiece's tokens begin with inside of words."""
+"""The beginning of WordPiece's tokens inside of words."""
 MAX_SQUARES: Final = 1 << 26
 """Every way to split a SentencePiece token is tried, which costs the square of its length: this is the most
 that the squares may add up to. Llama 2's 32,000 tokens have 2**20; Qwen2's 151,936 would have 2**23."""

@@ -16,7 +16,7 @@ class WeightsFormat(Enum):
     AUTO = "auto"
     """ELEMENT or FILE, by the memory that there is (`weights.choice`)."""
     FILE = "file"
-    """Weights as in the file, bit for bit; elements and sums of products are those of packed formats."""
+    """Weights as in the file, bit for bit; products multiply what packed formats are as elements."""
     ELEMENT = "16bit"
     """Dequantised to the element when they are loaded."""
     FP8 = "fp8"

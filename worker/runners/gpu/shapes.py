@@ -20,7 +20,6 @@ __all__ = [
     "DEPTH",
     "GATED",
     "MANY_ROWS",
-    "PARTS",
     "SUMMED",
     "Candidate",
     "Kernel",
@@ -29,15 +28,11 @@ __all__ = [
     "Shape",
     "first_sum",
     "padded_rows",
-    "sum_inputs",
 ]
 
 MANY_ROWS = 1024  # above, shapes are too many to try each: they take what was best at the nearest size tried
 DEPTH = 64  # elements of K in a stage of our kernels
 _LONG, _MANY_OUTPUTS = 4096, 2048  # inputs from which sums are taken in two halves, and outputs up to which
-PARTS = 4  # of K, of packed weights with as many inputs
-_PART_OUTPUTS = 8192  # up to which these are taken in parts: with more there are blocks enough
-_PART_STEP = 256  # inputs that a part is a multiple of: those of the largest packets
 
 Kernel = Callable[[Buffer, Matrix, Buffer], None]
 """Queues a product of one shape: x, weight, y."""
@@ -60,7 +55,7 @@ class Kind(Enum):
 
 
 SUMMED = (Kind.RESIDUAL, Kind.ADDEND)
-"""Products that have several sums where `sum_inputs` says so."""
+"""Products that have two sums where `first_sum` says so."""
 GATED = {Kind.SWIGLU: Activation.SILU, Kind.GEGLU: Activation.GELU}
 """Products that have the activation inside."""
 
@@ -70,7 +65,6 @@ class Shape:
     """Sizes of a product; `outputs` are those of y: with a gate half as many as the weight has rows.
 
     pitch  outputs from a row of y to the next, if y is some columns of a wider array; else None
-    part   inputs of each sum, if they are not those that outputs, inputs and format say (`sum_inputs`)
     """
 
     rows: int
@@ -79,7 +73,6 @@ class Shape:
     kind: Kind
     format: Format = Format.F16
     pitch: int | None = None
-    part: int | None = None
 
 
 def _always(shape: Shape) -> bool:
@@ -117,7 +110,7 @@ def padded_rows(rows: int) -> int:
 
 
 def first_sum(outputs: int, inputs: int) -> int:
-    """Return how many inputs the first sum of a product of elements goes through that is added to something.
+    """Return how many inputs the first sum of a product goes through that is added to something, on Hopper.
 
     All, unless they are many and outputs few: then there is a second sum, which is added after the first. Few
     rows, whose time is that of one product after the other, take half of it, and twice as many blocks share
@@ -126,20 +119,3 @@ def first_sum(outputs: int, inputs: int) -> int:
     if inputs < _LONG or outputs >= _MANY_OUTPUTS:
         return inputs
     return -(-inputs // (2 * DEPTH)) * DEPTH
-
-
-def sum_inputs(shape: Shape) -> int:
-    """Return how many inputs each sum of a product goes through on Hopper; the last one the rest, if any.
-
-    All, or, if products are added to something, those of `first_sum`. Packed weights with many inputs have
-    PARTS sums: a sum of few rows takes as long as its products, one after the other.
-    """
-    if shape.kind not in SUMMED:
-        return shape.inputs
-    if shape.part is not None:
-        return shape.part
-    if not shape.format.packed:
-        return first_sum(shape.outputs, shape.inputs)
-    if shape.inputs < _LONG or shape.outputs > _PART_OUTPUTS:
-        return shape.inputs
-    return -(-shape.inputs // (PARTS * _PART_STEP)) * _PART_STEP

@@ -25,7 +25,7 @@ class Multiplier(Enum):
     MMA = "grouped"
     WGMMA = "hopper_grouped"
     STAYING = "packed_experts"
-    """Of packed weights: blocks stay and take tile after tile; few positions go by mma.sync."""
+    """The kernel of packed weights: blocks stay and take tile after tile; few positions go by mma.sync."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from nightmill.worker.runners.gpu.device.operands import Buffer, Matrix
 from nightmill.worker.runners.gpu.device.sources import Source, instances, source_of
 from nightmill.worker.runners.gpu.device.tensor_maps import NO_MAP, PIECE_BYTES, PIECE_ROWS, TensorMaps
 from nightmill.worker.runners.gpu.kinds import kinds_of
-from nightmill.worker.runners.gpu.shapes import DEPTH, SUMMED, Candidate, Kernel, Kind, Shape, sum_inputs
+from nightmill.worker.runners.gpu.shapes import DEPTH, SUMMED, Candidate, Kernel, Kind, Shape, first_sum
 
 __all__ = ["TILES", "HopperTiles", "Tile", "load_tiles"]
 
@@ -115,12 +115,7 @@ class HopperTiles:
         """The tiles for a shape."""
         aligned = shape.inputs % 8 == 0 and shape.outputs % 8 == 0
         tiles = self._kernels.get(shape.kind, ()) if aligned and shape.format is self._format else ()
-        two = 2 * sum_inputs(shape) >= shape.inputs  # sums at most, as registers hold them
-        return [
-            Candidate(f"tile {tile.name}", partial(self.kernel, tile))
-            for tile in tiles
-            if two or tile.buffers
-        ]
+        return [Candidate(f"tile {tile.name}", partial(self.kernel, tile)) for tile in tiles]
 
     def kernel(self, tile: Tile, shape: Shape) -> Kernel:
         """Bind a tile to a shape."""
@@ -131,7 +126,7 @@ class HopperTiles:
         weight_rows = 2 * outputs if fused else outputs
         grid, block = tile.grid(rows, -(-outputs // results), at_once), (tile.threads, 1, 1)
         x_box, weight_box, shared, buffered = tile.rows, tile.columns // 2, tile.shared, tile.buffers > 0
-        first = sum_inputs(shape)
+        first = first_sum(outputs, inputs)
 
         def kernel(x: Buffer, weight: Matrix, y: Buffer) -> None:
             y_map = maps.of_results(y.address, rows, outputs, floats=floats) if buffered else NO_MAP

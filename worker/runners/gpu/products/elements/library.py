@@ -3,7 +3,7 @@
 So a row's result does not depend on how many rows there are, if those are left out that add in another
 order (`products.agreeing`): some slice K among a block's warps. On an H200 with CUDA 13.0 those that were
 timed gave the bits of our kernels for 1 to 4,096 rows of ten shapes. On Hopper, products with many inputs
-and few outputs that are added to something have several sums (`sum_inputs`): the library is called for each.
+and few outputs that are added to something have two sums (`first_sum`): there the library is called twice.
 
 cuBLASLt thinks in columns: it sees y transposed = weight times x transposed.
 """
@@ -19,7 +19,7 @@ import numpy.typing as npt
 from nightmill.worker.runners.gpu.device.device import CudaError, Device, KernelLaunchError
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, Buffer, Matrix
 from nightmill.worker.runners.gpu.rows.activate import Activate
-from nightmill.worker.runners.gpu.shapes import SUMMED, Candidate, Kernel, Kind, Shape, sum_inputs
+from nightmill.worker.runners.gpu.shapes import SUMMED, Candidate, Kernel, Kind, Shape, first_sum
 
 __all__ = ["LibraryProducts", "library_release"]
 
@@ -174,7 +174,7 @@ class LibraryProducts:
         self.scratch = device.allocate(self.workspace(), "cuBLASLt's workspace")
         """Address of so much memory, which may be overwritten between products."""
         self._library = _Library(device, self.scratch)
-        self._in_parts = device.hopper
+        self._two_sums = device.hopper
         self._format = device.element.format
 
     @staticmethod
@@ -207,11 +207,10 @@ class LibraryProducts:
         floats, added = kind in (Kind.FLOAT, Kind.ADDEND), kind is Kind.RESIDUAL
         pitch = shape.pitch or outputs
         whole = _Call(shape.rows, outputs, shape.inputs, floats, added, stride=shape.inputs, pitch=pitch)
-        part = sum_inputs(shape)
-        if kind not in SUMMED or not self._in_parts or part == shape.inputs:
+        first = first_sum(shape.outputs, shape.inputs)
+        if kind not in SUMMED or not self._two_sums or first == shape.inputs:
             return (whole,)
-        sizes = [min(part, shape.inputs - begin) for begin in range(0, shape.inputs, part)]
-        return tuple(replace(whole, inputs=size, added=added or i > 0) for i, size in enumerate(sizes))
+        return replace(whole, inputs=first), replace(whole, inputs=shape.inputs - first, added=True)
 
     def _suits(self, algorithm: _Algorithm, shape: Shape) -> bool:
         return all(self._library.suits(algorithm, call) for call in self._calls(shape))
@@ -220,14 +219,13 @@ class LibraryProducts:
         calls = self._calls(shape)
         first, *others = [self._library.bound(algorithm, call) for call in calls]
         if others:
-            part = calls[0].inputs * ELEMENT.itemsize
+            (second,), skipped = others, calls[0].inputs * ELEMENT.itemsize
 
-            def several_sums(x: Buffer, weight: Matrix, y: Buffer) -> None:
+            def two_sums(x: Buffer, weight: Matrix, y: Buffer) -> None:
                 first(x.address, weight.address, y.address)
-                for at, other in enumerate(others, 1):
-                    other(x.address + at * part, weight.address + at * part, y.address)
+                second(x.address + skipped, weight.address + skipped, y.address)
 
-            return several_sums
+            return two_sums
         if (activation := shape.kind.activation) is not None:
             activate, gate_up, rows = self._activate, self._gate_up, shape.rows
 

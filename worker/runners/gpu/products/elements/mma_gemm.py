@@ -10,7 +10,7 @@ from nightmill.worker.runners.gpu.device.operands import Buffer, Matrix
 from nightmill.worker.runners.gpu.device.sources import Source, instances, source_of
 from nightmill.worker.runners.gpu.kinds import kinds_of
 from nightmill.worker.runners.gpu.products.mma_tiles import MMA_TILES, REFERENCE, MmaTile, mma_tiles
-from nightmill.worker.runners.gpu.shapes import Candidate, Kernel, Kind, Shape, sum_inputs
+from nightmill.worker.runners.gpu.shapes import SUMMED, Candidate, Kernel, Kind, Shape, first_sum
 
 __all__ = ["MmaTiles"]
 
@@ -24,7 +24,7 @@ class MmaTiles:
     def __init__(self, device: Device, *, alone: bool) -> None:
         self._device = device
         self._format = device.element.format
-        self._in_parts = device.hopper
+        self._two_sums = device.hopper
         self._tiles = MMA_TILES if alone else (REFERENCE,)
         self._kernels: dict[Kind, dict[MmaTile, Function]] = {}
 
@@ -50,7 +50,7 @@ class MmaTiles:
         results = tile.columns if shape.kind.activation is None else tile.columns // 2
         grid = -(-rows // tile.rows) * -(-outputs // results), 1
         block, shared, pitch = (tile.threads, 1, 1), tile.shared, shape.pitch or outputs
-        first = sum_inputs(shape) if self._in_parts else inputs
+        first = first_sum(outputs, inputs) if self._two_sums and shape.kind in SUMMED else inputs
 
         def kernel(x: Buffer, weight: Matrix, y: Buffer) -> None:
             function(

@@ -22,7 +22,7 @@ from nightmill.worker.runners.gpu.device.operands import (
 from nightmill.worker.runners.gpu.device.sources import Source, instances, source_of
 from nightmill.worker.runners.gpu.precision import Precision
 from nightmill.worker.runners.gpu.products.packed.packed_gemm import PackedProduct, packed_products
-from nightmill.worker.runners.gpu.shapes import PARTS, SUMMED, Candidate, Kernel, Kind, Shape, sum_inputs
+from nightmill.worker.runners.gpu.shapes import SUMMED, Candidate, Kernel, Kind, Shape, first_sum
 
 __all__ = ["PackedFew"]
 
@@ -31,8 +31,7 @@ _CHUNK = 256  # inputs in a stage of packets
 _ZEROS = _CHUNK * ELEMENT.itemsize  # bytes of a row that there is not
 _PADDING = 16  # bytes behind a row of x
 _BARRIER = 8
-_IN_FLIGHT, _OF_PARTS = 48 << 10, 64 << 10
-"""Bytes of packets that a multiprocessor asks for ahead, and where sums are shared by many warps."""
+_IN_FLIGHT = 48 << 10  # bytes of packets that a multiprocessor asks for ahead
 _MOST_STAGES = 16
 _MOST_WARPS = 20
 _ROWS = 8  # of a tile
@@ -118,12 +117,12 @@ class PackedFew:
 
     def _suits(self, few: _Few, shape: Shape) -> bool:
         """Return whether a kernel computes a shape, and is not made for more rows."""
-        in_parts = sum_inputs(shape) < shape.inputs
-        if shape.outputs < few.outputs(shape.kind) or (few.sums > 1) != in_parts:
+        two = shape.kind in SUMMED and first_sum(shape.outputs, shape.inputs) < shape.inputs
+        if shape.outputs < few.outputs(shape.kind) or few.sums != 1 + two:
             return False
         if not _ROWS * (few.tiles - 1) < shape.rows <= _ROWS * few.tiles:
             return False
-        if not in_parts:
+        if not two:
             return True
         launch = _launch(
             few, shape.kind, shape.format, shape.rows, shape.outputs, shape.inputs, self._multiprocessors
@@ -138,12 +137,13 @@ class PackedFew:
             address = y.address
             for part in weight.parts or (weight,):
                 outputs = part.rows if weight.parts else shape.outputs
+                first = first_sum(outputs, shape.inputs) if kind in SUMMED else shape.inputs
                 launch = _launch(
                     few, kind, part.format, shape.rows, outputs, shape.inputs, self._multiprocessors
                 )
                 self._kernels[kind, part.format][few](
                     (launch.blocks, 1), (32 * launch.warps, 1, 1), x.address, part.address, address,
-                    shape.rows, outputs, shape.inputs, sum_inputs(shape), pitch, launch.window, launch.stages,
+                    shape.rows, outputs, shape.inputs, first, pitch, launch.window, launch.stages,
                     shared=launch.shared,
                 )  # fmt: skip
                 address += outputs * size
@@ -155,7 +155,7 @@ def _kernels(kind: Kind) -> list[_Few]:
     """List the kernels that were the fastest somewhere: from 9 rows on, only those of gates."""
     panels = 2 if kind.activation or kind is Kind.FLOAT else 1
     tiles = range(1, _MOST_TILES + 1) if kind.activation else (1,)
-    return [_Few(panels, t, s) for s in ((1, PARTS) if kind in SUMMED else (1,)) for t in tiles]
+    return [_Few(panels, t, s) for s in ((1, 2) if kind in SUMMED else (1,)) for t in tiles]
 
 
 @cache
@@ -170,7 +170,7 @@ def _launch(
     stage = few.panels * (_CHUNK // format_.step) * format_.packet
     scales = 2 * few.panels * PANEL_ROWS * _CHUNK // GROUP * format_.computed
     beside = _ZEROS + 2 * _BARRIER + warps * scales
-    stages = max(2, min(_MOST_STAGES, (_OF_PARTS if few.sums > 1 else _IN_FLIGHT) // (warps * stage)))
+    stages = max(2, min(_MOST_STAGES, _IN_FLIGHT // (warps * stage)))
     whole = -(-inputs // _CHUNK) * _CHUNK
 
     def shared(window: int, stages: int) -> int:

@@ -15,7 +15,7 @@ from nightmill.worker.runners.gpu.device.sources import Source, instances, sourc
 from nightmill.worker.runners.gpu.device.tensor_maps import TensorMaps
 from nightmill.worker.runners.gpu.kinds import gate_up_kind, layer_kinds
 from nightmill.worker.runners.gpu.precision import Precision
-from nightmill.worker.runners.gpu.shapes import DEPTH, PARTS, Candidate, Kernel, Kind, Shape, sum_inputs
+from nightmill.worker.runners.gpu.shapes import DEPTH, Candidate, Kernel, Kind, Shape, first_sum
 from nightmill.worker.runners.gpu.weights.layout import formats_in
 
 __all__ = ["PACKED_TILES", "PackedProduct", "PackedTile", "PackedTiles", "packed_products"]
@@ -47,7 +47,7 @@ class PackedTile:
     cluster  blocks that fetch x together
     blocks   that a multiprocessor is to hold, whose memory they share
     relay    panels of each warp, 1 or 2, where the warpgroups take turns along the inputs; else 0
-    turn     times 256 inputs that a turn takes; 0: each warpgroup has a part of the inputs, and no turns
+    turn     times 256 inputs that a turn takes
     """
 
     groups: int
@@ -76,16 +76,9 @@ class PackedTile:
         )  # fmt: skip
 
     @property
-    def split(self) -> bool:
-        """True if its warpgroups have a part of the inputs each."""
-        return self.relay > 0 and self.turn == 0
-
-    @property
     def name(self) -> str:
         """Name of the tile for a person."""
         form = f"{self.outputs(1)}_{self.rows}_{self.groups}_{self.cluster}_{self.blocks}"
-        if self.split:
-            return f"{form} split"
         return f"{form} relay" if self.relay else form
 
     def shared(self, format_: Format, sides: int) -> int:
@@ -95,19 +88,13 @@ class PackedTile:
 
     def fits(self, format_: Format, sides: int) -> bool:
         """Return whether there is memory for two stages at least, or for a round of turns."""
-        least = self._in_chunk * self._round if self.relay else 2
+        least = self._in_chunk * self.groups * self.turn if self.relay else 2
         return self.stages(format_, sides)[0] >= least
 
     def suits(self, shape: Shape) -> bool:
         """Return whether it computes a shape."""
-        part = sum_inputs(shape)
-        if part == shape.inputs:
-            return self.takes(shape.inputs) and not self.split
-        return (
-            part % _CHUNK == 0 and self.groups == PARTS
-            if self.split
-            else part % _PAIR == 0 and not self.relay
-        )
+        sums = first_sum(shape.outputs, shape.inputs) if shape.kind is not Kind.FLOAT else shape.inputs
+        return self.takes(shape.inputs) and (sums == shape.inputs or (sums % _PAIR == 0 and not self.relay))
 
     def takes(self, inputs: int) -> bool:
         """Return whether it goes through so many inputs.
@@ -166,7 +153,8 @@ class PackedTile:
         while packets > 2 and room - packets * raw < self._least * self._stage:
             packets -= 1
         if self.relay:
-            packets = max(self._round, packets // self._round * self._round)
+            turns = self.groups * self.turn
+            packets = max(turns, packets // turns * turns)
         stages, rounds = min(_MOST_STAGES, (room - packets * raw) // self._stage), self._rounds
         return stages // rounds * rounds, packets
 
@@ -180,12 +168,7 @@ class PackedTile:
         """Stages of x are a multiple of this: in a relay a stage is always one group's, if x is small."""
         if not self.relay:
             return 1
-        return self._in_chunk * (1 if self.rows > _SMALL and not self.split else self._round)
-
-    @property
-    def _round(self) -> int:
-        """Chunks that all warpgroups of a relay have one after the other."""
-        return self.groups * max(1, self.turn)
+        return self._in_chunk * (1 if self.rows > _SMALL else self.groups * self.turn)
 
     @property
     def _in_chunk(self) -> int:
@@ -208,22 +191,14 @@ _PLAIN = (
     PackedTile(1, 256, 1, 2),
     PackedTile(2, 256, 1, 2),
 )
-_SPLIT = (
-    PackedTile(4, 8, 4, relay=1, turn=0),
-    PackedTile(4, 16, 4, relay=1, turn=0),
-    PackedTile(4, 32, 2, relay=1, turn=0),
-    PackedTile(4, 32, 2, relay=2, turn=0),
-    PackedTile(4, 64, 1, relay=1, turn=0),
-    PackedTile(4, 64, 1, relay=2, turn=0),
-)
 _GATED = (*(tile for tile in _PLAIN if not tile.relay), PackedTile(5, 32, 2), PackedTile(5, 64, 2))
 PACKED_TILES = {
     Kind.PLAIN: _PLAIN,
     Kind.FLOAT: _PLAIN,
     Kind.SWIGLU: _GATED,
     Kind.GEGLU: _GATED,
-    Kind.RESIDUAL: _PLAIN + _SPLIT,
-    Kind.ADDEND: _PLAIN + _SPLIT,
+    Kind.RESIDUAL: _PLAIN,
+    Kind.ADDEND: _PLAIN,
 }
 
 
@@ -317,11 +292,12 @@ class PackedTiles:
         kind, format_, rows, inputs, maps = shape.kind, weight.format, shape.rows, shape.inputs, self._maps
         sides, (function, at_once) = _sides(kind), self._kernels[kind, format_][tile]
         panels = tile.outputs(sides) // PANEL_ROWS
+        first = inputs if kind is Kind.FLOAT else first_sum(outputs, inputs)
         function(
             (min(tile.needed(rows, outputs, sides), at_once), 1), (tile.threads, 1, 1),
             maps(x.address, rows, inputs, tile.box),
             maps.of_packed(weight.address, weight.rows, inputs, format_, panels), y, rows, outputs, inputs,
-            sum_inputs(shape), pitch, shared=tile.shared(format_, sides),
+            first, pitch, shared=tile.shared(format_, sides),
         )  # fmt: skip
 
 

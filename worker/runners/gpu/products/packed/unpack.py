@@ -18,7 +18,7 @@ from nightmill.worker.runners.gpu.device.functions import Function, Module
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, PANEL_ROWS, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.device.sources import Source, source_of
 from nightmill.worker.runners.gpu.precision import Precision
-from nightmill.worker.runners.gpu.shapes import SUMMED, Candidate, Kernel, Kind, Shape, sum_inputs
+from nightmill.worker.runners.gpu.shapes import Candidate, Kernel, Kind, Shape
 from nightmill.worker.runners.gpu.weights.layout import (
     OF_EXPERTS,
     all_weights,
@@ -65,7 +65,6 @@ class Unpacked:
         self._size = size
         self._elements = elements
         self._format = device.element.format
-        self._in_parts = device.hopper
         self._blocks = _BLOCKS * device.multiprocessors
         self._module = Module.of(device, source_of("unpack"))
         self._functions: dict[Format, Function] = {}
@@ -107,8 +106,7 @@ class Unpacked:
 
     def _pieces(self, shape: Shape) -> list[Shape]:
         """The products over elements that a product is: several, each with some outputs, only for logits."""
-        part = sum_inputs(shape) if self._in_parts and shape.kind in SUMMED else None
-        whole = replace(shape, format=self._format, part=part)
+        whole = replace(shape, format=self._format)
         rows = shape.outputs if shape.kind.activation is None else 2 * shape.outputs
         most = self._size // (shape.inputs * ELEMENT.itemsize)
         if rows <= most:

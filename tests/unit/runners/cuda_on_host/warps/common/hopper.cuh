@@ -6,6 +6,7 @@
 
 #include "common/common.cuh"
 #include "common/store_row.cuh"
+#include "common/waits.cuh"
 
 // Of 2 or 3 dimensions, the fastest first; strides in bytes. What is outside is zero. Elements are swizzled, words of 8 bytes not.
 struct TensorMap {
@@ -28,7 +29,6 @@ struct Barrier {
     }
 };
 static std::map<uint32_t, Barrier> barriers;
-static Meeting named[16];
 
 inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
 inline float element_at(uint32_t address) {
@@ -53,7 +53,6 @@ inline void multiply_all(float (&acc)[COUNT], bool more, B b) {
 }  // namespace host
 
 inline void publish_barriers() {}
-#define KERNEL_BEGINS()
 
 inline void barrier_init(uint32_t barrier, int count) { host::barriers[barrier] = {count, count, 0, 0}; }
 inline void barrier_expect(uint32_t barrier, int bytes) {
@@ -70,15 +69,7 @@ inline void barrier_arrive_after_copies(uint32_t barrier) { barrier_arrive(barri
 inline void barrier_wait(uint32_t barrier, int parity) {
     while (host::barriers.at(barrier).parity == parity) host::wait_a_turn();
 }
-inline void named_wait(int barrier, int threads) { host::meet(host::named[barrier], threads); }
-inline void named_arrive(int barrier, int threads) { host::come(host::named[barrier], threads); }
-inline void late_turn() {}
 inline bool elected() { return host::lane() == 0; }
-inline void load_bytes(uint32_t target, const void* source, int bytes, uint32_t barrier) {
-    memcpy(host::at(target, 16), source, bytes);
-    host::barriers.at(barrier).bytes -= bytes;
-    host::barriers.at(barrier).check();
-}
 inline void group_sync(int group) { host::meet(host::of_warpgroup[group], 128); }
 
 inline void prefetch_map(const TensorMap*) {}

@@ -6,6 +6,8 @@
 #define KERNEL_BEGINS()
 
 namespace host {
-static Meeting of_named[16];
+static Meeting named[16];
 }
-inline void named_wait(int barrier, int everyone) { host::meet(host::of_named[barrier], everyone); }
+inline void named_wait(int barrier, int threads) { host::meet(host::named[barrier], threads); }
+inline void named_arrive(int barrier, int threads) { host::come(host::named[barrier], threads); }
+inline void late_turn() {}
