@@ -233,19 +233,15 @@ def test_under_every_schedule_texts_have_the_bits_that_they_have_alone(
                 assert schedule.engine.stats.shared_tokens >= 3 * STATE_CHUNK
 
 
-@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "kernels"])
-def test_drafts_change_no_bit(
-    file: GgufFile, plain: dict[str, Completion], monkeypatch: pytest.MonkeyPatch, graphs: bool
+def test_no_drafts_are_made_where_states_cannot_be_taken_back(
+    file: GgufFile, plain: dict[str, Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """States take back what wrong guesses went through; a row with a penalty is not guessed."""
     guess_truly(monkeypatch, {job: one.token_ids for job, one in plain.items()}, vocab=256)
-    asked = make_requests(24)
-    with closing(runner_of(file, slots=64, depth=3, graphs=graphs)) as runner:
+    with closing(runner_of(file, slots=12, depth=3)) as runner:
         schedule = Schedule(runner, drafts=True)
-        for some in (asked[:8], asked[8:9], asked[9:24]):
-            done = schedule.complete(some)
-            assert bits(done) == {job: one for job, one in bits(plain).items() if job in done}
-    assert schedule.engine.stats.guessed_tokens > schedule.engine.stats.guessed_right > 20
+        done = schedule.complete(make_requests(24)[:8])
+    assert bits(done) == {job: one for job, one in bits(plain).items() if job in done}
+    assert schedule.engine.stats.guessed_tokens == 0
 
 
 def test_a_text_goes_on_from_saved_tokens(file: GgufFile, plain: dict[str, Completion]) -> None:

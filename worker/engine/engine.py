@@ -75,7 +75,7 @@ class Engine:
     prefix_sharing  compute equal beginnings of requests once, and keep such requests together;
                     not where a runner has states and no snapshots of them
     constraints     makes constraints, and asks those of a step together
-    drafts          guess tokens while few requests run; not where a runner has states and no snapshots
+    drafts          guess tokens while few requests run; not where a runner cannot take states back
     metering        what steps cost; by default their seconds alone
 
     Raises ValueError for sizes that contradict each other.
@@ -124,7 +124,8 @@ class Engine:
         self._metering = metering or Metering(None, time.monotonic)
         # Of the runner's snapshots, drafts have some to take states back from. Where windows give pages back,
         # the tokens that are computed again then may need them.
-        drafting = drafts is not Drafts.OFF and not sizes.encodes and not (grid > 1 and needs.windowed)
+        drafting = drafts is not Drafts.OFF and not sizes.encodes
+        drafting &= grid == 1 or (runner.takes_back and not needs.windowed)
         places = min(MOST_SEQUENCES, runner.snapshots // 2) if drafting and grid > 1 else 0
         self._scheduler = Scheduler(
             self._pool, max_sequences=max_sequences, token_budget=sizes.token_budget,
@@ -426,7 +427,9 @@ class Engine:
         self._failed = False
         launch.ahead = {launch.masked[number]: constraint for number, constraint in written.ahead.items()}
         for draw in written.unmasked:
-            draw.sequence.computed -= launch.drop_from(launch.masked[draw.number], draw.sequence)
+            sequence = draw.sequence
+            sequence.computed -= launch.drop_from(launch.masked[draw.number], sequence)
+            sequence.reach = sequence.computed  # its draws are under way
         self._fail(written.failed)
 
     def _fail(self, failed: FailedSequences) -> None:

@@ -283,6 +283,8 @@ class Runner(Protocol):
     for each slot."""
     embeds: bool
     """False: it is handed no pools, as it cannot compute them."""
+    takes_back: bool
+    """States may be copied before a step and taken back (`StepBatch.keeps`); False: no drafts with states."""
     prompt_grid: int
     """Pieces of a prompt end at multiples of so many positions, or with it; 1: anywhere, and no states."""
     snapshots: int

@@ -45,9 +45,9 @@ def requests() -> list[Request]:
 
 def run(
     file: GgufFile, asked: list[Request], *, drafts: bool, pages: int = 64,
-    grammars: Grammars | None = None,
+    grammars: Grammars | None = None, depth: int = 1,
 ) -> tuple[dict[str, Completion], Engine]:  # fmt: skip
-    runner = ReferenceRunner(file, read_spec(file), kv_pages=pages, page_size=16, slots=24)
+    runner = ReferenceRunner(file, read_spec(file), kv_pages=pages, page_size=16, slots=24, depth=depth)
     engine = Engine(
         runner,
         Detokenizer(text_stream=NoText, eos_ids=Vocabulary.from_gguf(file).eos_ids),
@@ -103,19 +103,19 @@ def held_requests(**params: Any) -> list[Request]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("params", [{}, {"min_tokens": 20}])
+@pytest.mark.parametrize(("depth", "params"), [(1, {}), (3, {}), (2, {"min_tokens": 20})])
 def test_drafts_change_no_bit_of_answers_under_constraints(
-    file: GgufFile, grammars: Grammars, monkeypatch: pytest.MonkeyPatch, params: dict[str, Any]
+    file: GgufFile, grammars: Grammars, monkeypatch: pytest.MonkeyPatch, depth: int, params: dict[str, Any]
 ) -> None:
     """By guesses of the engine's own, and by others of which some may not even follow."""
     asked = held_requests(**params)
     plain, before = run(file, asked, drafts=False, grammars=grammars)
-    drafted, after = run(file, asked, drafts=True, grammars=grammars)
+    drafted, after = run(file, asked, drafts=True, grammars=grammars, depth=depth)
     assert drafted == plain
     assert after.stats.guessed_right > 20
-    assert after.stats.steps < before.stats.steps
+    assert after.stats.step_sequences < before.stats.step_sequences
     guess_truly(monkeypatch, {name: one.token_ids for name, one in plain.items()}, vocab=VOCAB)
-    drafted, after = run(file, asked, drafts=True, grammars=grammars, pages=12)
+    drafted, after = run(file, asked, drafts=True, grammars=grammars, pages=12, depth=depth)
     assert drafted == plain
     assert after.stats.guessed_tokens > after.stats.guessed_right > 0
 
