@@ -116,12 +116,12 @@ def test_a_tiny_models_answers_are_those_of_two_engines(name: str, precision: st
 
     In half a router sends a token elsewhere where its scores are a near tie, and all is other from there on.
     So the reference runner is made to choose as the kernels did, and agrees as far as its own logits do with
-    what they are if the inputs of products are rounded to half. Where no token went elsewhere, the logits are
-    those of the two engines, too.
+    what they are if the inputs of products are rounded to half. Where no token went elsewhere, its logits are
+    those of the two engines, and the kernels draw their tokens.
     """
     file, spec = opened(name, tmp_path)
     answers = expected(name)["prompts"]
-    alike = []
+    alike = 0
     cuda = forcing(file, spec, PRECISIONS[precision])
     with closing(cuda.runner):
         for one in answers:
@@ -132,12 +132,10 @@ def test_a_tiny_models_answers_are_those_of_two_engines(name: str, precision: st
             compare_logits(forced.logits, same).check(mean_kl=bound)
             assert max(moved, default=0.0) < NEAR
             if not moved:
-                last = len(one["prompt"]) - 1
-                alike.append((forced.logits[last], one["logits_all"]))
+                last, alike = len(one["prompt"]) - 1, alike + 1
+                np.testing.assert_allclose(same[last], one["logits_all"], rtol=0, atol=2e-3)
                 np.testing.assert_array_equal(forced.logits[last:-1].argmax(axis=1), one["greedy"])
     assert alike, "in each text some token went elsewhere"
-    found, wanted = (np.array(logits, dtype=np.float32) for logits in zip(*alike, strict=True))
-    compare_logits(found, wanted).check(same_top=0.0)
 
 
 def forcing(file: GgufFile, spec: ModelSpec, precision: Precision) -> Cuda:

@@ -26,8 +26,8 @@ _OWN_STATES = 8_000
 With the 50,000 that texts share, 64 of "([a-z ]*e[a-z ]{17}c){3}" had taken 700 MB after 200 tokens, and went
 on (a vocabulary of 49,152 tokens).
 """
-_FEW_LEXERS = 2
-"""Texts of so few lexers are asked one after the other: threads would wait for each other's lexer.
+_FEW_LEXERS, _FEW_MASKS = 2, 16
+"""So few masks, of so few lexers, are made one after the other: threads would wait for each other's lexer.
 
 So it is where drafts ask for the masks of one text behind several of its tokens: 0.35 ms a step, with two
 threads 2 ms (benchmarks.drafts, JSON, one sequence, on two busy cores).
@@ -184,7 +184,7 @@ class Matchers:
         known = list(matchings)
         matchers = [(one.matcher, place) for place, one in known]
         count, words = masks.shape
-        if len({id(one.grammar) for _, one in known}) <= _FEW_LEXERS:
+        if len(known) <= _FEW_MASKS and len({id(one.grammar) for _, one in known}) <= _FEW_LEXERS:
             for matcher, place in matchers:
                 matcher.unsafe_compute_mask_ptr(masks[place].ctypes.data, 4 * words)
         else:
