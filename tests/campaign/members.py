@@ -50,7 +50,7 @@ class Member:
         """Start it."""
         environment = self._world.environment | {"CAMPAIGN_CLOCK": str(self.clock)}
         if self._in_turn:
-            del environment["NIGHTMILL_MODEL"]  # it has several
+            environment.pop("NIGHTMILL_MODEL", None)  # it has several
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [*COMMAND, *self._arguments], env=environment, stdin=subprocess.DEVNULL,

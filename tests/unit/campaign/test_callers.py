@@ -29,7 +29,9 @@ OBEDIENT = "import time; print('up', flush=True); "
 
 
 def _fleet(home: Path, report: Report) -> Fleet:
-    world: Any = SimpleNamespace(home=home, ports=[], environment={}, hung_since=lambda when: False)
+    world: Any = SimpleNamespace(
+        home=home, ports=[], environment={}, hung_since=lambda when: False, in_turn=()
+    )
     return Fleet(world, 1, report, [])
 
 

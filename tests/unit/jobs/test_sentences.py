@@ -42,7 +42,7 @@ def test_every_error_of_a_model_has_words_of_ours(model: type[BaseModel]) -> Non
         assert (
             "Input should" not in said and "Value error" not in said and "{" not in said.partition("(got")[0]
         )
-        assert len(said) < 300
+        assert len(said) < 400  # the formats of calls are many
     assert kinds <= _SENTENCES.keys() | {"value_error"}
     assert len(kinds) >= 4
 

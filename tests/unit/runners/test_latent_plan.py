@@ -76,7 +76,7 @@ REFUSED = {
     "layers of latent attention beside": replace(
         flash(2), layers=(flash(1).layers[0], dense_spec(width=2048, ffn_width=1536).layers[0])
     ),
-    "layers with different heads": replace(
+    "latents of different heads": replace(
         flash(2), layers=(flash(1).layers[0], with_latents(heads=16).layers[0])
     ),
 }

@@ -93,6 +93,7 @@ def working(client: Client, bench: Bench) -> Iterator[None]:
             if queued:
                 bench.run([job.id for job in queued])
 
+    bench.claims.beat(WorkerState.READY, stats=STATS)
     thread = threading.Thread(target=pump, daemon=True)
     thread.start()
     try:

@@ -81,7 +81,7 @@ def test_a_deletion_that_begins_while_rows_are_retried_stops_the_retry_or_is_ref
     client: Client, other: Client, file: Path, worker: Claims, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A retry goes through the rows in groups: the deletion comes between two of them."""
-    monkeypatch.setattr("nightmill.jobs.sql.batches.GROUP", 4)
+    monkeypatch.setattr("nightmill.jobs.sql.batch_reading.GROUP", 4)
     batch = client.submit_batch(file, name="night")
     batch.cancel()
     retrying = batch.store.retry_failed("night", None)
