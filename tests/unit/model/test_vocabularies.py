@@ -33,6 +33,7 @@ REFUSED = {  # and why; no model that generates here has such a vocabulary, or t
     "aquila.gguf": "tokenizer.ggml.pre: the key is missing",
     "gpt-neox.gguf": "tokenizer.ggml.pre: the key is missing",
 }
+WITHOUT_TEXT = {"bert-bge.gguf"}  # encoders write none
 ENDS = {  # by llama.cpp's rules
     "command-r": {"<PAD>", "<|END_OF_TURN_TOKEN|>"},
     "deepseek-coder": {"<\uff5cend\u2581of\u2581sentence\uff5c>", "<|EOT|>"},
@@ -88,9 +89,10 @@ def test_ids_are_those_llama_cpp_expects(name: str, vocab_dir: Path) -> None:
     assert len(texts) == len(expected) >= 46
     for text, ids in zip(texts, expected, strict=True):
         assert tokenizer.encode(text, add_bos=False) == ids, text
-        assert tokenizer.decode(ids) == text
-        stream = tokenizer.stream()
-        assert "".join(map(stream.push, ids)) + stream.flush() == text
+        if name not in WITHOUT_TEXT:
+            assert tokenizer.decode(ids) == text
+            stream = tokenizer.stream()
+            assert "".join(map(stream.push, ids)) + stream.flush() == text
     assert tokenizer.encode_batch(texts, add_bos=False) == expected
 
 
