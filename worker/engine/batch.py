@@ -74,7 +74,7 @@ class SlotTables:
         return entries
 
 
-class Wanted(NamedTuple):
+class Receivers(NamedTuple):
     """Whom what a launch returns is for, in its order.
 
     drawing    the sequences that draw a token
@@ -100,7 +100,7 @@ class BatchBuilder:
         self._masked_until = np.zeros(slots, dtype=np.int32)
         self._likely = np.full(slots, NO_LOGPROBS, dtype=np.int32)
 
-    def build(self, plan: StepPlan) -> tuple[StepBatch, "Wanted"]:
+    def build(self, plan: StepPlan) -> tuple[StepBatch, "Receivers"]:
         """Return the arrays of `plan`, and whom what it returns is for.
 
         Sequences that decode come first; their tokens are left to the runner, which drew them. Then come
@@ -167,7 +167,7 @@ class BatchBuilder:
                 further=tuple(further),
                 pools=pools,
             ),
-            Wanted(drawing, asking, embedding),
+            Receivers(drawing, asking, embedding),
         )
 
     def mask(self, sequence: Sequence) -> None:

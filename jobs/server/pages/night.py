@@ -44,7 +44,7 @@ class NightSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class ShownBatch:
     """A batch on a page, with its HTTP batch if it has one."""
 
     status: BatchStatus
@@ -122,7 +122,7 @@ class Watch:
         ]
         return sorted(found, key=lambda one: not one["live"])
 
-    async def batches(self, caller: Caller) -> list[Shown]:
+    async def batches(self, caller: Caller) -> list[ShownBatch]:
         """Return running, waiting, then ended batches, the newest of each first."""
         found = await self._service.look(self._newest, caller)
         files = await self._service.look(
@@ -164,9 +164,9 @@ class Watch:
         """Return the name of an HTTP batch's file, if it still exists."""
         return None if http is None else self._files.filenames([http.input_file]).get(http.input_file)
 
-    async def _shown_of(self, batch: Batch, http: HttpBatch | None, file: str | None) -> Shown | None:
+    async def _shown_of(self, batch: Batch, http: HttpBatch | None, file: str | None) -> ShownBatch | None:
         try:
-            return Shown(await self.status_cache.of(batch), http, file)
+            return ShownBatch(await self.status_cache.of(batch), http, file)
         except BatchNotFoundError:  # deleted meanwhile
             return None
 
@@ -180,7 +180,7 @@ class Watch:
         return self._http.get(name.removeprefix(BATCH_PREFIX)) if name.startswith(BATCH_PREFIX) else None
 
 
-def _place(shown: Shown) -> tuple[int, float]:
+def _place(shown: ShownBatch) -> tuple[int, float]:
     """Return the sort key of a batch in a list."""
     state = shown.status.state
     order = _ORDER.index(state) if state in _ORDER else len(_ORDER)

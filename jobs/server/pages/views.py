@@ -26,7 +26,7 @@ from nightmill.jobs.server.folder import Folder
 from nightmill.jobs.server.job_service import JobService
 from nightmill.jobs.server.keys import Caller
 from nightmill.jobs.server.pages.checking import Checking, seconds_of
-from nightmill.jobs.server.pages.night import Shown, Watch, open_batch
+from nightmill.jobs.server.pages.night import ShownBatch, Watch, open_batch
 from nightmill.jobs.server.pages.rendering import PageRenderer
 from nightmill.jobs.server.pages.session import Sessions, SignInNeeded, check_origin
 from nightmill.jobs.sql.dashboard_queries import RowFilter
@@ -135,7 +135,7 @@ class Views:
         lines = await run(self.watch.looking.lines, batch.name, wanted, after, _rows_of(status, wanted))
         said = {name: value for name, value in query.items() if name != "after" and value}
         values = {
-            "shown": Shown(status, http, await run(self.watch.filename, http)),
+            "shown": ShownBatch(status, http, await run(self.watch.filename, http)),
             "lines": lines,
             "query": said,
             "next": None if lines.after is None else "/batch?" + urlencode(said | {"after": lines.after}),

@@ -23,7 +23,7 @@ from nightmill.worker.commands.planning.playing import (
     prompts_of_answers,
 )
 from nightmill.worker.commands.planning.rows import bad_by_code
-from nightmill.worker.commands.planning.survey import Reader, Survey, survey
+from nightmill.worker.commands.planning.survey import PromptReader, Survey, survey
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.limits import RequestLimits
 
@@ -138,7 +138,7 @@ class PlannedModel:
     """
 
     name: str
-    reader: Reader
+    reader: PromptReader
     limits: RequestLimits
     slots: int
     memory: Forecast | None = None

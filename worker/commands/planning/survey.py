@@ -17,7 +17,7 @@ from nightmill.worker.engine.limits import RequestLimits
 from nightmill.worker.engine.request import Request
 
 
-class Reader(Protocol):
+class PromptReader(Protocol):
     """The reading side of a model: tokens of prompts and texts, and faults of its template."""
 
     def encode(self, prompt: Prompt, rendering: Rendering | None = None) -> tuple[int, ...]:
@@ -83,7 +83,7 @@ class Survey:
 
 def survey(
     file: InputFile,
-    reader: Reader,
+    reader: PromptReader,
     limits: RequestLimits,
     *,
     defaults: JobSpec | None = None,
@@ -116,7 +116,7 @@ def survey(
     return found
 
 
-def _tokenise(row: InputRow, reader: Reader) -> tuple[Tokens, tuple[Tokens, ...], BadRow | None]:
+def _tokenise(row: InputRow, reader: PromptReader) -> tuple[Tokens, tuple[Tokens, ...], BadRow | None]:
     """The tokens of a row's prompt and of each text that it has scored, or why there are none."""
     if (bad := BadRow.of(row)) is not None:
         return (), (), bad
@@ -146,7 +146,7 @@ def _fault(
     return None if fault is None else ("score", fault)
 
 
-def _note_marks(found: Survey, reader: Reader, spec: JobSpec) -> None:
+def _note_marks(found: Survey, reader: PromptReader, spec: JobSpec) -> None:
     if spec.prompt is not None and (marks := reader.marks_in(spec.prompt)):
         found.marked += 1
         found.marks.update(marks)
