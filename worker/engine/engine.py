@@ -139,6 +139,7 @@ class Engine:
             copies = StateCopies(runner.snapshots - places, places) if grid > 1 else None
             payoff = Payoff(self._metering.clock) if drafts is Drafts.AUTO else None
             self._drafter = Drafter(self.constraints, copies, payoff)
+            self._drafter.with_logprobs = runner.takes_back
         self._scheduler.drafter = self._drafter
         self._groups = PrefixGroups() if prefix_sharing else None
         self._builder = BatchBuilder(self._pool, slots=runner.slots, context=self._limits.cache_context)

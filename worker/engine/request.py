@@ -260,12 +260,7 @@ class Sequence:
 
     @property
     def may_be_guessed(self) -> bool:
-        """True if several of its tokens may be drawn at once: neither penalties nor thoughts look at them.
-
-        Nor are log-probabilities asked for: that these are the same behind guesses is shown for tokens alone.
-        """
-        if self.request.params.logprobs is not None:
-            return False
+        """True if several of its tokens may be drawn at once: neither penalties nor thoughts look at them."""
         return self.request.drawn_freely and not (self.masked_until and self.request.thinking is not None)
 
     def let_run(self) -> None:

@@ -284,7 +284,8 @@ class Runner(Protocol):
     embeds: bool
     """False: it is handed no pools, as it cannot compute them."""
     takes_back: bool
-    """States may be copied before a step and taken back (`StepBatch.keeps`); False: no drafts with states."""
+    """States may be copied before a step and taken back (`StepBatch.keeps`), and log-probabilities behind
+    guesses have the bits that they have without; False: no drafts with states, nor of rows with logprobs."""
     prompt_grid: int
     """Pieces of a prompt end at multiples of so many positions, or with it; 1: anywhere, and no states."""
     snapshots: int
