@@ -546,8 +546,7 @@ def expected(
     tokens, params = list(request.prompt_ids), request.params
     answer: list[int] = []
     if request.embeds is not None:
-        seen = tokens[: request.embeds.stop]  # later tokens are nothing to the states that are pooled
-        return (), "", StopReason.ERROR if poison in seen else StopReason.EOS
+        return (), "", StopReason.ERROR if poison in tokens else StopReason.EOS
     ends = {*params.stop_token_ids} if params.ignore_eos else {EOS, *params.stop_token_ids}
     while True:
         if poison in tokens:

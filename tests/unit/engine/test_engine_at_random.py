@@ -135,7 +135,7 @@ class EngineMachine(RuleBasedStateMachine):
         obeys=st.sampled_from([None, None, 1, 2, *NARROW[:2]]),
         logprobs=st.sampled_from([None, None, 0, 2]),
         told=st.sampled_from([None, None, 0.0, 0.3, 0.9, 1.0]),
-        pooling=st.sampled_from([None, None, None, *Pooling]),
+        pooling=st.sampled_from([None, None, None, Pooling.MEAN, Pooling.LAST]),
     )
     def submit(
         self,
