@@ -154,13 +154,11 @@ def test_a_disk_is_full_until_it_is_freed(tmp_path: Path) -> None:
     assert not os.path.ismount(tmp_path / "disk")
 
 
-def test_postgresql_has_another_time_for_nightmill_than_for_the_history(server_settings: Settings) -> None:
-    if server_settings.resolved_database_url.get_backend_name() != "postgresql":
-        pytest.skip("SQLite has no clock of its own")
-    first = create_engine(server_settings.resolved_database_url)
+def test_postgresql_has_another_time_for_nightmill_than_for_the_history(postgres_settings: Settings) -> None:
+    first = create_engine(postgres_settings.resolved_database_url)
     clock = PostgresClock(first)
     first.dispose()  # the search path holds for new sessions
-    engine = create_engine(server_settings.resolved_database_url)
+    engine = create_engine(postgres_settings.resolved_database_url)
     ahead = text("SELECT extract(epoch FROM clock_timestamp() - pg_catalog.clock_timestamp())")
     for seconds in (HOUR, -HOUR, 0.0):
         clock.step(seconds)
