@@ -7,7 +7,7 @@ of them die: rows without a message are queued rows, and a row whose message got
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import cache
 from itertools import islice
 from typing import Any, NamedTuple
@@ -17,7 +17,6 @@ from sqlalchemy import (
     BigInteger,
     ColumnElement,
     Connection,
-    and_,
     bindparam,
     case,
     func,
@@ -33,6 +32,7 @@ from nightmill.jobs.base.shares import QUEUE_MESSAGES, Standing, grants, room
 from nightmill.jobs.reply.batch_status import MOST_COUNTED
 from nightmill.jobs.request.fields import HIGHEST_PRIORITY
 from nightmill.jobs.sql.database import Database
+from nightmill.jobs.sql.hints import by_index
 from nightmill.jobs.sql.http_batches import BATCH_PREFIX
 from nightmill.jobs.sql.jobs import chunked
 from nightmill.jobs.sql.named import among
@@ -42,6 +42,9 @@ from nightmill.jobs.sql.types import UtcDateTime
 
 _SORTING = ("enable_sort", "enable_incremental_sort", "enable_bitmapscan", "enable_seqscan")
 _MOST_OWNERS = 10_000  # batches whose owners are remembered
+_OF_BATCHES, _OF_OWNERS = "ix_jobs_flows_of_batches", "ix_jobs_flows_of_owners"
+_SENT, _UNSENT = "ix_jobs_waiting", "ix_jobs_unsent"
+_EVER = datetime(1970, 1, 1, tzinfo=UTC)  # before any message
 
 
 class Flow(NamedTuple):
@@ -56,6 +59,11 @@ class Flow(NamedTuple):
             return (JobRow.batch == self.batch,)
         of_owner = JobRow.owner.is_(None) if self.owner is None else JobRow.owner == self.owner
         return (JobRow.batch.is_(None), of_owner)
+
+    @property
+    def by(self) -> str:
+        """The name of that index, for `by_index`."""
+        return _OF_OWNERS if self.batch is None else _OF_BATCHES
 
 
 class Announcement(NamedTuple):
@@ -273,6 +281,7 @@ def _due_rows(
                 *(JobRow.sent_at.is_(None), JobRow.suspects.is_(None), due),
             )
             query = query.order_by(*_as_in_index(names)).limit(limit - len(ids))
+            query = by_index(query, JobRow, flow.by)
             ids += connection.execute(query.with_for_update(skip_locked=True)).scalars()
     return ids
 
@@ -298,19 +307,23 @@ def leave_room(database: Database, rows: Sequence[dict[str, Any]], shard_size: i
         return
     with database.read() as connection:
         for (model, priority, flow), announcing in crowded:
-            sent = (*of_queue(model, priority), JobRow.sent_at.is_not(None))
+            sent = (*of_queue(model, priority), *_HAS_MESSAGE)
             most = QUEUE_MESSAGES * shard_size
             counts = (
-                connection.execute(_counting(conditions, most)).scalar_one()
-                for conditions in ((*sent, *flow.conditions()), sent)
+                connection.execute(_counting(conditions, most, index)).scalar_one()
+                for conditions, index in (((*sent, *flow.conditions()), flow.by), (sent, _SENT))
             )
             for row in announcing[room(next(counts), next(counts), shard_size) :]:
                 row["sent_at"] = None
 
 
-def _counting(conditions: Sequence[ColumnElement[bool]], most: int) -> Any:
-    some = select(true().label("one")).where(*conditions).limit(most).subquery()
-    return select(func.count()).select_from(some)
+# SQLite finds where in an index the rows with a message begin only if it is given a least value.
+_HAS_MESSAGE = (JobRow.sent_at.is_not(None), JobRow.sent_at > _EVER)
+
+
+def _counting(conditions: Sequence[ColumnElement[bool]], most: int, index: str) -> Any:
+    some = select(true().label("one")).where(*conditions).limit(most)
+    return select(func.count()).select_from(by_index(some, JobRow, index).subquery())
 
 
 def rows_before(database: Database, batch: str) -> int | None:
@@ -328,14 +341,16 @@ def rows_before(database: Database, batch: str) -> int | None:
         if queue is None:
             return None
         of_batch = (*of_queue(queue.model, queue.priority), JobRow.batch == batch)
-        next_one = select(func.min(JobRow.sent_at)).where(*of_batch, JobRow.sent_at.is_not(None))
-        sent_at = connection.execute(next_one).scalar_one()
+        next_one = by_index(select(func.min(JobRow.sent_at)), JobRow, _OF_BATCHES)
+        sent_at = connection.execute(next_one.where(*of_batch, *_HAS_MESSAGE)).scalar_one()
         earlier = [] if sent_at is None else [JobRow.sent_at < sent_at]
         others = or_(JobRow.batch.is_(None), JobRow.batch != batch)
-        sent = (*of_queue(queue.model, queue.priority), JobRow.sent_at.is_not(None), *earlier, others)
-        before = connection.execute(_counting(sent, MOST_COUNTED)).scalar_one()
-        of_model = JobRow.model.is_(None) if queue.model is None else JobRow.model == queue.model
+        sent = (*of_queue(queue.model, queue.priority), *_HAS_MESSAGE, *earlier, others)
+        before = connection.execute(_counting(sent, MOST_COUNTED, _SENT)).scalar_one()
         for priority in range(queue.priority + 1, HIGHEST_PRIORITY + 1):
-            more = (QUEUED, of_model, JobRow.priority == priority, others, _due(JobRow, now))
-            before += connection.execute(_counting([and_(*more)], MOST_COUNTED)).scalar_one()
+            more = (*of_queue(queue.model, priority), others, _due(JobRow, now))
+            for with_message, index in ((_HAS_MESSAGE, _SENT), ((JobRow.sent_at.is_(None),), _UNSENT)):
+                before += connection.execute(
+                    _counting((*more, *with_message), MOST_COUNTED, index)
+                ).scalar_one()
     return min(int(before), MOST_COUNTED)
