@@ -3,6 +3,7 @@
 //   x += scale * after(added + bias)      x, added (T, width) float, bias (width,) float or null; not where added is null
 //   x *= *factor                          float, or null (Gemma 4); not where added is null
 //   out = before(x)                       out (T, width) elements; not where out is null
+//   x = before(x)                         where `behind` is given: norms that stand behind what is added
 // What a norm is: `stream_row.cuh`.
 //
 // width is a multiple of 8. Bytes a value: 4 of added, 8 of x, 2 of out. As in `rms_norm.cu`, with whose bits RMS norms come
@@ -12,8 +13,8 @@
 
 template <int PIECES>
 static __device__ __forceinline__ void residual_row(const float* added, const float* bias, const Norm& after, float scale,
-                                                    const float* factor, float* x, const Norm& before, Element* out,
-                                                    int width) {
+                                                    const float* factor, float* x, const Norm& before, bool behind,
+                                                    Element* out, int width) {
     __shared__ float partial[4][32];
     constexpr bool EARLY = PIECES <= 2;
     launch_next();
@@ -35,13 +36,15 @@ static __device__ __forceinline__ void residual_row(const float* added, const fl
 #pragma unroll
             for (int i = 0; i < 8; ++i)
                 row.values[piece][i] = fmaf(scale, row.values[piece][i], stream.values[piece][i]) * times;
-            store8(x + start + at, row.values[piece]);
+            if (!behind) store8(x + start + at, row.values[piece]);
         });
     }
     if (out == nullptr) return;
     normalise<EARLY>(row, before_gains, before, width, partial + 2);
-    row.each(width,
-             [&](int piece, int at) { *reinterpret_cast<Element8*>(out + start + at) = pack(row.values[piece]); });
+    row.each(width, [&](int piece, int at) {
+        if (behind) store8(x + start + at, row.values[piece]);
+        *reinterpret_cast<Element8*>(out + start + at) = pack(row.values[piece]);
+    });
 }
 
 #define RESIDUAL_KERNEL(PIECES, THREADS)                                                                          \
@@ -49,9 +52,9 @@ static __device__ __forceinline__ void residual_row(const float* added, const fl
         residual_##PIECES(const float* added, const float* bias, const float* after, const float* after_bias,     \
                           float after_eps, int after_centred, float scale, const float* factor, float* x,         \
                           const float* before, const float* before_bias, float before_eps, int before_centred,    \
-                          Element* out, int width) {                                                              \
+                          int behind, Element* out, int width) {                                                  \
         residual_row<PIECES>(added, bias, {after, after_bias, after_eps, after_centred}, scale, factor, x,        \
-                             {before, before_bias, before_eps, before_centred}, out, width);                      \
+                             {before, before_bias, before_eps, before_centred}, behind != 0, out, width);         \
     }
 
 RESIDUAL_KERNEL(1, 256)

@@ -1,4 +1,4 @@
-"""Prefill attention: the causal attention of chunks of prompts."""
+"""Prefill attention: that of chunks of prompts."""
 
 from nightmill.worker.model.spec import Attention, ModelSpec
 from nightmill.worker.runners.base import IntArray
@@ -48,7 +48,7 @@ class HopperPrefill:
     @staticmethod
     def suits(attention: Attention, *, hopper: bool) -> bool:
         """Return whether the kernel takes a layer's attention."""
-        return hopper and attention.head_dim in FAST_HEADS
+        return hopper and attention.causal and attention.head_dim in FAST_HEADS
 
     @classmethod
     def sources(cls, spec: ModelSpec, *, hopper: bool) -> list[Source]:

@@ -22,7 +22,10 @@ def scoring(name: str, attention: Attention, value_dim: int | None = None) -> So
     """
     values = () if value_dim is None else (f"-DVALUE_DIM={value_dim}",)
     window, cap = attention.window is not None, attention.softcap is not None
-    wanted = {"-DWINDOW": window, "-DSOFTCAP": cap, "-DSINKS": attention.sinks}
+    wanted = {
+        "-DWINDOW": window, "-DSOFTCAP": cap, "-DSINKS": attention.sinks,
+        "-DBIDIRECTIONAL": not attention.causal,
+    }  # fmt: skip
     return source_of(
         name, *by_head(attention), *values, *(option for option, is_needed in wanted.items() if is_needed)
     )
@@ -31,6 +34,8 @@ def scoring(name: str, attention: Attention, value_dim: int | None = None) -> So
 def score_arguments(attention: Attention) -> tuple[float, float, int]:
     """Scale, cap and window, as `Scores` in attention.cuh takes them: kernels compute powers of 2."""
     window = min(attention.window or _FARTHEST, _FARTHEST)
+    if attention.window is not None and not attention.causal:
+        window = 2 * (window // 2) + 1  # a half to each side
     scale = attention.head_dim**-0.5 if attention.scale is None else attention.scale
     if attention.softcap is None:
         return scale * _LOG2_E, 0.0, window

@@ -23,12 +23,14 @@ class Ending:
 
     factor  a float that is a weight, or ABSENT
     before  None: nothing is written to out; without a weight x is only rounded
+    behind  x becomes before(x), too: norms stand behind what is added
     """
 
     after: NormWeight = NO_NORM
     scale: float = 1.0
     factor: Buffer = ABSENT
     before: NormWeight | None = NO_NORM
+    behind: bool = False
 
 
 class Norms:
@@ -40,7 +42,7 @@ class Norms:
         self._rounding = _by_pieces(rms, "rms_norm_fp8", "PPPPif")
         self._any: dict[int, KernelPair] = {}
         if not only_rms_norms(spec):
-            self._any = _by_pieces(KernelPairs(device, source_of("residual")), "residual", "PPPPfifPPPPfiPi")
+            self._any = _by_pieces(KernelPairs(device, source_of("residual")), "residual", "PPPPfifPPPPfiiPi")
 
     @staticmethod
     def sources(spec: ModelSpec, *, hopper: bool) -> list[Source]:
@@ -80,7 +82,7 @@ class Norms:
             self._any[pieces].of(rows)(
                 (rows, 1), block, 0 if added is None else added.address, bias.address, after.weight.address,
                 after.bias.address, after.eps, after.centred, ending.scale, ending.factor.address, x.address,
-                then.weight.address, then.bias.address, then.eps, then.centred,
+                then.weight.address, then.bias.address, then.eps, then.centred, ending.behind,
                 0 if ending.before is None else out.address, width,
             )  # fmt: skip
 
@@ -101,5 +103,6 @@ def only_rms_norms(spec: ModelSpec) -> bool:
     norms = [spec.output_norm, *(layer.attention_norm for layer in spec.layers if layer.mixer is not None)]
     norms += [one.feed_forward_norm for one in spec.layers if one.feed_forward.width and not one.parallel]
     plain = all(norm is not None and not norm.centred and not norm.bias for norm in norms)
-    adds = spec.layer_inputs is not None or any(Kind.ADDEND in layer_kinds(layer) for layer in spec.layers)
+    adds = spec.layer_inputs is not None or spec.encoder is not None
+    adds = adds or any(Kind.ADDEND in layer_kinds(layer) for layer in spec.layers)
     return plain and not adds
