@@ -261,7 +261,7 @@ class Engine:
         """
         partials = self._live.abandon()
         self._launches.drop()
-        self._scheduler.collected = self._launches.launched
+        self._scheduler.collected(self._launches.launched)
         self._scheduler.release()
         self._metering.rest()
         return partials
@@ -279,7 +279,7 @@ class Engine:
         if (live := self.running + self.waiting) != len(self._live):
             raise CacheIntegrityError(f"{len(self._live)} requests are live, {live} are scheduled")
         for sequence in self._live:
-            self._launches.check_integrity(sequence, self._scheduler.collected)
+            self._launches.check_integrity(sequence)
             if sequence.state is SequenceState.FINISHED or len(sequence.tokens) >= sequence.length_limit:
                 raise CacheIntegrityError(f"{sequence.request.job_id} is over and still live")
 
@@ -321,5 +321,5 @@ class Engine:
         """Apply what the oldest launch drew."""
         launch, drawn = self._launches.collect()
         self._metering.end(launch.plan)
-        self._scheduler.collected = launch.number
+        self._scheduler.collected(launch.number)
         self._applier.apply(launch, drawn)

@@ -139,13 +139,11 @@ class LaunchQueue:
         for launch in self._outstanding:
             launch.forget(sequence)
 
-    def check_integrity(self, sequence: Sequence, collected: int) -> None:
-        """Audit what a sequence knows of its launches; `collected`: the number of the newest that is over.
-
-        Raises CacheIntegrityError.
-        """
+    def check_integrity(self, sequence: Sequence) -> None:
+        """Audit what a sequence knows of its launches; raises CacheIntegrityError."""
         draws = sum(launch.drawing.count(sequence) for launch in self._outstanding)
         touching = [launch.number for launch in self._outstanding if launch.plan.touches(sequence)]
+        collected = self.launched - len(self._outstanding)
         newest = touching[-1] if touching else min(sequence.last_launch, collected)
         if (newest, draws) != (sequence.last_launch, sequence.drawing):
             raise CacheIntegrityError(f"{sequence.request.job_id} miscounts its launches")
