@@ -56,7 +56,8 @@ from nightmill.worker.assembly.sizes import (
     interactive_slots,
     max_sequences,
 )
-from nightmill.worker.link.link import ENGINE_COMMAND, EngineLink, launch_engine
+from nightmill.worker.link.launching import ENGINE_COMMAND, launch_engine
+from nightmill.worker.link.link import EngineLink
 from nightmill.worker.runners.gpu.device.nvml import GpuProbe
 from nightmill.worker.service import tasks
 from nightmill.worker.service.heart import LOADING, Heart
