@@ -17,12 +17,12 @@
 // chunks; with a window, those are passed over that no token of the tile sees. FLOPs 4 D for each visible (query head,
 // key) pair; memory traffic is small beside it.
 //
-// Options: -DHEAD_DIM, a multiple of 16 from 64 to 256; -DWINDOW, -DSOFTCAP, -DSINKS, -DBIDIRECTIONAL. Dynamic shared memory: 4 tiles
+// Options: -DHEAD_DIM, a multiple of 16 from 32 to 256; -DWINDOW, -DSOFTCAP, -DSINKS, -DBIDIRECTIONAL. Dynamic shared memory: 4 tiles
 // of KEYS rows of PITCH bytes.
 #include "attention/attention.cuh"
 #include "common/kv_cache.cuh"
 
-static_assert(D % 16 == 0 && D >= 64 && D <= 256, "other head sizes: attention_any.cu");
+static_assert(D % 16 == 0 && D >= 32 && D <= 256, "other head sizes: attention_any.cu");
 
 static constexpr int ROWS = 128;
 static constexpr int KEYS = D > 128 ? 32 : 64;

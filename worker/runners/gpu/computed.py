@@ -67,7 +67,7 @@ def _computed_layer(layer: LayerSpec) -> LayerSpec:
 
 
 def _takes_norms_behind(layer: LayerSpec) -> bool:
-    """Whether both norms of a layer may stand behind what is added: there is an addition for each, and no other."""
+    """Whether norms may stand behind what is added: there are two additions, and a norm for each."""
     plain = isinstance(layer.mixer, Attention) and isinstance(layer.feed_forward, FeedForward)
     return plain and not layer.parallel and layer.inputs is None and not layer.output_scale
 

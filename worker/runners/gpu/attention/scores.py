@@ -3,13 +3,16 @@
 from nightmill.worker.model.spec import Attention
 from nightmill.worker.runners.gpu.device.sources import Source, by_head, source_of
 
-__all__ = ["FAST_HEADS", "SCORES", "score_arguments", "scoring"]
+__all__ = ["FAST_HEADS", "PREFILL_HEADS", "SCORES", "score_arguments", "scoring"]
 
 _LOG2_E = 1.4426950408889634
 _FARTHEST = 2**31 - 1  # keys
 
+PREFILL_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 256)
+"""Sizes of heads that tensor cores compute on every GPU in prompts; `attention_any.cu` takes all others."""
+
 FAST_HEADS = (64, 80, 96, 112, 128, 160, 192, 256)
-"""Sizes of heads that tensor cores compute on every GPU; `attention_any.cu` takes all others."""
+"""The same for drawn tokens, and for prompts on Hopper."""
 
 SCORES = "ffiP"
 """Letters of arguments (`Module.function`): `score_arguments`, and the address of a layer's sinks, or 0."""
