@@ -1,4 +1,4 @@
-"""Encoders from the keys that llama.cpp's converter writes for them, in small, as `family_cases` has others."""
+"""Encoders from the keys that llama.cpp's converter writes, in small, as `family_cases` has others."""
 
 from dataclasses import replace
 from typing import Any
