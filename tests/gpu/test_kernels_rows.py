@@ -215,6 +215,7 @@ def test_activations(device: Device, ffn: int, activation: Activation, gated: bo
     oracle = {
         (Activation.SILU, True): ops.swiglu, (Activation.SILU, False): ops.silu,
         (Activation.GELU, True): ops.geglu, (Activation.GELU, False): ops.gelu,
+        (Activation.GELU_ERF, True): ops.geglu_erf, (Activation.GELU_ERF, False): ops.gelu_erf,
         (Activation.RELU_SQUARED, True): ops.reglu_squared,
         (Activation.RELU_SQUARED, False): ops.relu_squared,
     }[activation, gated]  # fmt: skip

@@ -93,7 +93,16 @@ def test_activations(launched: set[str], device: Any, bias: bool) -> None:
     for activation in COMPUTED:
         for gated in (True, False):
             on_gpu.test_activations(device, 1000, activation, gated, bias)
-    assert launched == {"swiglu", "geglu", "silu", "gelu", "reglu_squared", "relu_squared"}
+    assert launched == {
+        "swiglu",
+        "geglu",
+        "silu",
+        "gelu",
+        "reglu_squared",
+        "relu_squared",
+        "geglu_erf",
+        "gelu_erf",
+    }
 
 
 @pytest.mark.parametrize("style", RopeStyle)
