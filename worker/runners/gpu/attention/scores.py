@@ -14,6 +14,8 @@ PREFILL_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 256)
 FAST_HEADS = (64, 80, 96, 112, 128, 160, 192, 256)
 """The same for drawn tokens, and for prompts on Hopper."""
 
+_OF_PROMPTS = ("prefill_attention", "attention_any")  # kernels of an encoder, which draws nothing
+
 SCORES = "ffiP"
 """Letters of arguments (`Module.function`): `score_arguments`, and the address of a layer's sinks, or 0."""
 
@@ -27,7 +29,7 @@ def scoring(name: str, attention: Attention, value_dim: int | None = None) -> So
     window, cap = attention.window is not None, attention.softcap is not None
     wanted = {
         "-DWINDOW": window, "-DSOFTCAP": cap, "-DSINKS": attention.sinks,
-        "-DBIDIRECTIONAL": not attention.causal,
+        "-DBIDIRECTIONAL": not attention.causal and name in _OF_PROMPTS,
     }  # fmt: skip
     return source_of(
         name, *by_head(attention), *values, *(option for option, is_needed in wanted.items() if is_needed)
