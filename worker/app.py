@@ -21,7 +21,6 @@ from celery import Celery, bootsteps, signals
 from celery.concurrency.thread import TaskPool
 from celery.worker import state as celery_state
 
-from nightmill.jobs.base.contract import WorkerState
 from nightmill.jobs.base.hours import Hours
 from nightmill.jobs.base.last_resort import END_SECONDS, LastResort
 from nightmill.jobs.base.logs import fit
@@ -134,7 +133,7 @@ class EngineStep(bootsteps.StartStopStep):
             if self.rest_reason is None or self.told_to_end:
                 self.claims.sign_off()
             else:
-                self.claims.beat(WorkerState.SLEEPING, self.rest_reason)
+                self.claims.fall_asleep(self.rest_reason)
         except NightmillError as error:
             log.warning("%s", error)
         done = self.service.engine.stats
@@ -240,7 +239,7 @@ class EngineStep(bootsteps.StartStopStep):
         if reason is None:  # the database's clock may be ahead
             reason = f"{UNTIL}its hours begin" if settings.models is None else "chooses a model"
         self.rest_reason = reason
-        self.claims.beat(WorkerState.SLEEPING, self.rest_reason)
+        self.claims.fall_asleep(self.rest_reason)
         self.database.close()
         log.info("going to sleep: %s", self.rest_reason)
         raise SystemExit(0)
@@ -307,9 +306,9 @@ class EngineStep(bootsteps.StartStopStep):
         """Take leave, or sleep and load another model if only this one fails. Raises DatabaseError."""
         reason = None if self.turn is None else self.turn.failed(error)
         if reason is None:
-            self.claims.withdraw()
+            self.claims.withdraw(has_slept=self.options.get("worker_id") is not None)
         else:
-            self.claims.beat(WorkerState.SLEEPING, reason)
+            self.claims.fall_asleep(reason)
             self.rest_reason = reason
 
     def _told(self, service: Service) -> None:
