@@ -12,8 +12,9 @@ from nightmill.jobs.client.client import Client
 from nightmill.jobs.request.spec import JobSpec
 from nightmill.jobs.sql.claims import Claims
 from nightmill.jobs.sql.flows import Announcement, Flows
+from nightmill.jobs.sql.http_tables import HttpBatchRow
 from nightmill.jobs.sql.sweep import Sweep
-from nightmill.jobs.sql.tables import HttpBatchRow, JobRow
+from nightmill.jobs.sql.tables import JobRow
 from tests.integration.jobs.batches.rows import jobs_of
 from tests.support.servers import Clock
 

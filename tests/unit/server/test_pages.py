@@ -30,7 +30,8 @@ from nightmill.jobs.sql import dashboard_queries
 from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.jobs.sql.dashboard_queries import DashboardQueries, Minute, RowFilter
 from nightmill.jobs.sql.database import Database
-from nightmill.jobs.sql.tables import JobRow, ServerSecretRow
+from nightmill.jobs.sql.http_tables import ServerSecretRow
+from nightmill.jobs.sql.tables import JobRow
 from tests.support.servers import Clock, wait_until
 from tests.unit.server.conftest import ALICE, BOB, EVE, KEYS, OPS, Server, listening
 

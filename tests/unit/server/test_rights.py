@@ -13,7 +13,8 @@ from nightmill.jobs.request.spec import JobSpec
 from nightmill.jobs.server.app import make_app
 from nightmill.jobs.server.files import PREFIX
 from nightmill.jobs.server.keys import ApiKeys
-from nightmill.jobs.sql.tables import FileRow, HttpBatchRow, JobRow
+from nightmill.jobs.sql.http_tables import FileRow, HttpBatchRow
+from nightmill.jobs.sql.tables import JobRow
 from tests.support.servers import wait_until
 from tests.unit.server.conftest import Server
 from tests.unit.server.test_batches import submit
