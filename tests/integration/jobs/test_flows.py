@@ -81,7 +81,7 @@ def test_owners_share_by_weight_whatever_they_hand_in(client: Client, clock: Clo
     with Client(small_messages, clock=clock) as ours:
         for owner in ("alice", "bob"):
             specs = [JobSpec.parse(f"{owner} {number}") for number in range(300)]
-            ours.enqueue_request(specs, owner=owner)
+            ours.enqueueing.enqueue_request(specs, owner=owner)
         ours.enqueue_many(f"nobody's {number}" for number in range(300))
         claims = Claims(ours.database, "a" * 32)
         claims.register("host", 1, "model", None)
