@@ -30,8 +30,9 @@ from tests.support.cuda_runners import cuda_runner
 from tests.support.driving import Chunk, Pages
 from tests.support.family_cases import file_of
 from tests.support.gemma4_cases import GEMMA4_FILES, LARGE_HEADS
-from tests.support.gemma4_shapes import GEMMA4_SHAPES, quantised
+from tests.support.gemma4_shapes import GEMMA4_SHAPES
 from tests.support.parts import file_of_halves, file_of_q8_0
+from tests.support.quantised_models import quantised
 from tests.support.specs import GEMMAS
 from tests.unit.runners.recorded_cuda import RecordedDriver
 
@@ -230,7 +231,7 @@ def test_every_division_of_a_step_has_a_graph() -> None:
 
 
 def test_a_model_like_e2b_fits_a_card_of_8_gb() -> None:
-    spec, in_file = quantised(GEMMA4_SHAPES["gemma4-e2b"]), Precision(weights=WeightsFormat.FILE)
+    spec, in_file = quantised(GEMMA4_SHAPES["gemma4-e2b"].spec), Precision(weights=WeightsFormat.FILE)
     table = spec.weights()[Role.LAYER_EMBEDDING]
     packed = 262_144 * 35 * 256 * 176 // 256
     for precision in (in_file, HALF):
@@ -249,7 +250,7 @@ def test_a_model_like_e2b_fits_a_card_of_8_gb() -> None:
 
 def test_a_model_like_26b_a4b_is_as_large_as_its_file_and_keeps_little_of_long_texts() -> None:
     """Its parameters are those of its name, of which a token is computed with 4 billion."""
-    spec = quantised(GEMMA4_SHAPES["gemma4-26b-a4b"])
+    spec = quantised(GEMMA4_SHAPES["gemma4-26b-a4b"].spec)
     assert round(spec.parameters / 1e9) == 25 and round(spec.active_parameters / 1e9) == 4
     assert 15.5 < weight_bytes(spec, Precision(weights=WeightsFormat.FILE)) / 2**30 < 15.8
     layout = kinds_layout(spec)
