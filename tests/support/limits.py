@@ -3,8 +3,8 @@
 Products take as long as reading all weights, as they are kept, or as their FLOPs, whichever is longer;
 attention of drawn tokens takes as long as reading the keys and values of their contexts, in each layer that
 attends, as far as its window reaches, that of prompts as its FLOPs. Layers behind the last one that keeps
-anything compute of a prompt only what is drawn. Of experts a step reads those that its tokens go to, if every expert is as likely as the others.
-A state is read and written for each drawn token; of prompts, its FLOPs count as they are with 64 tokens at
+anything compute of a prompt only what is drawn. Of experts a step reads those that its tokens go to, if
+every expert is as likely as the others. A state is read and written for each drawn token; of prompts, its FLOPs count as they are with 64 tokens at
 once. All of these one after the other: who overlaps them may exceed it. Power is not counted.
 """
 

@@ -12,8 +12,8 @@ Blocks are random bytes; only their scales are set, so that values have the devi
 Q4_K_M and Q5_K_M are the mixtures of llama.cpp's `llama-quantize`. As there, a matrix whose rows are no
 multiple of 256 has another type: Q4_K becomes Q5_0, Q5_K Q5_1, Q6_K Q8_0, Q2_K and Q3_K IQ4_NL. In MXFP4
 are experts alone, as in the files of gpt-oss; other matrices are Q8_0. Of Gemma 4's inputs of layers the
-table is Q5_K in Q4_K_M, and the product that it is added to BF16 in any mixture. Routers are F32 in any, and send
-tokens to all experts as often; with --skew to one in eight 5 times as often as the mean.
+table is Q5_K in mixtures, and the matrix of the product that it is added to BF16. Routers are F32 in any, and
+send tokens to all experts as often; with --skew to one in eight 5 times as often as the mean.
 """
 
 import argparse

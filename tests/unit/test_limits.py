@@ -78,7 +78,7 @@ def test_windows_bound_what_is_read() -> None:
     )
 
 
-# By hand: E2B's first 15 layers have 35.4 or 36.2 million weights each beside inputs; the others keep nothing.
+# By hand: the first 15 layers of E2B keep keys and values, the other 20 nothing.
 def test_of_prompts_layers_that_keep_nothing_compute_what_is_drawn() -> None:
     spec = GEMMA4_SHAPES["gemma4-e2b"].spec
     limit = Limit(spec)
