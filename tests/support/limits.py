@@ -4,8 +4,9 @@ Products take as long as reading all weights, as they are kept, or as their FLOP
 attention of drawn tokens takes as long as reading the keys and values of their contexts, in each layer that
 attends, as far as its window reaches, that of prompts as its FLOPs. Layers behind the last one that keeps
 anything compute of a prompt only what is drawn. Of experts a step reads those that its tokens go to, if
-every expert is as likely as the others. A state is read and written for each drawn token; of prompts, its FLOPs count as they are with 64 tokens at
-once. All of these one after the other: who overlaps them may exceed it. Power is not counted.
+every expert is as likely as the others. A state is read and written for each drawn token; of prompts, its
+FLOPs count as they are with 64 tokens at once. All of these one after the other: who overlaps them may exceed
+it. Power is not counted.
 """
 
 import math
@@ -31,7 +32,7 @@ from nightmill.worker.runners.gpu.kv_cache import PAGE, layer_page_bytes
 from nightmill.worker.runners.gpu.precision import HALF, Precision, WeightsFormat
 from nightmill.worker.runners.gpu.weights.layout import OF_EXPERTS, all_weights, layer_weights, runs_of
 
-__all__ = ["BYTES_PER_S", "FLOPS", "Limit", "flops_of_state"]
+__all__ = ["BYTES_PER_S", "FLOPS", "Limit", "flops_of_state", "seen_tokens"]
 
 BYTES_PER_S, FLOPS = 4.27e12, 760e12  # of a device copy and of a large FP16 product, as measured on an H200
 
@@ -63,14 +64,14 @@ class Limit:
             computing += tokens * flops_of_state(mixer) / self.flops
             if isinstance(mixer, Attention):
                 window = mixer.window or math.inf
-                pairs = sum(_seen(0, one, window) if whole else min(one, window) for one in prompts)
+                pairs = sum(seen_tokens(0, one, window) if whole else min(one, window) for one in prompts)
                 computing += 4 * mixer.queries * pairs / self.flops
         computing += tokens * self._of_inputs + 2 * self._head * len(prompts) / self.flops
         drawn = [answer - 1 for answer in answers]
         steps = max(max(drawn), math.ceil(sum(drawn) / slots))
         reading = self._reading(
             lambda window: sum(
-                _seen(prompt, more, window) for prompt, more in zip(prompts, drawn, strict=True)
+                seen_tokens(prompt, more, window) for prompt, more in zip(prompts, drawn, strict=True)
             )
         )
         moving = sum(drawn) * self._moving_states
@@ -152,7 +153,7 @@ def _active(layer: LayerSpec, role: Role, weight: Weight) -> int:
     return size
 
 
-def _seen(first: int, count: int, window: float) -> float:
+def seen_tokens(first: int, count: int, window: float) -> float:
     """Return how many tokens so many behind the first ones see: each itself, and those before it."""
     growing = min(count, max(0, int(min(window, first + count)) - first))
     grown = 0 if growing == count else (count - growing) * window
