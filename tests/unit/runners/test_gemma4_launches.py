@@ -12,10 +12,12 @@ import pytest
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.spec import Role
 from nightmill.worker.runners.base import PageKind
+from nightmill.worker.runners.gpu import feed_forward
 from nightmill.worker.runners.gpu.attention.pieces import NO_PIECES
 from nightmill.worker.runners.gpu.attention.plans import AttentionPlans
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import Format
+from nightmill.worker.runners.gpu.experts import room
 from nightmill.worker.runners.gpu.kv_cache import kinds_layout
 from nightmill.worker.runners.gpu.layers import Layer
 from nightmill.worker.runners.gpu.memory import RunnerSizes
@@ -123,6 +125,26 @@ def test_a_step_that_draws_nothing_ends_with_the_last_layer_that_keeps_something
         launch(runner, [Chunk(0, [1] * CONTEXT, 40, 40)])
         new = hopper.launches - launched
         assert (new["qkv_rope_write"], new["prefill_attention_any"], new["gate_inputs"]) == (4, 4, 4)
+
+
+def test_what_a_network_experts_and_their_router_read_is_normed_in_one_launch(
+    hopper: RecordedDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all tokens of a step go through experts at once; else by slices, each apart."""
+    for module in (room, feed_forward):
+        monkeypatch.setattr(module, "SLICE", 64)
+    file = file_of(tmp_path, *GEMMA4_FILES["gemma4, with experts"])
+    with closing(cuda_runner(file, read_spec(file), graphs=False, **OPTIONS)) as runner:
+        for chunk, together, apart in (
+            (Chunk(0, [1] * CONTEXT, 0, 60), 3, 0), (Chunk(0, [1] * CONTEXT, 60, 1, drawn=True), 3, 0),
+            (Chunk(1, [1] * CONTEXT, 0, 70), 1, 2),  # the last layer has the row that draws alone
+        ):  # fmt: skip
+            launched = hopper.launches.copy()
+            launch(runner, [chunk])
+            new = hopper.launches - launched
+            norms = 1 + 2 * apart * 2  # the first, and two in two slices
+            assert (new["residual_three_1"], new["residual_1"], new["rms_norm_1"]) == (together, apart, norms)
+    assert hopper.launches.keys() - {"library"} <= hopper.checked
 
 
 @pytest.mark.parametrize(
