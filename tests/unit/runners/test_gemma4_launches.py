@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from nightmill.worker.model.families import read_spec
-from nightmill.worker.model.spec import Role
+from nightmill.worker.model.spec import ModelSpec, Role
 from nightmill.worker.runners.base import PageKind
 from nightmill.worker.runners.gpu import feed_forward
 from nightmill.worker.runners.gpu.attention.pieces import NO_PIECES
@@ -31,7 +31,7 @@ from nightmill.worker.runners.kv_format import KvFormat
 from tests.support.cuda_runners import cuda_runner
 from tests.support.driving import Chunk, Pages
 from tests.support.family_cases import file_of
-from tests.support.gemma4_cases import GEMMA4_FILES, LARGE_HEADS
+from tests.support.gemma4_cases import GEMMA4_FILES, LARGE_EXPERTS, LARGE_HEADS
 from tests.support.gemma4_shapes import GEMMA4_SHAPES
 from tests.support.parts import file_of_halves, file_of_q8_0
 from tests.support.quantised_models import quantised
@@ -172,14 +172,17 @@ def test_a_table_of_layers_embeddings_stays_as_it_is_in_the_file(
 
 
 @pytest.mark.slow
-def test_layers_with_large_heads_have_fast_attention_each(hopper: RecordedDriver, tmp_path: Path) -> None:
+@pytest.mark.parametrize("spec", [LARGE_HEADS, LARGE_EXPERTS], ids=["", "beside experts"])
+def test_layers_with_large_heads_have_fast_attention_each(
+    hopper: RecordedDriver, spec: ModelSpec, tmp_path: Path
+) -> None:
     """Those with a window that of other models, those without that of heads of 512; also in a graph."""
-    file = file_of_halves(tmp_path, LARGE_HEADS)
-    with closing(cuda_runner(file, LARGE_HEADS, **OPTIONS)) as runner:
+    file, each = file_of_halves(tmp_path, spec), len(spec.layers) // 2
+    with closing(cuda_runner(file, spec, **OPTIONS)) as runner:
         launched = hopper.launches.copy()
         launch(runner, [Chunk(0, [1] * CONTEXT, 0, 100)], [Chunk(0, [1] * CONTEXT, 100, 1, drawn=True)])
         new = hopper.launches - launched
-        assert (new["hopper_attention"], new["hopper_wide"]) == (2, 2)
+        assert (new["hopper_attention"], new["hopper_wide"]) == (each, each)
         assert hopper.launches["wide_decode_2"] > 0
         assert any(name.startswith("decode_attention_8") for name in hopper.launches)
         assert len(runner._plans) == 2
