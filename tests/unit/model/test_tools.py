@@ -44,6 +44,7 @@ WRITTEN = {
     "mistralai-Mistral-Nemo-Instruct-2407": MISTRAL,
     "unsloth-mistral-Devstral-Small-2507": NAMED,
     "Apriel-1.6-15b-Thinker-fixed": CallFormat.TOOL_CALLS,
+    "GigaChat3.1-10B-A1.8B": CallFormat.GIGACHAT,
     "GLM-4.6": CallFormat.GLM_XML,
     "GLM-4.7-Flash": CallFormat.GLM_XML,
     "LFM2-8B-A1B": CallFormat.LFM2,
@@ -116,7 +117,7 @@ CALLED: list[list[tuple[str, dict[str, Any]]]] = [
 ]
 TURN_END = re.compile(
     r"\s*(</s>|<\|(im_end|eot_id|eom_id|end_of_text|endoftext|end|role_end)\|>|<turn\|>|</assistant>"
-    r"|<SPECIAL_1\d>|<sep>|\[e~\[|<｜end▁of▁sentence｜>|<end_of_sentence>|<seed:eos>|<\|END_OF_TURN_TOKEN\|>)\s*$"
+    r"|<SPECIAL_1\d>|<sep>|\[e~\[|<｜end▁of▁sentence｜>|<end_of_sentence>|<seed:eos>|<\|END_OF_TURN_TOKEN\|>|<\|message_sep\|>)\s*$"
 )
 """What ends the model's turn, which its texts do not hold."""
 FULL = {
@@ -173,7 +174,7 @@ def goes_round(render: Any, use: Any) -> int:
         tag = whole.rfind("<", 0, shared)
         shared = tag if tag >= 0 and ">" not in whole[tag:shared] else shared  # not in the middle of a tag
         written = TURN_END.sub("", whole[shared:])
-        if use.calls is CallFormat.HARMONY:
+        if use.calls in (CallFormat.HARMONY, CallFormat.GIGACHAT):
             called = called[:1]  # the template shows the first alone
         reply = read_reply(written, Markup(use.calls), TYPED, "j")
         assert [(one.name, one.parsed) for one in reply.tool_calls] == called, written
