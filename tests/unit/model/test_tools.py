@@ -12,11 +12,13 @@ from nightmill.jobs.base.contract import CallFormat, Markup, Rendering, Tools
 from nightmill.jobs.errors import ChatTemplateError
 from nightmill.jobs.reply.parsing import read_reply
 from nightmill.jobs.reply.reasoning import CHANNELS
+from nightmill.jobs.reply.tool_calls import _STYLES
 from nightmill.worker.model.chat import ChatTemplate
 from nightmill.worker.model.chat.template import thinking_marks
 from nightmill.worker.model.chat.tools import tool_use
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.tokenizer import Tokenizer
+from nightmill.worker.model.tokenizer.vocabulary import _MARKS
 from tests.support.ggufs import CHATML, byte_vocabulary, write_model
 from tests.support.needs import Need, missing
 from tests.unit.model.conftest import DOWNLOADED
@@ -423,6 +425,12 @@ def test_marks_of_a_template_are_shown_in_texts(tmp_path: Path) -> None:
         tokenizer = Tokenizer.from_gguf(file)
     ids = [tokenizer.markers[text] for text in ("[TOOL_CALLS]", "[ARGS]", "<|im_end|>")]
     assert tokenizer.decode(ids) == "[TOOL_CALLS]"  # the others mean nothing to this template's model
+
+
+def test_what_begins_and_ends_calls_is_shown_in_texts() -> None:
+    """Whoever reads a text looks for these marks, which are control tokens of some vocabularies."""
+    marks = {mark for style in _STYLES.values() for mark in (style.begin, style.end) if mark}
+    assert len(marks) > 15 and marks <= _MARKS
 
 
 def test_the_end_of_a_step_is_shown_and_ends_no_text(tmp_path: Path) -> None:
