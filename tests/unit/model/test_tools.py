@@ -51,6 +51,7 @@ WRITTEN = {
     "GLM-4.7-Flash": CallFormat.GLM_XML,
     "LFM2-8B-A1B": CallFormat.LFM2,
     "LFM2.5-8B-A1B": CallFormat.LFM2,
+    "LFM2.5-Instruct": CallFormat.LFM2,
     "MiniMax-M1": CallFormat.TOOL_CALLS,
     "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": CallFormat.QWEN_XML,
     "NVIDIA-Nemotron-Nano-v2": CallFormat.NEMOTRON,

@@ -99,6 +99,7 @@ _SHAPES_OF_ARGUMENTS: Final[tuple[tuple[CallFormat, re.Pattern[str]], ...]] = (
 _SIGNS: Final = (
     ("<|tool_call|>", CallFormat.GRANITE),
     ("<|tool_list_start|>", CallFormat.LFM2),
+    ("\nList of tools: [", CallFormat.LFM2),  # LFM2.5
 )
 """Signs in templates that show no calls of earlier messages, with the format that each tells of."""
 _BARE = re.compile(rf"\s*(?:<\|python_tag\|>)?{_CALL}\s*\}}")
