@@ -43,8 +43,7 @@ static __device__ __forceinline__ void add_to_stream(Piece<PIECES>& row, Piece<P
 }
 
 template <int PIECES>
-static __device__ __forceinline__ void residual_row(const Added& added, float* x, const Norm& before, Element* out,
-                                                    int width) {
+static __device__ __forceinline__ void residual_row(Added added, float* x, const Norm& before, Element* out, int width) {
     __shared__ float partial[4][32];
     constexpr bool EARLY = PIECES <= 2;
     launch_next();
@@ -67,7 +66,7 @@ struct Given {
 };
 
 template <int PIECES>
-static __device__ __forceinline__ void three_norms(const Added& added, float* x, float eps, const Given (&all)[3], int width) {
+static __device__ __forceinline__ void three_norms(Added added, float* x, float eps, const Given (&all)[3], int width) {
     __shared__ float partial[4][32];
     launch_next();
     Piece<PIECES> row, after_gains;
