@@ -33,7 +33,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
 
 
 def asked() -> list[Request]:
-    """Texts of one token and of hundreds, of which some begin alike; greedy, drawn, with log-probabilities."""
+    """Texts of 1 to 360 tokens, some of which begin alike; greedy, drawn, with log-probabilities."""
     beginning = np.random.default_rng(1).integers(0, 256, 160).tolist()
     found = []
     for number, length in enumerate((1, 15, 16, 17, 70, 200, 330, 40, 41, 128)):
