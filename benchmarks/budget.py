@@ -37,7 +37,7 @@ from nightmill.worker.runners.gpu.memory import RunnerSizes
 from nightmill.worker.runners.gpu.mixers import AttentionMixer, LatentMixer, LayerMixer, StateMixer
 from nightmill.worker.runners.gpu.model import Model, Shared
 from nightmill.worker.runners.gpu.runner import CudaRunner, Launching, decode_shape
-from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
+from nightmill.worker.runners.gpu.step_inputs import StepInputs, StepShape
 from nightmill.worker.runners.gpu.weights.layout import LayerWeights
 from tests.support.limits import BYTES_PER_S, FLOPS, flops_of_state
 

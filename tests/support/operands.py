@@ -22,7 +22,7 @@ from nightmill.worker.runners.gpu.products.packed.packed_few import PackedFew
 from nightmill.worker.runners.gpu.products.packed.packed_gemm import PackedProduct, PackedTiles
 from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.shapes import Kernel, Kind, Shape, padded_rows
-from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
+from nightmill.worker.runners.gpu.step_inputs import StepInputs, StepShape
 from nightmill.worker.runners.kv_format import KvFormat
 from tests.support.elements import as_words, from_words
 from tests.support.fp8_pages import as_parts, from_parts

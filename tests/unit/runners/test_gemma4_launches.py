@@ -23,7 +23,8 @@ from nightmill.worker.runners.gpu.mixers import AttentionMixer
 from nightmill.worker.runners.gpu.planning import RunnerPlanner
 from nightmill.worker.runners.gpu.precision import HALF, Precision, WeightsFormat
 from nightmill.worker.runners.gpu.runner import CudaRunner
-from nightmill.worker.runners.gpu.steps import StepInputs, StepShape, drawing_rows
+from nightmill.worker.runners.gpu.step_inputs import StepInputs, StepShape
+from nightmill.worker.runners.gpu.steps import drawing_rows
 from nightmill.worker.runners.gpu.weights.layout import runs_of, weight_bytes
 from nightmill.worker.runners.kv_format import KvFormat
 from tests.support.cuda_runners import cuda_runner

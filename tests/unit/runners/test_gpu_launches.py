@@ -42,7 +42,7 @@ from nightmill.worker.runners.gpu.products.chooser import Product
 from nightmill.worker.runners.gpu.products.elements.few_rows import MAX_ROWS
 from nightmill.worker.runners.gpu.products.fp8.hopper_fp8 import FP8_TILES
 from nightmill.worker.runners.gpu.shapes import Kind, padded_rows
-from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
+from nightmill.worker.runners.gpu.step_inputs import StepInputs, StepShape
 from nightmill.worker.runners.kv_format import KvFormat
 from tests.support.cuda_runners import cuda_runner
 from tests.support.driving import Chunk, Pages

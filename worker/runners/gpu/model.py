@@ -28,7 +28,7 @@ from nightmill.worker.runners.gpu.rows.norms import Norms
 from nightmill.worker.runners.gpu.sampling.masks import StagedMasks
 from nightmill.worker.runners.gpu.sampling.sampler import ChunkPages, Sampler
 from nightmill.worker.runners.gpu.shapes import Kind
-from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
+from nightmill.worker.runners.gpu.step_inputs import StepInputs, StepShape
 from nightmill.worker.runners.gpu.weights.layout import NO_NORM, Weights
 
 __all__ = ["Model", "Shared"]

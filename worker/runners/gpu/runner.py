@@ -60,15 +60,8 @@ from nightmill.worker.runners.gpu.sampling.slots import SlotTable
 from nightmill.worker.runners.gpu.self_test import check_products, checked_products
 from nightmill.worker.runners.gpu.shapes import MANY_ROWS
 from nightmill.worker.runners.gpu.states.memory import States
-from nightmill.worker.runners.gpu.steps import (
-    PADDING,
-    Division,
-    StepBuffers,
-    StepInputs,
-    StepShape,
-    drawing_rows,
-    padded_lengths,
-)
+from nightmill.worker.runners.gpu.step_inputs import Division, StepInputs, StepShape
+from nightmill.worker.runners.gpu.steps import PADDING, StepBuffers, drawing_rows, padded_lengths
 from nightmill.worker.runners.gpu.weights.choice import choose_weights
 from nightmill.worker.runners.gpu.weights.layout import padded_vocab
 from nightmill.worker.runners.starting import Progress, StartStep, no_progress
