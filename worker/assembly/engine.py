@@ -149,6 +149,7 @@ def _reference_runner(
         page_size=PAGE_SIZE,
         slots=sequences,
         rounding=Rounding(KvFormat(settings.kv), WeightsFormat(settings.weights).rounded is not None),
+        predict=settings.drafts != "off",
     )
 
 
