@@ -1,35 +1,44 @@
 """A small model guesses for a larger one on the same GPU (`--draft`): texts are those without, to the bit."""
 
+from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType
 
-from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.request.parameters import GenerationParams
-from nightmill.worker.assembly.engine import build_engine
-from nightmill.worker.assembly.model import open_model
+from nightmill.worker.engine.draft_model import DraftModel
+from nightmill.worker.engine.drafting import Drafts
 from nightmill.worker.engine.request import Request
 from nightmill.worker.engine.stats import EngineStats
-from tests.support.cuda_runners import ON_GPU
-from tests.support.engines import Bits, bits, complete
+from nightmill.worker.model.families import read_spec
+from nightmill.worker.model.gguf.file import GgufFile
+from nightmill.worker.runners.gpu.runner import CudaRunner
+from tests.support.cuda_runners import cuda_runner
+from tests.support.engines import Bits, bits, complete, engine_of
 from tests.support.ggufs import write_model
 
 CONTEXT, ANSWER = 512, 40
 WISHES = ({"temperature": 0.0}, {"temperature": 0.9}, {"top_k": 20, "logprobs": 3}, {"top_p": 0.8})
+LARGE = {"architecture": "qwen2", "width": 448, "heads": 7, "kv_heads": 1, "head_dim": 64, "ffn": 384}
+SMALL = {"architecture": "llama", "width": 64, "heads": 4, "kv_heads": 2, "seed": 9}
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
-    """A model with weights as in its file."""
-    path = tmp_path_factory.mktemp("model") / "model.gguf"
-    sizes = {"width": 448, "heads": 7, "kv_heads": 1, "head_dim": 64, "ffn": 384, "layers": 3}
-    model = write_model(path, kind=GGMLQuantizationType.Q8_0, context_length=CONTEXT, **sizes)
-    return Settings(
-        model=model, weights="file", max_sequences=40, context=CONTEXT, gpu_memory=2 << 30, **ON_GPU
-    )
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, GgufFile]:
+    """A model, and one that is a stranger to it."""
+    path = tmp_path_factory.mktemp("models")
+    return {
+        name: GgufFile.open(write_model(path / f"{name}.gguf", context_length=CONTEXT, **sizes))
+        for name, sizes in (("large", LARGE), ("small", SMALL))
+    }
+
+
+def runner_of(file: GgufFile, slots: int) -> CudaRunner:
+    return cuda_runner(
+        file, read_spec(file), slots=slots, kv_pages=slots * CONTEXT // 16, context=CONTEXT, max_tokens=1024,
+        depth=3, tune=False,
+    )  # fmt: skip
 
 
 def asked() -> list[Request]:
@@ -44,30 +53,39 @@ def asked() -> list[Request]:
     return found
 
 
-def run(settings: Settings, *groups: list[Request]) -> tuple[Bits, EngineStats]:
+def run(
+    model: CudaRunner, draft: GgufFile | None, groups: tuple[list[Request], ...]
+) -> tuple[Bits, EngineStats]:
     """What becomes of groups of requests, one after the other, on one engine."""
-    found: Bits = {}
-    with closing(build_engine(settings, open_model(settings))) as engine:
+    drafts = Drafts.OFF if draft is None else Drafts.NGRAM
+    engine, found = engine_of(model, CONTEXT, drafts=drafts), Bits()
+    if draft is None:
+        return bits(complete(engine, groups[0])), engine.stats
+    with closing(DraftModel(runner_of(draft, 16), context=CONTEXT, token_budget=1024)) as guesser:
+        engine.guess_by(guesser)
         for group in groups:
             found |= bits(complete(engine, group))
         return found, engine.stats
 
 
 @pytest.fixture(scope="module")
-def plain(settings: Settings) -> Bits:
-    return run(settings, asked())[0]
+def model(files: dict[str, GgufFile]) -> Iterator[CudaRunner]:
+    with closing(runner_of(files["large"], 40)) as runner:
+        yield runner
 
 
-def test_its_equal_in_sixteen_bits_guesses_well(settings: Settings, plain: Bits) -> None:
-    drafted, stats = run(
-        settings.model_copy(update={"drafts": "ngram", "draft": settings.model}), asked()[:6], asked()[6:]
-    )
+@pytest.fixture(scope="module")
+def plain(model: CudaRunner) -> Bits:
+    return run(model, None, (asked(),))[0]
+
+
+def test_its_equal_guesses_well(model: CudaRunner, files: dict[str, GgufFile], plain: Bits) -> None:
+    drafted, stats = run(model, files["large"], (asked()[:6], asked()[6:]))
     assert drafted == plain
-    assert stats.guessed_right > 0.5 * stats.guessed_tokens > 100
+    assert stats.guessed_right > 0.9 * stats.guessed_tokens > 90
 
 
-def test_a_stranger_guesses_in_vain(settings: Settings, plain: Bits, tmp_path: Path) -> None:
-    small = write_model(tmp_path / "small.gguf", seed=9, width=64, context_length=CONTEXT)
-    drafted, stats = run(settings.model_copy(update={"drafts": "ngram", "draft": small}), asked())
+def test_a_stranger_guesses_in_vain(model: CudaRunner, files: dict[str, GgufFile], plain: Bits) -> None:
+    drafted, stats = run(model, files["small"], (asked(),))
     assert drafted == plain
-    assert stats.guessed_tokens > 100
+    assert stats.guessed_tokens > 90

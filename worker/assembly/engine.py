@@ -130,8 +130,6 @@ def _runner(
         cuda.memory,
         context=context,
     )
-    if settings.drafts != "off" and cuda.prompt_grid > 1 and not cuda.takes_back:
-        log.warning("no drafts are made: this model has states, which the GPU's runner cannot take back yet")
     log.info("a KV cache in %s has room for %s", cuda.precision.kv_name.upper(), found.room)
     return cuda, cuda.slots, cuda.max_tokens
 

@@ -126,8 +126,7 @@ class CudaRunner:
         self.slots = slots
         self.depth = sizes.depth
         self.embeds = True
-        # Log-probabilities of drafts differed in bits with two of four kinds of layers (H200, 2026-11-27).
-        self.takes_back = self.predicts = False
+        self.predicts = False
         self.prompt_grid, self.snapshots = prompt_grid(spec), 0
         self.vocab = spec.vocab
         self._row_of_logits = padded_vocab(spec)
