@@ -130,6 +130,8 @@ def _runner(
         cuda.memory,
         context=context,
     )
+    if settings.drafts != "off" and cuda.prompt_grid > 1 and not cuda.takes_back:
+        log.warning("no drafts are made: they were not tried on a GPU yet with layers like this model's")
     log.info("a KV cache in %s has room for %s", cuda.precision.kv_name.upper(), found.room)
     return cuda, cuda.slots, cuda.max_tokens
 

@@ -204,7 +204,7 @@ class ScriptedRunner:
         self.texts: list[list[int]] = [[] for _ in range(slots)]
         self.prompt_grid = grid
         self.snapshots = snapshots
-        self.embeds = True
+        self.embeds = self.takes_back = True
         self.predicts = False
         self.sums: list[SumArray | None] = [None] * slots
         self.ended: list[SumArray] = []
