@@ -33,7 +33,7 @@ So it is where drafts ask for the masks of one text behind several of its tokens
 threads 2 ms (benchmarks.drafts, JSON, one sequence, on two busy cores).
 """
 _FEW_MOVES = 64
-"""So few texts take their tokens one after the other: that is 2 us each, and less than it takes to wake threads.
+"""So few texts take their tokens one after the other: 2 us each, less than waking threads takes.
 
 Steps of 4 and 16 texts under a schema took 0.43 and 0.68 ms of processor time in all, with threads for their
 tokens 0.48 and 0.75 ms (benchmarks.drafts without a model).
