@@ -142,15 +142,17 @@ def _reference_runner(
     # The products of a step are too small to share: with two BLAS threads on two busy cores, 32 sequences of
     # the demo model generated 74 tokens/s, with one thread 620 (the threads wait for each other by spinning).
     threadpool_limits(limits=1, user_api="blas")
-    return ReferenceRunner(
+    runner = ReferenceRunner(
         model.file,
         model.spec,
         kv_pages=choose_kv_pages(model.spec, max_sequences=sequences, context=context, page_size=PAGE_SIZE),
         page_size=PAGE_SIZE,
         slots=sequences,
         rounding=Rounding(KvFormat(settings.kv), WeightsFormat(settings.weights).rounded is not None),
-        predict=settings.drafts != "off",
     )
+    if settings.drafts != "off":
+        runner.predict()
+    return runner
 
 
 def describe(settings: Settings, model: LoadedModel, stats: EngineStats) -> str:

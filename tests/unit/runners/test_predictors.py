@@ -171,7 +171,8 @@ def test_guesses_are_those_of_an_oracle(tmp_path: Path) -> None:
             found.append(values.astype(np.float64))
 
     oracle = Oracle(file, spec)
-    runner = ReferenceRunner(file, spec, kv_pages=12, page_size=PAGE, slots=2, trace=trace, predict=True)
+    runner = ReferenceRunner(file, spec, kv_pages=12, page_size=PAGE, slots=2, trace=trace)
+    runner.predict()
     pages, compared = Pages(2, 6), 0
     steps = [[Chunk(1, text, 0, 64)], [Chunk(1, text, 64, 3)]]
     steps += [[Chunk(1, text, place, 1, drawn=True)] for place in (67, 68)]
@@ -206,9 +207,9 @@ def asked() -> list[Request]:
 
 
 def run(file: GgufFile, spec: ModelSpec, drafts: Drafts) -> tuple[Bits, EngineStats]:
-    runner = ReferenceRunner(
-        file, spec, kv_pages=80, page_size=PAGE, slots=24, predict=drafts is not Drafts.OFF
-    )
+    runner = ReferenceRunner(file, spec, kv_pages=80, page_size=PAGE, slots=24)
+    if drafts is not Drafts.OFF:
+        runner.predict()
     engine = engine_of(runner, CONTEXT, budget=200, drafts=drafts)
     with closing(engine):
         return bits(complete(engine, asked())), engine.stats

@@ -107,7 +107,7 @@ class ReferenceModel:
         return x
 
     def normed(self, x: ops.FloatArray) -> ops.FloatArray:
-        """What the last norm makes of rows (T, width)."""
+        """Apply the last norm to rows (T, width)."""
         return _norm(self._spec.output_norm, x, self._outside, Role.OUTPUT_NORM)
 
     def through(

@@ -83,12 +83,11 @@ class ReferenceRunner:
     depth            launches that may be queued before one is collected
     rounding         the precision of keys, values and weights
     trace            told the stages of a step, as `model.Model` says
-    predict          guess what follows, where the model has a predictor
     """
 
     def __init__(
         self, file: GgufFile, spec: ModelSpec, *, kv_pages: int, page_size: int = 16, slots: int,
-        depth: int = 1, rounding: Rounding = Rounding(), trace: Trace | None = None, predict: bool = False,
+        depth: int = 1, rounding: Rounding = Rounding(), trace: Trace | None = None,
     ) -> None:  # fmt: skip
         kv, fp8 = rounding.kv, rounding.fp8
         self.kv_pages = kv_pages
@@ -105,12 +104,9 @@ class ReferenceRunner:
         self.snapshots = slots if spec.state_bytes else 0
         self.states = ReferenceStates(spec, slots, self.snapshots)
         self._model = ReferenceModel(file, spec, self._cache, self.states, trace, fp8=fp8)
+        self._file, self._spec = file, spec
         self._predictor: ReferencePredictor | None = None
-        if predict and spec.predictor is not None:
-            predictor = ReferencePredictor(file, spec, self._model, pages=kv_pages, page_size=page_size)
-            if predictor.kinds == self.page_kinds:
-                self._predictor = predictor
-        self.predicts = self._predictor is not None
+        self.predicts = False
         self._last_token = np.zeros(slots, dtype=np.int32)
         self._parameters = np.zeros(slots, dtype=PARAMETERS)
         self._seen: list[npt.NDArray[np.bool_] | None] = [None] * slots
@@ -118,6 +114,16 @@ class ReferenceRunner:
         self._sums = np.zeros((slots, spec.width))
         self._undrawn: _Undrawn | None = None
         self._results: deque[Drawn] = deque()
+
+    def predict(self) -> None:
+        """From now on guess what follows each draw, if the model has a block for that."""
+        if self._spec.predictor is None:
+            return
+        predictor = ReferencePredictor(
+            self._file, self._spec, self._model, pages=self.kv_pages, page_size=self.page_size
+        )
+        if predictor.kinds == self.page_kinds:
+            self._predictor, self.predicts = predictor, True
 
     def launch(self, batch: StepBatch) -> None:
         """Compute a step and, unless it waits for masks, queue its tokens.
