@@ -9,7 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.request.parameters import GenerationParams
+from nightmill.worker.assembly.engine import build_engine
+from nightmill.worker.assembly.model import open_model
 from nightmill.worker.engine.drafting import Drafts
 from nightmill.worker.engine.request import Request
 from nightmill.worker.engine.stats import EngineStats
@@ -228,3 +231,17 @@ def test_drafts_by_a_predictor_change_no_bit(name: str, tmp_path: Path) -> None:
         if tensors is not None:
             assert after.guessed_right > 0.9 * after.guessed_tokens
             assert after.step_sequences < 0.6 * before.step_sequences
+
+
+def test_a_worker_with_drafts_has_its_model_predict(tmp_path: Path) -> None:
+    path = opened(tmp_path, "qwen35", alike_tensors(predicting("qwen35"))).path
+    settings = Settings(model=path, reference=True, max_sequences=8, context=CONTEXT)
+    found = {}
+    for drafts in ("off", "auto", "ngram"):
+        chosen = settings.model_copy(update={"drafts": drafts})
+        with closing(build_engine(chosen, open_model(chosen))) as engine:
+            done = bits(complete(engine, asked()[:2]))
+            found[drafts] = done, engine.stats.guessed_right > 20
+    assert found["off"] == (found["ngram"][0], False)
+    assert found["auto"][0] == found["off"][0]
+    assert found["ngram"][1]
