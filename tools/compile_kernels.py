@@ -162,6 +162,7 @@ def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
         (small, bf16, (HOPPER, "sm_100")),
         (with_scores(bundled, window=512, sinks=True), f16, (HOPPER, "sm_80")),
         (with_scores(large, window=512, softcap=50.0), bf16, (HOPPER,)),
+        (with_scores(bundled, window=512, causal=False), f16, (HOPPER, "sm_80")),
         (with_scores(small, softcap=50.0), f16, (HOPPER,)),
         (with_heads(bundled, 96, RopeStyle.HALVES), f16, (HOPPER,)),
         (with_heads(bundled, 256, RopeStyle.HALVES), bf16, (HOPPER,)),

@@ -55,7 +55,8 @@ from nightmill.worker.assembly.sizes import (
     interactive_slots,
     max_sequences,
 )
-from nightmill.worker.link.link import ENGINE_COMMAND, EngineLink, launch_engine
+from nightmill.worker.link.launching import ENGINE_COMMAND, launch_engine
+from nightmill.worker.link.link import EngineLink
 from nightmill.worker.runners.gpu.device.nvml import GpuProbe
 from nightmill.worker.service import tasks
 from nightmill.worker.service.heart import LOADING, Heart
@@ -130,15 +131,15 @@ class EngineStep(bootsteps.StartStopStep):
             self.housekeeper.sweep()  # announces what was handed back
             if self.turn is not None:
                 self.turn.end()
-            if self.rest_reason is None or self.told_to_end:
-                self.claims.sign_off()
-            else:
-                self.claims.fall_asleep(self.rest_reason)
         except NightmillError as error:
             log.warning("%s", error)
+        if not (sleeps := self.goes_to_sleep):
+            self._take_leave()
         done = self.service.engine.stats
         self.service.close()
         self.service = None
+        if sleeps:  # shown only now that the engine's process, and its GPU memory, are gone
+            self._take_leave()
         self.broker.close()
         self.database.close()
         log.info(
@@ -170,7 +171,7 @@ class EngineStep(bootsteps.StartStopStep):
 
         Whoever told it to end meanwhile gets that: the flag was set by a signal, not by `_rest` alone.
         """
-        if self.rest_reason is None or self.told_to_end or celery_state.should_stop:  # 0: to end in order
+        if not self.goes_to_sleep or celery_state.should_stop:  # 0: to end in order
             return
         options: dict[str, Any] = {"hours": settings.hours, "idle_seconds": settings.idle_seconds}
         command = with_option([sys.executable, *sys.orig_argv[1:]], "--id", self.claims.worker_id)
@@ -310,6 +311,21 @@ class EngineStep(bootsteps.StartStopStep):
         else:
             self.claims.fall_asleep(reason)
             self.rest_reason = reason
+
+    @property
+    def goes_to_sleep(self) -> bool:
+        """Whether this worker ends in order to sleep, and nobody has told it to end altogether."""
+        return self.rest_reason is not None and not self.told_to_end
+
+    def _take_leave(self) -> None:
+        """Be shown as sleeping, or as stopped."""
+        try:
+            if self.rest_reason is not None and self.goes_to_sleep:
+                self.claims.fall_asleep(self.rest_reason)
+            else:
+                self.claims.sign_off()
+        except NightmillError as error:
+            log.warning("%s", error)
 
     def _told(self, service: Service) -> None:
         """A signal has told this worker to end: it does not sleep, also if it was about to."""

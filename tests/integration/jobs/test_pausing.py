@@ -31,23 +31,23 @@ def test_who_is_paused_sleeps_until_resumed_and_others_do_not_notice(client: Cli
     one, other = registered(client, "a"), registered(client, "b", "other")
     rules = [RestRule(claims, client.settings, (None, "model")) for claims in (one, other)]
     assert [rule.reason(0.0) for rule in rules] == [None, None]
-    assert [worker.id for worker in client.pause_workers(["aaa"])] == [one.worker_id]
+    assert [worker.id for worker in client.worker_store.pause(["aaa"])] == [one.worker_id]
     assert [rule.reason(0.0) for rule in rules] == ["paused, until it is resumed", None]
-    assert client.pause_workers(["aaa"]) == []  # it is already
-    assert [worker.id for worker in client.pause_workers()] == [other.worker_id]
+    assert client.worker_store.pause(["aaa"]) == []  # it is already
+    assert [worker.id for worker in client.worker_store.pause()] == [other.worker_id]
     assert {worker.paused for worker in client.workers()} == {True}
-    assert len(client.pause_workers(paused=False)) == 2
+    assert len(client.worker_store.pause(paused=False)) == 2
     assert [rule.reason(0.0) for rule in rules] == [None, None]
     for bad, said in {"c": "is not the id of a live worker; alive are ", "": "is not the id"}.items():
         with pytest.raises(InvalidRequestError, match=said):
-            client.pause_workers([bad])
+            client.worker_store.pause([bad])
 
 
 def test_a_sleeping_worker_is_alive_but_serves_nobody_and_wakes_with_its_row(client: Client) -> None:
     claims = registered(client, "a")
     claims.beat(WorkerState.SLEEPING, "idle, until there are jobs")
-    assert client.serving() == []
-    assert [worker.state for worker in client._workers.serving("model", sleeping=True)] == [
+    assert client.worker_store.serving() == []
+    assert [worker.state for worker in client.worker_store.serving("model", sleeping=True)] == [
         WorkerState.SLEEPING
     ]
     claims.register("host", 2, "model", None)
@@ -82,7 +82,7 @@ def test_who_sleeps_hands_back_what_it_could_not_when_it_fell_asleep(client: Cli
     claims = registered(client, "a")
     job_id = client.enqueue("Once")
     (claim,) = claims.claim([job_id])
-    client.pause_workers()
+    client.worker_store.pause()
     rule = RestRule(claims, client.settings, (None, "model"))
     sleeper = Sleeper(rule, claims, Heart(claims, 30.0), Sweep(client.database), 5.0)
     assert client.get(job_id).state is JobState.RUNNING
@@ -184,5 +184,5 @@ def test_forecasts_count_the_hours_of_those_who_serve(client: Client, clock: Clo
     status = batch.status()
     assert (status.estimated_end, status.wakes_at) == (None, datetime(2026, 1, 2, 22, 0, tzinfo=UTC))
     assert "when the hours of its workers begin" in describe_status(status)
-    client.pause_workers()
+    client.worker_store.pause()
     assert batch.status().wakes_at is None  # nobody knows
