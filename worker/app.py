@@ -21,7 +21,6 @@ from celery import Celery, bootsteps, signals
 from celery.concurrency.thread import TaskPool
 from celery.worker import state as celery_state
 
-from nightmill.jobs.base.contract import WorkerState
 from nightmill.jobs.base.hours import Hours
 from nightmill.jobs.base.last_resort import END_SECONDS, LastResort
 from nightmill.jobs.base.logs import fit
@@ -241,7 +240,7 @@ class EngineStep(bootsteps.StartStopStep):
         if reason is None:  # the database's clock may be ahead
             reason = f"{UNTIL}its hours begin" if settings.models is None else "chooses a model"
         self.rest_reason = reason
-        self.claims.beat(WorkerState.SLEEPING, self.rest_reason)
+        self.claims.fall_asleep(self.rest_reason)
         self.database.close()
         log.info("going to sleep: %s", self.rest_reason)
         raise SystemExit(0)
@@ -308,9 +307,9 @@ class EngineStep(bootsteps.StartStopStep):
         """Take leave, or sleep and load another model if only this one fails. Raises DatabaseError."""
         reason = None if self.turn is None else self.turn.failed(error)
         if reason is None:
-            self.claims.withdraw()
+            self.claims.withdraw(has_slept=self.options.get("worker_id") is not None)
         else:
-            self.claims.beat(WorkerState.SLEEPING, reason)
+            self.claims.fall_asleep(reason)
             self.rest_reason = reason
 
     @property
@@ -321,8 +320,8 @@ class EngineStep(bootsteps.StartStopStep):
     def _take_leave(self) -> None:
         """Be shown as sleeping, or as stopped."""
         try:
-            if self.goes_to_sleep:
-                self.claims.beat(WorkerState.SLEEPING, self.rest_reason)
+            if self.rest_reason is not None and self.goes_to_sleep:
+                self.claims.fall_asleep(self.rest_reason)
             else:
                 self.claims.sign_off()
         except NightmillError as error:

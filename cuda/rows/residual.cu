@@ -3,6 +3,7 @@
 //   x += scale * after(added + bias)      x, added (T, width) float, bias (width,) float or null; not where added is null
 //   x *= *factor                          float, or null (Gemma 4); not where added is null
 //   out = before(x)                       out (T, width) elements; not where out is null
+//   x = before(x)                         where `behind` is given: norms that stand behind what is added
 // What a norm is: `stream_row.cuh`. `residual_three_*` give three RMS norms of x that have one eps, each with weights of its
 // own: what a dense network, experts beside it and their router read (Gemma 4).
 //
@@ -16,6 +17,7 @@ struct Added {
     Norm after;
     float scale;
     const float* factor;
+    bool behind;
 };
 
 // x with what is added, in registers and in its place.
@@ -38,7 +40,7 @@ static __device__ __forceinline__ void add_to_stream(Piece<PIECES>& row, Piece<P
 #pragma unroll
         for (int i = 0; i < 8; ++i)
             row.values[piece][i] = fmaf(added.scale, row.values[piece][i], stream.values[piece][i]) * times;
-        store8(x + start + at, row.values[piece]);
+        if (!added.behind) store8(x + start + at, row.values[piece]);
     });
 }
 
@@ -55,8 +57,10 @@ static __device__ __forceinline__ void residual_row(Added added, float* x, const
     add_to_stream(row, after_gains, added, x, start, width, partial);
     if (out == nullptr) return;
     normalise<EARLY>(row, before_gains, before, width, partial + 2);
-    row.each(width,
-             [&](int piece, int at) { *reinterpret_cast<Element8*>(out + start + at) = pack(row.values[piece]); });
+    row.each(width, [&](int piece, int at) {
+        if (added.behind) store8(x + start + at, row.values[piece]);
+        *reinterpret_cast<Element8*>(out + start + at) = pack(row.values[piece]);
+    });
 }
 
 // The weight of a norm, and what it gives.
@@ -90,8 +94,9 @@ static __device__ __forceinline__ void three_norms(Added added, float* x, float 
         residual_##PIECES(const float* added, const float* bias, const float* after, const float* after_bias,     \
                           float after_eps, int after_centred, float scale, const float* factor, float* x,         \
                           const float* before, const float* before_bias, float before_eps, int before_centred,    \
-                          Element* out, int width) {                                                              \
-        residual_row<PIECES>({added, bias, {after, after_bias, after_eps, after_centred}, scale, factor}, x,      \
+                          int behind, Element* out, int width) {                                                  \
+        const Norm own{after, after_bias, after_eps, after_centred};                                              \
+        residual_row<PIECES>({added, bias, own, scale, factor, behind != 0}, x,                                   \
                              {before, before_bias, before_eps, before_centred}, out, width);                      \
     }                                                                                                             \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                         \
@@ -100,7 +105,8 @@ static __device__ __forceinline__ void three_norms(Added added, float* x, float 
                                 const float* factor, float* x, float eps, const float* first, Element* first_out, \
                                 const float* second, Element* second_out, const float* third, Element* third_out, \
                                 int width) {                                                                      \
-        three_norms<PIECES>({added, bias, {after, after_bias, after_eps, after_centred}, scale, factor}, x, eps,  \
+        const Norm own{after, after_bias, after_eps, after_centred};                                              \
+        three_norms<PIECES>({added, bias, own, scale, factor, false}, x, eps,                                     \
                             {{first, first_out}, {second, second_out}, {third, third_out}}, width);               \
     }
 

@@ -48,12 +48,12 @@ def test_a_worker_sleeps_when_idle_and_when_paused_and_serves_again(
         assert worker.is_running() and process.poll() is None
 
         # On a busy machine it may be silent for longer than is usual here, while it falls asleep again.
-        (paused,) = wait_until(jobs_client.pause_workers, PATIENCE)
+        (paused,) = wait_until(jobs_client.worker_store.pause, PATIENCE)
         wait_until(lambda: "nightmill.worker.service.sleeping" in worker.cmdline(), PATIENCE)
         waiting = jobs_client.enqueue("Write a haiku about snow", max_tokens=8)
         wait_until(lambda: jobs_client.workers()[0].detail == "paused, until it is resumed", PATIENCE)
         assert jobs_client.get(waiting).state is JobState.QUEUED
-        assert [one.id for one in jobs_client.pause_workers(paused=False)] == [paused.id]
+        assert [one.id for one in jobs_client.worker_store.pause(paused=False)] == [paused.id]
         jobs_client.wait(waiting, timeout=PATIENCE)
 
         wait_until(lambda: "nightmill.worker.service.sleeping" in worker.cmdline(), PATIENCE)

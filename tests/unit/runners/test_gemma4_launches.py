@@ -38,6 +38,7 @@ from tests.support.parts import file_of_halves, file_of_q8_0
 from tests.support.quantised_models import quantised
 from tests.support.specs import GEMMAS
 from tests.unit.runners.recorded_cuda import RecordedDriver
+from tests.unit.runners.recorded_steps import take_steps
 
 pytestmark = pytest.mark.heavy  # kernels are compiled where nvcc is
 
@@ -48,10 +49,7 @@ OPTIONS: dict[str, Any] = {"slots": 2, "context": CONTEXT, "kv_pages": 64, "max_
 
 def launch(runner: CudaRunner, *steps: list[Chunk]) -> None:
     """Run steps, of which the first has new sequences."""
-    pages = Pages(2, CONTEXT // 16)
-    for step in steps:
-        runner.launch(pages.batch(step, admit=step is steps[0], kinds=runner.page_kinds))
-        assert runner.collect() is not None
+    take_steps(runner, Pages(2, CONTEXT // 16), [*steps])
 
 
 def test_layers_with_other_heads_have_tiles_of_their_own(

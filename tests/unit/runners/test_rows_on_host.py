@@ -13,6 +13,7 @@ from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import Format
 from nightmill.worker.runners.gpu.rows.activate import COMPUTED
 from tests.gpu import test_kernels_pooling
+from tests.gpu import test_kernels_rotation as rotation_on_gpu
 from tests.gpu import test_kernels_rows as on_gpu
 from tests.unit.runners.host_kernels import HostDevice, run_rows_on_host
 
@@ -99,20 +100,29 @@ def test_activations(launched: set[str], device: Any, bias: bool) -> None:
     for activation in COMPUTED:
         for gated in (True, False):
             on_gpu.test_activations(device, 1000, activation, gated, bias)
-    assert launched == {"swiglu", "geglu", "silu", "gelu", "reglu_squared", "relu_squared"}
+    assert launched == {
+        "swiglu",
+        "geglu",
+        "silu",
+        "gelu",
+        "reglu_squared",
+        "relu_squared",
+        "geglu_erf",
+        "gelu_erf",
+    }
 
 
 @pytest.mark.parametrize("style", RopeStyle)
-@pytest.mark.parametrize("kind", on_gpu.KINDS)
+@pytest.mark.parametrize("kind", rotation_on_gpu.KINDS)
 def test_what_is_done_to_heads(launched: set[str], kind: str, style: RopeStyle) -> None:
     device: Any = HostDevice()
-    on_gpu.test_qkv_is_normed_rotated_and_written(device, kind, style, 3, 1, 40, normed=True)
+    rotation_on_gpu.test_qkv_is_normed_rotated_and_written(device, kind, style, 3, 1, 40, normed=True)
     assert launched - {"qk_statistics"} == {"qkv_rope_write", "rope_table"}
 
 
 @pytest.mark.parametrize("heads", [(3, 1, 40), (4, 2, 512)], ids=str)
-@pytest.mark.parametrize("kind", on_gpu.OTHERS)
+@pytest.mark.parametrize("kind", rotation_on_gpu.OTHERS)
 def test_heads_that_a_layer_does_not_make(launched: set[str], kind: str, heads: tuple[int, int, int]) -> None:
     device: Any = HostDevice()
-    on_gpu.test_heads_that_a_layer_does_not_make(device, kind, heads)
+    rotation_on_gpu.test_heads_that_a_layer_does_not_make(device, kind, heads)
     assert launched == {"qkv_rope_write", "rope_table"}

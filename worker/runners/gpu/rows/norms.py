@@ -24,6 +24,7 @@ class Ending:
 
     factor  a float that is a weight, or ABSENT
     before  None: nothing is written to out; without a weight x is only rounded
+    behind  x becomes before(x), too: norms stand behind what is added
     beside  norms of x for others, and where they go: two, or none. They, and `before`, are RMS norms with one
             eps (`three_alike`)
     """
@@ -32,6 +33,7 @@ class Ending:
     scale: float = 1.0
     factor: Buffer = ABSENT
     before: NormWeight | None = NO_NORM
+    behind: bool = False
     beside: tuple[tuple[NormWeight, Buffer], ...] = ()
 
     def takes(self, rows: int) -> bool:
@@ -55,7 +57,7 @@ class Norms:
         self._three: dict[int, KernelPair] = {}
         if not only_rms_norms(spec):
             residual = KernelPairs(device, source_of("residual"))
-            self._any = _by_pieces(residual, "residual", _ADDED + "PPfiPi")
+            self._any = _by_pieces(residual, "residual", _ADDED + "PPfiiPi")
             self._three = _by_pieces(residual, "residual_three", _ADDED + "fPPPPPPi")
 
     @staticmethod
@@ -104,7 +106,7 @@ class Norms:
             self._three[pieces].of(rows)(*addition, then.eps, *places, width)
             return
         self._any[pieces].of(rows)(
-            *addition, then.weight.address, then.bias.address, then.eps, then.centred,
+            *addition, then.weight.address, then.bias.address, then.eps, then.centred, ending.behind,
             0 if ending.before is None else out.address, width,
         )  # fmt: skip
 
@@ -125,5 +127,6 @@ def only_rms_norms(spec: ModelSpec) -> bool:
     norms = [spec.output_norm, *(layer.attention_norm for layer in spec.layers if layer.mixer is not None)]
     norms += [one.feed_forward_norm for one in spec.layers if one.feed_forward.width and not one.parallel]
     plain = all(norm is not None and not norm.centred and not norm.bias for norm in norms)
-    adds = spec.layer_inputs is not None or any(Kind.ADDEND in layer_kinds(layer) for layer in spec.layers)
+    adds = spec.layer_inputs is not None or spec.encoder is not None
+    adds = adds or any(Kind.ADDEND in layer_kinds(layer) for layer in spec.layers)
     return plain and not adds
