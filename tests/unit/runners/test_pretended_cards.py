@@ -30,6 +30,7 @@ from nightmill.worker.runners.gpu.states.choice import StateMixers, state_mixer
 from tests.support.cuda_runners import cuda_runner
 from tests.support.driving import Chunk, Pages
 from tests.support.family_cases import GPU_FILES
+from tests.support.needs import Need, missing
 from tests.support.specs import dense_spec
 from tests.unit.runners.recorded_cuda import (
     HOPPER,
@@ -210,10 +211,11 @@ def test_tests_of_a_gpu_are_run_as_the_card_that_a_variable_names() -> None:
 
 
 @pytest.mark.heavy
-@pytest.mark.skipif(not nvcc_is_there(), reason="needs nvcc")
 def test_nvcc_makes_machine_code_of_the_gpu_from_code_of_the_card(
     monkeypatch: pytest.MonkeyPatch, cubins: Path
 ) -> None:
+    if not nvcc_is_there():
+        missing(Need.NVCC)
     record(HOPPER, monkeypatch, cubins)
     with Device(pretended=KNOWN_CARDS["rtx3090"]) as device:
         path, options = source_of("logits")
