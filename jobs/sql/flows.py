@@ -116,14 +116,12 @@ class Flows:
                 for grant in given:
                     rows[grant.flow] += grant.rows
                 found = {
-                    place: iter(_due_rows(connection, model, priority, flows[place], most, now))
+                    place: iter(self._take(connection, model, priority, flows[place], most, now))
                     for place, most in rows.items()
                 }
                 for grant in given:
                     if ids := list(islice(found[grant.flow], grant.rows)):
                         taken.append(Announcement(model, priority, ids))
-            for chunk in chunked(job_id for message in taken for job_id in message.job_ids):
-                connection.execute(_MARK_SENT, {"job_ids": chunk, "now": now})
         return taken
 
     def _our_turn(
@@ -147,7 +145,7 @@ class Flows:
         self, connection: Connection, models: Sequence[str | None], priority: int, now: datetime
     ) -> dict[str | None, tuple[list[Flow], list[Standing]]]:
         """Return the flows of each model's queue that have rows in it or are to have some."""
-        given: dict[str, Any] = {"priority": priority, "now": now}
+        given: dict[str, Any] = {"queue_priority": priority, "now": now}
         given |= {_name(place): model for place, model in enumerate(models) if model is not None}
         announced: list[dict[Flow, int]] = [{} for _ in models]
         waiting: list[set[Flow]] = [set() for _ in models]
@@ -173,6 +171,25 @@ class Flows:
                 ],
             )
         return found
+
+    def _take(
+        self, connection: Connection, model: str | None, priority: int, flow: Flow, limit: int, now: datetime
+    ) -> list[str]:
+        """Mark a flow's first due rows without a message as sent; returns their ids."""
+        ids: list[str] = []
+        queue, at_once = _Queue(0, model is None), not self._database.is_sqlite
+        shape = Flow(*(name and "" for name in flow))
+        given: dict[str, Any] = {"queue_priority": priority, "now": now, "name": flow.batch or flow.owner}
+        given |= {} if model is None else {_name(0): model}
+        for scheduled in (False, True):
+            if len(ids) < limit:
+                query = _taking(queue, shape, scheduled=scheduled, marks=at_once)
+                found = connection.execute(query, given | {"most": limit - len(ids)}).scalar_one()
+                ids += found.split(",") if found else []
+        if not at_once:
+            for chunk in chunked(ids):
+                connection.execute(_MARK_SENT, {"job_ids": chunk, "now": now})
+        return ids
 
     def _owners_of(self, connection: Connection, batches: Sequence[str]) -> Mapping[str, str | None]:
         """Return the owners of batches that came over HTTP."""
@@ -201,7 +218,7 @@ def _key(place: int) -> str:
 
 
 class _Queue(NamedTuple):
-    """The queue of the model at a place in the parameters, and of the parameter `priority`.
+    """The queue of the model at a place in the parameters, and of the parameter `queue_priority`.
 
     any_model  there it is None: of jobs for any model
     """
@@ -213,7 +230,7 @@ class _Queue(NamedTuple):
         """Return the conditions for its queued jobs."""
         queued = row.state == literal_column("'queued'")  # as in the conditions of indexes
         of_model = row.model.is_(None) if self.any_model else row.model == bindparam(_name(self.place))
-        return (queued, of_model, row.priority == bindparam("priority"))
+        return (queued, of_model, row.priority == bindparam("queue_priority"))
 
 
 @cache
@@ -328,22 +345,30 @@ def _as_in_index(names: InstrumentedAttribute[Any]) -> tuple[Any, ...]:
     return (JobRow.model, JobRow.priority, names, JobRow.sent_at, JobRow.scheduled_at, JobRow.id)
 
 
-def _due_rows(
-    connection: Connection, model: str | None, priority: int, flow: Flow, limit: int, now: datetime
-) -> list[str]:
-    """Return a flow's first due rows without a message, locked. Suspects get none."""
-    ids: list[str] = []
+@cache
+def _taking(queue: _Queue, flow: Flow, *, scheduled: bool, marks: bool) -> Select[Any]:
+    """Return a query for a flow's first due rows without a message, as one text with commas; locked.
+
+    Suspects get none. One text, since to read a row for each id takes longer than all else.
+
+    flow       has "" for the name in the parameter `name`
+    scheduled  rows that were due at a time, else those that are due at once
+    marks      it marks them as sent, too, as PostgreSQL can in one statement
+    """
     names = JobRow.owner if flow.batch is None else JobRow.batch
-    for due in (JobRow.scheduled_at.is_(None), JobRow.scheduled_at <= now):
-        if len(ids) < limit:
-            query = select(JobRow.id).where(
-                *of_queue(model, priority),
-                *flow.conditions(),
-                *(JobRow.sent_at.is_(None), JobRow.suspects.is_(None), due),
-            )
-            query = query.order_by(*_as_in_index(names)).limit(limit - len(ids))
-            ids += connection.execute(query.with_for_update(skip_locked=True)).scalars()
-    return ids
+    named = (names.is_(None) if flow.owner is None else names == bindparam("name"),)
+    of_flow = (JobRow.batch.is_(None), *named) if flow.batch is None else (names == bindparam("name"),)
+    due = JobRow.scheduled_at <= _NOW if scheduled else JobRow.scheduled_at.is_(None)
+    first = select(JobRow.id).where(
+        *queue.conditions(), *of_flow, JobRow.sent_at.is_(None), JobRow.suspects.is_(None), due
+    )
+    first = first.order_by(*_as_in_index(names)).limit(bindparam("most", type_=Integer()))
+    some = first.with_for_update(skip_locked=True).cte("some")
+    if not marks:
+        return select(func.group_concat(some.c.id, literal_column("','")))
+    found: Select[Any] = select(func.string_agg(some.c.id, literal_column("','")))
+    marking = update(JobRow).where(JobRow.id == some.c.id).values(sent_at=_NOW)
+    return found.add_cte(marking.returning(JobRow.id).cte("marked"))
 
 
 _MARK_SENT = update(JobRow).where(among(JobRow.id, "job_ids")).values(sent_at=_NOW)
