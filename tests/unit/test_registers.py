@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.needs import Need, missing
 from tools import compile_kernels
 from tools.compile_kernels import MOST_STACK, Resources, compile_one, recorded, write_table
 
@@ -34,7 +35,7 @@ def test_registers_are_read_for_each_gpu_that_takes_the_code(
 ) -> None:
     nvcc = compile_kernels.shutil.which("nvcc")
     if nvcc is None:
-        pytest.skip("needs nvcc")
+        missing(Need.NVCC)
     monkeypatch.setattr(compile_kernels, "DONE", tmp_path)
     source = tmp_path / "two.cu"
     source.write_text(
