@@ -176,7 +176,13 @@ class RegisteredWorker:
             )
 
     @retried
-    def withdraw(self) -> None:
-        """Delete the row of this worker, which ends before it could claim anything."""
+    def withdraw(self, *, has_slept: bool = False) -> None:
+        """Delete the row of this worker, which ends before it could claim anything.
+
+        One that has slept signs off: it may have had jobs before, and callers know its models by its row.
+        """
+        if has_slept:
+            self.sign_off()
+            return
         with self.database.write() as connection:
             connection.execute(delete(WorkerRow).where(WorkerRow.id == self.worker_id))

@@ -15,7 +15,7 @@ from nightmill.worker.runners.gpu.rows.activate import COMPUTED, Activate
 from nightmill.worker.runners.gpu.rows.embedding import Embedding
 from nightmill.worker.runners.gpu.rows.layer_inputs import LayerInputRows
 from nightmill.worker.runners.gpu.rows.logits import LogitScale
-from nightmill.worker.runners.gpu.rows.norms import Ending, Norms
+from nightmill.worker.runners.gpu.rows.norms import Ending, Norms, three_alike
 from nightmill.worker.runners.gpu.weights.layout import NO_NORM, NormWeight
 from nightmill.worker.runners.reference import ops
 from nightmill.worker.runners.reference.rounding import to_fp8
@@ -134,6 +134,28 @@ def test_either_kernel_gives_the_bits_of_an_rms_norm(device: Device) -> None:
 
 
 @BOTH_ELEMENTS
+def test_three_norms_of_a_row_have_the_bits_that_they_have_apart(device: Device) -> None:
+    norms, rng = Norms(device, VARIANTS["norms after too"]), np.random.default_rng(7)
+    for width in WIDTHS:
+        given = rng.standard_normal((9, width)).astype(np.float32)
+        after, *each = (
+            NormWeight(buffer(device, rng.standard_normal(width).astype(np.float32)), 1e-6) for _ in range(4)
+        )
+        added, factor = (buffer(device, one.astype(np.float32)) for one in (given[::-1], np.array([0.7])))
+        together, apart = ([poisoned(device, (9, width), ELEMENT) for _ in range(3)] for _ in range(2))
+        streams = [buffer(device, given) for _ in range(2)]
+        ending = Ending(after, 1.5, factor, each[0])
+        beside = tuple(zip(each[1:], together[1:], strict=True))
+        assert three_alike(*each) and not three_alike(after, *each)
+        assert not replace(ending, beside=beside).takes(10)
+        norms.add(added, ABSENT, replace(ending, beside=beside), streams[0], together[0], 9)
+        norms.add(added, ABSENT, ending, streams[1], apart[0], 9)
+        for norm, out in zip(each[1:], apart[1:], strict=True):
+            norms(streams[1], norm, out, 9)
+        for one, other in zip([streams[0], *together], [streams[1], *apart], strict=True):
+            np.testing.assert_array_equal(fetched(device, one), fetched(device, other))
+
+
 def test_rows_are_rounded_to_fp8(device: Device) -> None:
     quantise = Quantise(device)
     rng = np.random.default_rng(6)
@@ -210,6 +232,7 @@ def test_activations(device: Device, ffn: int, activation: Activation, gated: bo
     oracle = {
         (Activation.SILU, True): ops.swiglu, (Activation.SILU, False): ops.silu,
         (Activation.GELU, True): ops.geglu, (Activation.GELU, False): ops.gelu,
+        (Activation.GELU_ERF, True): ops.geglu_erf, (Activation.GELU_ERF, False): ops.gelu_erf,
         (Activation.RELU_SQUARED, True): ops.reglu_squared,
         (Activation.RELU_SQUARED, False): ops.relu_squared,
     }[activation, gated]  # fmt: skip

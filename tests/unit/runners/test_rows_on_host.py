@@ -78,6 +78,12 @@ def test_either_kernel_gives_the_bits_of_an_rms_norm(launched: set[str], device:
     assert launched == {f"{name}_{pieces}" for name in ("rms_norm", "residual") for pieces in (1, 2, 4)}
 
 
+def test_three_norms_of_a_row(launched: set[str], device: Any) -> None:
+    on_gpu.test_three_norms_of_a_row_have_the_bits_that_they_have_apart(device)
+    names = ("rms_norm", "residual", "residual_three")
+    assert launched == {f"{name}_{pieces}" for name in names for pieces in (1, 2, 4)}
+
+
 def test_rows_rounded_to_fp8_alone_and_as_they_are_normed(
     monkeypatch: pytest.MonkeyPatch, launched: set[str]
 ) -> None:
@@ -94,7 +100,16 @@ def test_activations(launched: set[str], device: Any, bias: bool) -> None:
     for activation in COMPUTED:
         for gated in (True, False):
             on_gpu.test_activations(device, 1000, activation, gated, bias)
-    assert launched == {"swiglu", "geglu", "silu", "gelu", "reglu_squared", "relu_squared"}
+    assert launched == {
+        "swiglu",
+        "geglu",
+        "silu",
+        "gelu",
+        "reglu_squared",
+        "relu_squared",
+        "geglu_erf",
+        "gelu_erf",
+    }
 
 
 @pytest.mark.parametrize("style", RopeStyle)
