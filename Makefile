@@ -94,6 +94,10 @@ present:
 		--dest $(VENV)/from-index twine >/dev/null 2>&1 || echo index
 	@! PATH="$$PATH:/usr/sbin" command -v pgbouncer >/dev/null || echo pgbouncer
 	@! command -v c++ g++ clang++ >/dev/null || echo compiler
+	@! $(BIN)/python -c 'from nightmill.worker.runners.gpu.device.compiler import find_nvcc; find_nvcc()' \
+		2>/dev/null || echo nvcc
+	@rm -rf $(VENV)/disk; mkdir $(VENV)/disk; ! mount -t tmpfs -o size=1m nightmill-tests $(VENV)/disk 2>/dev/null \
+		|| { umount $(VENV)/disk && echo mount; }; rmdir $(VENV)/disk
 
 vocabularies: $(VENV)/dev.stamp ## Fetch real vocabularies and chat templates, which the tests then read (76 MB)
 	@echo "Fetching vocabularies and chat templates (76 MB) ..."

@@ -109,7 +109,7 @@ def test_batches_over_http_belong_to_their_owner(client: Client) -> None:
     for name in ("batch_" + "1" * 32, "batch_" + "2" * 32, "mine"):
         submit(client, name, 20)
     with client.database.write() as connection:
-        found, standings = flows._standings(connection, None, 5, now)
+        found, standings = flows._standings(connection, [None], 5, now)[None]
     assert {flow.batch: standing.owner for flow, standing in zip(found, standings, strict=True)} == {
         "batch_" + "1" * 32: "alice",
         "batch_" + "2" * 32: "alice",

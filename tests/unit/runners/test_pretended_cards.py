@@ -30,6 +30,7 @@ from nightmill.worker.runners.gpu.states.choice import StateMixers, state_mixer
 from tests.support.cuda_runners import cuda_runner
 from tests.support.driving import Chunk, Pages
 from tests.support.family_cases import GPU_FILES
+from tests.support.needs import Need, missing
 from tests.support.specs import dense_spec
 from tests.unit.runners import recorded_cuda
 from tests.unit.runners.recorded_cuda import (
@@ -211,10 +212,11 @@ def test_tests_of_a_gpu_are_run_as_the_card_that_a_variable_names() -> None:
 
 
 @pytest.mark.heavy
-@pytest.mark.skipif(not nvcc_is_there(), reason="needs nvcc")
 def test_nvcc_makes_machine_code_of_the_gpu_from_code_of_the_card(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    if not nvcc_is_there():
+        missing(Need.NVCC)
     monkeypatch.setattr(recorded_cuda, "recorded_lines", dict)  # so that it is compiled
     monkeypatch.setattr(recorded_cuda, "LOCAL", tmp_path / "compiled.txt")
     record(HOPPER, monkeypatch, tmp_path)
