@@ -1,1 +1,1 @@
-"""What `nightmill benchmark` is made of: parts, each in a process of its own that may be cut, and reports."""
+"""The parts of `nightmill benchmark`, each in a process of its own that may be cut, and their reports."""
