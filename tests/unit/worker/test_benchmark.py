@@ -18,7 +18,7 @@ from nightmill.worker.assembly.forecast import card_of
 from nightmill.worker.assembly.model import OpenModel, demo_model, open_model
 from nightmill.worker.commands.benchmarking import kernels, parts, texts
 from nightmill.worker.commands.benchmarking.report import EqualTexts, PartReport
-from nightmill.worker.commands.benchmarking.texts import Measuring, benchmark_format
+from nightmill.worker.commands.benchmarking.texts import Timing, benchmark_format
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.runners.gpu.device.compiler import KernelCompileError
 from nightmill.worker.runners.gpu.device.device import DeviceMemoryError, KernelLaunchError
@@ -42,13 +42,13 @@ def in_numpy(**changes: Any) -> tuple[Settings, OpenModel]:
     return settings, open_model(settings)
 
 
-SHORT = Measuring((EqualTexts(2, 200, 4),), 1.0)
+SHORT = Timing((EqualTexts(2, 200, 4),), 1.0)
 
 
-def report(measuring: Measuring = SHORT, **changes: Any) -> PartReport:
+def report(timing: Timing = SHORT, **changes: Any) -> PartReport:
     settings, model = in_numpy(**changes)
     with closing(model.file):
-        return benchmark_format(settings, model, measuring, said=lambda news: None)
+        return benchmark_format(settings, model, timing, said=lambda news: None)
 
 
 def test_a_report_has_what_a_card_is_judged_by(tmp_path: Path) -> None:
@@ -116,9 +116,9 @@ def test_texts_that_depend_on_their_company_fail_the_check(
 
 def test_loads_are_cut_or_left_out_once_the_time_is_up(few: None) -> None:
     loads = (EqualTexts(2, 20, 100), EqualTexts(2, 20, 1), EqualTexts(1, 20, 1))
-    cut = report(Measuring(loads[:1], seconds=0.001))
+    cut = report(Timing(loads[:1], seconds=0.001))
     assert [speed.cut for speed in cut.speeds] == [True] and cut.speeds[0].seconds < 10
-    found = report(Measuring(loads, seconds=5.0, altogether=0.0))
+    found = report(Timing(loads, seconds=5.0, altogether=0.0))
     assert (found.speeds, found.left_out) == ([], list(loads)) and found.ok
     assert found.values()["left_out"][0] == {"sequences": 2, "prompt": 20, "answer": 100}
 
@@ -156,7 +156,7 @@ def test_first_tokens_are_held_against_numpy(few: None) -> None:
     with closing(model.file):
         numpy = texts.numpy_tokens(settings, model, ("16bit", "file", "fp8"), said=lambda news: None)
     assert list(numpy.first_tokens) == ["16bit", "fp8"]
-    right = report(Measuring((), 1.0), weights="fp8")
+    right = report(Timing((), 1.0), weights="fp8")
     wrong = replace(right, checks=[], first_tokens={"fp8": [-1, -1, -1]})
     unknown = replace(right, checks=[], first_tokens={"other": [1, 2, 3]})
     for one in (right, wrong, unknown):

@@ -14,7 +14,7 @@ from nightmill.worker.assembly.sizes import hang_seconds
 from nightmill.worker.commands.benchmarking.kernels import compile_all_kernels
 from nightmill.worker.commands.benchmarking.parts import News, Part, PartTask
 from nightmill.worker.commands.benchmarking.report import PartReport
-from nightmill.worker.commands.benchmarking.texts import Measuring, benchmark_format, numpy_tokens
+from nightmill.worker.commands.benchmarking.texts import Timing, benchmark_format, numpy_tokens
 from nightmill.worker.runners.starting import StartStep
 from nightmill.worker.watched import describe
 
@@ -53,8 +53,8 @@ def _computed(task: PartTask, teller: "_Teller") -> PartReport:
                 os.nice(_BESIDE)
                 return numpy_tokens(settings, model, task.weights, said=teller.said)
             case Part.FORMAT:
-                measuring = Measuring(task.loads, task.seconds, task.altogether)
-                return benchmark_format(settings, model, measuring, said=teller.said, found=teller.found)
+                timing = Timing(task.loads, task.seconds, task.altogether)
+                return benchmark_format(settings, model, timing, said=teller.said, found=teller.found)
 
 
 class _Teller:

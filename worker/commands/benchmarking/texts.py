@@ -18,7 +18,7 @@ from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Request
 from nightmill.worker.runners.starting import StartStep
 
-__all__ = ["MOST_WITH_NUMPY", "Measuring", "benchmark_format", "compared_with_numpy", "numpy_tokens"]
+__all__ = ["MOST_WITH_NUMPY", "Timing", "benchmark_format", "compared_with_numpy", "numpy_tokens"]
 
 _CHECKED, _CHECKED_TOKENS = 8, 24  # prompts, and tokens of each answer
 _BESIDE = 56  # other sequences, so that steps are of a size that takes other kernels
@@ -34,7 +34,7 @@ Texts = list[tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Measuring:
+class Timing:
     """The loads to time, each for so many seconds at most, all of them for so many."""
 
     loads: Sequence[EqualTexts]
@@ -43,7 +43,7 @@ class Measuring:
 
 
 def benchmark_format(
-    settings: Settings, model: OpenModel, measuring: Measuring, *, said: Said,
+    settings: Settings, model: OpenModel, timing: Timing, *, said: Said,
     found: Callable[[PartReport], None] = lambda report: None,
 ) -> PartReport:  # fmt: skip
     """Check and measure a model with the weights that the settings name.
@@ -52,7 +52,7 @@ def benchmark_format(
     found  is told the report whenever it has grown
     """
     report = PartReport(part_of(settings.weights))
-    most = max((load.sequences for load in measuring.loads), default=1)
+    most = max((load.sequences for load in timing.loads), default=1)
     context = min(CONTEXT, model.spec.context_length)
     sized = settings.model_copy(
         update={"max_sequences": max(most, _BESIDE + 1), "context": context, "prefix_sharing": False}
@@ -73,7 +73,7 @@ def benchmark_format(
         with _timed(report, "comparing texts"):
             _check_texts(engine, model, report, said)
         found(report)
-        _measure_all(engine, model, measuring, report, said, found)
+        _measure_all(engine, model, timing, report, said, found)
     except NightmillError as error:
         report.failed("runs to the end", str(error))
     finally:
@@ -94,15 +94,15 @@ def _check_texts(engine: Engine, model: OpenModel, report: PartReport, said: Sai
 
 
 def _measure_all(
-    engine: Engine, model: OpenModel, measuring: Measuring, report: PartReport, said: Said,
+    engine: Engine, model: OpenModel, timing: Timing, report: PartReport, said: Said,
     found: Callable[[PartReport], None],
 ) -> None:  # fmt: skip
     """Time the loads, the later ones more shortly where time runs out, or not at all."""
-    ends, context = time.monotonic() + measuring.altogether, min(CONTEXT, model.spec.context_length)
-    for number, load in enumerate(measuring.loads):
-        left = (ends - time.monotonic()) / (len(measuring.loads) - number)
-        seconds = min(measuring.seconds, left / (1 + _WARM_UP_SHARE))
-        if seconds < min(_LEAST_SECONDS, measuring.seconds):
+    ends, context = time.monotonic() + timing.altogether, min(CONTEXT, model.spec.context_length)
+    for number, load in enumerate(timing.loads):
+        left = (ends - time.monotonic()) / (len(timing.loads) - number)
+        seconds = min(timing.seconds, left / (1 + _WARM_UP_SHARE))
+        if seconds < min(_LEAST_SECONDS, timing.seconds):
             report.left_out.append(load)
             continue
         fitting = load._replace(prompt=min(load.prompt, context - load.answer - 1))
