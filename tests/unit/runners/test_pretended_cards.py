@@ -27,6 +27,7 @@ from nightmill.worker.runners.gpu.device.sources import source_of
 from nightmill.worker.runners.gpu.outlook import kernel_outlook
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.states.choice import StateMixers, state_mixer
+from tests.gpu import cards
 from tests.support.cuda_runners import cuda_runner
 from tests.support.driving import Chunk, Pages
 from tests.support.family_cases import GPU_FILES
@@ -221,3 +222,13 @@ def test_nvcc_makes_machine_code_of_the_gpu_from_code_of_the_card(
     flags = int.from_bytes(cubin[0x30:0x34], "little")  # e_flags of the ELF header
     assert 90 in (flags & 0xFF, flags >> 8 & 0xFF)
     assert read_kernels(cubin)
+
+
+def test_the_list_of_tests_as_other_cards_names_files_that_are_there() -> None:
+    tests = MODEL.parents[1] / "tests" / "gpu"
+    assert all((tests / f"{file}.py").exists() for part in cards.PARTS for file in part.files)
+    assert set(cards.CARDS) < KNOWN_CARDS.keys()
+    shown = (
+        "tests/gpu/test_a.py::test_x[a b] PASSED [ 5%]\ntests/gpu/test_a.py::test_y FAILED [10%]\nE PASSED\n"
+    )
+    assert cards.outcomes(shown) == {"PASSED": 1, "FAILED": 1, "ERROR": 0, "SKIPPED": 0}

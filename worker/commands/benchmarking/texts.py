@@ -185,7 +185,10 @@ def _greedy(
 ) -> Texts:  # fmt: skip
     """Texts of the checked prompts, each alone, or all at once among so many others, or of few tokens."""
     prompts = _prompts(model, _CHECKED + beside, seed=0)
-    requests = [_request(number, prompt, tokens or _CHECKED_TOKENS) for number, prompt in enumerate(prompts)]
+    requests = [
+        _request(number, prompt, _CHECKED_TOKENS if tokens is None else tokens)
+        for number, prompt in enumerate(prompts)
+    ]
     groups = [[one] for one in requests[:_CHECKED]] if not beside and tokens is None else [requests[::-1]]
     found: dict[str, tuple[int, ...]] = {}
     for group in groups:
