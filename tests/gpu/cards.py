@@ -1,4 +1,4 @@
-"""Runs tests of a GPU as other cards, by what they are about: `python -m tests.gpu.cards --card rtx3090 states`.
+"""Runs tests of a GPU as other cards, part by part: `python -m tests.gpu.cards --card rtx3090 states`.
 
 Needs a Hopper GPU, which is taken for each card in turn. Each part has a minute (`--seconds`); what passed
 before it was cut counts. The output of tests that failed is shown; at the end comes a table. Exit code 1 if
