@@ -64,7 +64,7 @@ ALSO = {"sm_80": ("sm_86", "sm_120")}
 """GPUs whose instructions are made from the same code; those of 8.9 are of 8.6 and products of FP8."""
 MOST_STACK = {
     "mma_gemm": 0, "mma_fp8": 0, "packed_mma": 0, "packed_rows": 0, "packed_few": 0, "decode_attention": 16,
-    "few_rows": 16, "prefill_attention": 32, "split_attention": 32,
+    "few_rows": 16, "prefill_attention": 0, "split_attention": 32,
 }  # fmt: skip
 """Bytes of stack that kernels of these files may need, which run in each step: none, or a known few."""
 _SHOWN = 5

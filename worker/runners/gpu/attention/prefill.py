@@ -18,6 +18,7 @@ from nightmill.worker.runners.kv_format import KvFormat
 __all__ = ["HopperPrefill", "PortablePrefill"]
 
 _LARGE = 128  # elements of a head, above which a warpgroup's results fill the registers
+_QUERIES = 128  # elements of a row's queries that are in shared memory where registers do not suffice
 
 
 class HopperPrefill:
@@ -129,7 +130,7 @@ class PortablePrefill:
         fast = value_dim is None and attention.head_dim in FAST_HEADS
         self._columns = attention.kv_heads if fast else attention.heads  # of the grid
         self._threads = 256 if fast and attention.head_dim > 64 else 128
-        self._shared = _tile_bytes(attention.head_dim) if fast else 0
+        self._shared = _block_bytes(attention.head_dim) if fast else 0
         kernels = KernelPairs(device, self._source(attention, value_dim))
         name = "prefill_attention" if fast else "prefill_attention_any"
         self._kernel = kernels.function(name, "PPPPiPPPPii" + SCORES, shared=self._shared, dependent=fast)
@@ -173,7 +174,7 @@ class PortablePrefill:
         )  # fmt: skip
 
 
-def _tile_bytes(head: int) -> int:
-    """Return the bytes of the tiles of keys and values that a block of `prefill_attention.cu` has at once."""
+def _block_bytes(head: int) -> int:
+    """Return the bytes of keys, values and queries in the shared memory of `prefill_attention.cu`."""
     keys, pitch = 32 if head > 128 else 64, 2 * head if head in (64, 128) else 2 * head + 16
-    return 4 * keys * pitch
+    return 4 * keys * pitch + (TILE_ROWS * 2 * _QUERIES if head > 192 else 0)
