@@ -17,7 +17,7 @@
 // chunks; with a window, those are passed over that no token of the tile sees. FLOPs 4 D for each visible (query head,
 // key) pair; memory traffic is small beside it.
 //
-// Options: -DHEAD_DIM, a multiple of 16 from 64 to 256; -DWINDOW, -DSOFTCAP, -DSINKS. Dynamic shared memory: 4 tiles of KEYS rows of
+// Options: -DHEAD_DIM, a multiple of 16 from 64 to 256; -DWINDOW, -DSOFTCAP, -DSINKS; -DQUERIES_SHARED, steps of queries. Dynamic shared memory: 4 tiles of KEYS rows of
 // PITCH bytes, and what threads have of their queries there.
 #include "attention/attention.cuh"
 #include "common/kv_cache.cuh"
@@ -34,9 +34,12 @@ static constexpr bool EXCHANGED = D == 64 || D == 128;
 static constexpr int PITCH = EXCHANGED ? 2 * D : 2 * D + 16;
 static constexpr int TILE_BYTES = KEYS * PITCH;
 
-// Steps of 16 elements of its queries that a thread has in registers, which would not suffice for all of D = 256; it has the
+// Steps of 16 elements of its queries that a thread has in registers, which do not quite suffice for all of D = 256; it has the
 // others in shared memory, behind the tiles.
-static constexpr int HELD = D > 192 ? D / 16 - 8 : D / 16;
+#ifndef QUERIES_SHARED
+#define QUERIES_SHARED 0
+#endif
+static constexpr int HELD = D / 16 - QUERIES_SHARED;
 
 // Byte offset of a chunk of a row in a tile.
 static __device__ __forceinline__ uint32_t place(int row, int chunk) {
