@@ -38,6 +38,10 @@ class TestedPart:
         return [*(f"tests/gpu/{name}.py" for name in self.files), *chosen]
 
 
+# Of the sizes that models have; the bits of what is cut or in company, of one size.
+_LARGE_DELTA = "delta and (9B or 80B or lengths or cut or again or beside or other or follows or repeat)"
+_LARGE_MAMBA = "mamba and (Nemotron or Granite or lengths or cut or again or other or follows or repeat)"
+
 PARTS = (
     TestedPart("products", ("test_mma",)),
     TestedPart("packed", ("test_packed",)),
@@ -45,9 +49,12 @@ PARTS = (
     TestedPart("decode", ("test_kernels_attention",)),
     TestedPart("prompts", ("test_kernels_prefill",), "ragged or chunks or deep"),
     TestedPart("fp8-pages", ("test_kv_fp8",)),
-    TestedPart("states", ("test_states_kernels",)),
+    TestedPart("delta", ("test_states_kernels",), f"{_LARGE_DELTA} and not bf16 and not 96"),
+    TestedPart("mamba", ("test_states_kernels",), f"{_LARGE_MAMBA} and not bf16 and not 256"),
+    TestedPart("convolution", ("test_states_kernels",), "short and not mamba and not delta"),
     TestedPart("state-models", ("test_states_runner",)),
-    TestedPart("experts", ("test_experts_kernels",)),
+    TestedPart("experts", ("test_experts_kernels",), "(rows or sizes or number or logits) and not bf16"),
+    TestedPart("packed-experts", ("test_experts_kernels",), "Q4_K or Q6_K or Q8_0 or MXFP4"),
     TestedPart("expert-models", ("test_experts_runner",)),
     TestedPart("latents", ("test_kernels_latent",)),
     TestedPart("gemma4", ("test_gemma4",)),

@@ -127,8 +127,8 @@ class PortablePrefill:
     """
 
     shares_queries: ClassVar[bool] = False
-    """With heads of 256, a half of the queries is in shared memory, so that no registers are spilled: waits for a
-    GPU that tests and times it (benchmarks/TRIED.md)."""
+    """With heads of 256, a half of the queries is in shared memory, so that no registers are spilled: waits
+    for a GPU that tests and times it (benchmarks/TRIED.md)."""
 
     def __init__(self, device: Device, attention: Attention, value_dim: int | None = None) -> None:
         self._heads, self._kv_heads = attention.heads, attention.kv_heads
