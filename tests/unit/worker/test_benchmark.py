@@ -203,4 +203,5 @@ def test_a_kernel_that_nvcc_refuses_is_named_and_the_others_are_compiled(
         (False, "nvcc could not compile sample.cu"),
         (False, f"{len(sources) - 1} of {len(sources)} for sm_86, 1 of them now"),
     ]
+    assert [one.split()[0] for one in found.slowest] == ["adjust.cu"], "what was compiled now"
     assert counts == [(done, len(sources)) for done in range(len(sources) + 1)]

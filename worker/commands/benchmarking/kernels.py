@@ -22,6 +22,8 @@ from nightmill.worker.runners.gpu.device.sources import Source
 
 __all__ = ["compile_all_kernels", "compiled", "kernels_of"]
 
+_SLOWEST = 5  # files that are named
+
 Counted = Callable[[str, int, int], None]
 """Is told what is done, how much of it, and how much there is."""
 
@@ -62,10 +64,12 @@ def kernels_of(settings: Settings, model: OpenModel, weights: Sequence[str], gpu
 def compiled(report: PartReport, sources: Sequence[Source], target: str, said: Counted) -> None:
     """Compile as many at once as there are processors; what nvcc refuses is a check that failed."""
     began, done, made, counting = time.monotonic(), 0, 0, threading.Lock()
+    took: list[tuple[float, str]] = []
 
     def compile_one(source: Source) -> str | None:
         nonlocal done, made
         news: list[str] = []
+        started = time.monotonic()
         try:
             compile_kernels(*source, target, report=news.append)
             failure = None
@@ -73,6 +77,8 @@ def compiled(report: PartReport, sources: Sequence[Source], target: str, said: C
             failure = str(error)
         with counting:
             done, made = done + 1, made + len(news)
+            if news:
+                took.append((time.monotonic() - started, source[0].name))
             said("compiling kernels", done, len(sources))
         return failure
 
@@ -80,6 +86,7 @@ def compiled(report: PartReport, sources: Sequence[Source], target: str, said: C
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         failures = [failure for failure in pool.map(compile_one, sources) if failure is not None]
     report.took("compiling kernels", time.monotonic() - began)
+    report.slowest = [f"{name} {seconds:.1f} s" for seconds, name in sorted(took, reverse=True)[:_SLOWEST]]
     for failure in dict.fromkeys(failures):
         report.failed("kernels compile", failure)
     found = f"{len(sources) - len(failures)} of {len(sources)} for {target}, {made} of them now"

@@ -54,6 +54,7 @@ class PartReport:
     seconds       what its steps took
     first_tokens  of the checked texts, by what weights are rounded to
     left_out      loads for which no time was left
+    slowest       what took longest, in words
     device        the GPU, where the part has looked at it
     """
 
@@ -64,6 +65,7 @@ class PartReport:
     checks: list[Check] = field(default_factory=list)
     speeds: list[LoadSpeed] = field(default_factory=list)
     left_out: list[EqualTexts] = field(default_factory=list)
+    slowest: list[str] = field(default_factory=list)
     first_tokens: dict[str, list[int]] = field(default_factory=dict)
     device: dict[str, Any] | None = None
 
