@@ -16,7 +16,7 @@ from nightmill.worker.commands.benchmarking.parts import News, Part, PartTask
 from nightmill.worker.commands.benchmarking.report import PartReport
 from nightmill.worker.commands.benchmarking.texts import Timing, benchmark_format, numpy_tokens
 from nightmill.worker.runners.starting import StartStep
-from nightmill.worker.watched import describe
+from nightmill.worker.watched import describe, die_with_parent
 
 __all__ = ["main"]
 
@@ -29,6 +29,7 @@ def main() -> None:
     """Compute what the parent asks for, and send it news and reports; the last message is None."""
     logging.basicConfig(level=logging.WARNING)
     with Connection(int(sys.argv[-1])) as connection:
+        die_with_parent()
         task: PartTask = connection.recv()
         with suppress(BrokenPipeError):  # nobody waits any more
             teller = _Teller(connection, task)
