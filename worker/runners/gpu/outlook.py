@@ -7,7 +7,7 @@ from nightmill.worker.runners.gpu.attention.choice import by_heads
 from nightmill.worker.runners.gpu.attention.decode import DecodeAttention
 from nightmill.worker.runners.gpu.attention.hopper_wide import HopperWide
 from nightmill.worker.runners.gpu.attention.prefill import HopperPrefill
-from nightmill.worker.runners.gpu.attention.scores import FAST_HEADS
+from nightmill.worker.runners.gpu.attention.scores import PREFILL_HEADS
 from nightmill.worker.runners.gpu.attention.wide import WideDecode
 from nightmill.worker.runners.gpu.device.operands import Format
 from nightmill.worker.runners.gpu.device.sources import Source
@@ -59,7 +59,7 @@ def _attention(alike: list[Attention], precision: Precision, *, hopper: bool) ->
     else:
         drawn = f"attention for {heads}, which the fast one does not take"
     by_wgmma = HopperPrefill.suits(first, hopper=hopper) or (wide and HopperWide.suits(first, hopper=hopper))
-    if not by_wgmma and first.head_dim not in FAST_HEADS:
+    if not by_wgmma and first.head_dim not in PREFILL_HEADS:
         return drawn, f"attention for {heads} without tensor cores, which is slow"
     return drawn, f"attention by {'wgmma' if by_wgmma else 'mma.sync'} for {heads}"
 
