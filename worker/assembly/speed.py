@@ -56,7 +56,7 @@ class EqualSequences:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What a step, in which each sequence draws a token, reads and computes, and the seconds of that.
+    """The bytes, FLOPs and seconds of a step in which each sequence draws a token.
 
     weights, cache  bytes of weights, and of keys, values and states
     flops           of products with weights
@@ -83,7 +83,7 @@ class StepCost:
 
     @property
     def bound(self) -> str:
-        """What takes most of it, in words."""
+        """The part that takes most of it, in words."""
         parts = {
             "reading weights": self.reading, "multiplying": self.computing,
             "reading keys, values and states": self.attending, "the way from kernel to kernel": self.between,
