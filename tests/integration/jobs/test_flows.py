@@ -12,9 +12,10 @@ from nightmill.jobs.batches.batch import Batch
 from nightmill.jobs.client.client import Client
 from nightmill.jobs.request.spec import JobSpec
 from nightmill.jobs.sql.claims import Claims
-from nightmill.jobs.sql.flows import Announcement, Flows, rows_before
+from nightmill.jobs.sql.flows import Announcement, Flows
 from nightmill.jobs.sql.http_tables import HttpBatchRow
 from nightmill.jobs.sql.jobs import mark_unsent
+from nightmill.jobs.sql.queue_room import rows_before
 from nightmill.jobs.sql.sweep import Sweep
 from nightmill.jobs.sql.tables import JobRow
 from tests.integration.jobs.batches.rows import jobs_of
@@ -111,7 +112,7 @@ def test_batches_over_http_belong_to_their_owner(client: Client) -> None:
     for name in ("batch_" + "1" * 32, "batch_" + "2" * 32, "mine"):
         submit(client, name, 20)
     with client.database.write() as connection:
-        found, standings = flows._standings(connection, None, 5, now)
+        found, standings = flows._standings(connection, [None], 5, now)[None]
     assert {flow.batch: standing.owner for flow, standing in zip(found, standings, strict=True)} == {
         "batch_" + "1" * 32: "alice",
         "batch_" + "2" * 32: "alice",
@@ -133,7 +134,7 @@ def test_sqlite_reads_no_rows_of_a_large_batch_but_those_that_it_needs(sqlite_se
     plans: dict[str, str] = {}
 
     def explain(connection: Connection, cursor: Any, statement: str, parameters: Any, *_: object) -> None:
-        if statement.startswith("SELECT") and "FROM jobs" in statement:
+        if statement.startswith(("SELECT", "WITH")) and "FROM jobs" in statement:
             plan = connection.connection.cursor().execute(f"EXPLAIN QUERY PLAN {statement}", parameters)
             plans[statement] = "\n".join(line[-1] for line in plan)
 
