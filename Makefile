@@ -65,8 +65,10 @@ test: fetched browser ## Run the tests but for the slow ones; they start a real 
 test-all: fetched browser ## Run all tests, as continuous integration does
 	$(PYTEST)
 
+# All below tests/unit/server are heavy: what they import need not be. Nothing waits: a process for each core.
 quick: $(VENV)/dev.stamp ## Run the tests that start no process, for the edit loop: a minute
-	$(PYTEST) -m 'not parity and not slow and not heavy' tests/unit
+	$(BIN)/python -m pytest -n logical --dist worksteal -m 'not parity and not slow and not heavy' \
+		--ignore=tests/unit/server tests/unit
 
 # Test processes that begin together in a fresh clone would each compile all tests: 14 s of a core, afterwards 6.
 collected: $(VENV)/dev.stamp

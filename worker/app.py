@@ -313,7 +313,7 @@ class EngineStep(bootsteps.StartStopStep):
 
     @property
     def goes_to_sleep(self) -> bool:
-        """Whether this worker ends in order to sleep, and nobody has told it to end altogether."""
+        """True if this worker ends in order to sleep, and nobody has told it to end altogether."""
         return self.rest_reason is not None and not self.told_to_end
 
     def _take_leave(self) -> None:

@@ -37,6 +37,7 @@ from sqlalchemy.orm import InstrumentedAttribute, aliased
 from nightmill.jobs.base.shares import Standing, grants
 from nightmill.jobs.request.fields import HIGHEST_PRIORITY
 from nightmill.jobs.sql.database import Database
+from nightmill.jobs.sql.hints import by_index
 from nightmill.jobs.sql.http_batches import BATCH_PREFIX
 from nightmill.jobs.sql.http_tables import HttpBatchRow
 from nightmill.jobs.sql.jobs import chunked
@@ -46,6 +47,7 @@ from nightmill.jobs.sql.tables import QUEUED, JobRow
 from nightmill.jobs.sql.types import UtcDateTime
 
 _SORTING = ("enable_sort", "enable_incremental_sort", "enable_bitmapscan", "enable_seqscan")
+_OF_BATCHES, _OF_OWNERS = "ix_jobs_flows_of_batches", "ix_jobs_flows_of_owners"
 _MOST_OWNERS = 10_000  # batches whose owners are remembered
 
 
@@ -61,6 +63,11 @@ class Flow(NamedTuple):
             return (JobRow.batch == self.batch,)
         of_owner = JobRow.owner.is_(None) if self.owner is None else JobRow.owner == self.owner
         return (JobRow.batch.is_(None), of_owner)
+
+    @property
+    def by(self) -> str:
+        """The name of that index, for `by_index`."""
+        return _OF_OWNERS if self.batch is None else _OF_BATCHES
 
 
 class Announcement(NamedTuple):
@@ -363,6 +370,7 @@ def _taking(queue: _Queue, flow: Flow, *, scheduled: bool, marks: bool) -> Selec
         *queue.conditions(), *of_flow, JobRow.sent_at.is_(None), JobRow.suspects.is_(None), due
     )
     first = first.order_by(*_as_in_index(names)).limit(bindparam("most", type_=Integer()))
+    first = by_index(first, JobRow, flow.by)
     some = first.with_for_update(skip_locked=True).cte("some")
     if not marks:
         return select(func.group_concat(some.c.id, literal_column("','")))

@@ -1,17 +1,23 @@
 """Room in a queue for those who enqueue: rows that may have messages at once, and rows that come before."""
 
 from collections.abc import Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, and_, func, or_, select, true
+from sqlalchemy import ColumnElement, func, or_, select, true
 
 from nightmill.jobs.base.shares import QUEUE_MESSAGES, room
 from nightmill.jobs.reply.batch_status import MOST_COUNTED
 from nightmill.jobs.request.fields import HIGHEST_PRIORITY
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.flows import Flow, of_queue
+from nightmill.jobs.sql.hints import by_index
 from nightmill.jobs.sql.tables import QUEUED, JobRow
+
+_SENT, _UNSENT = "ix_jobs_waiting", "ix_jobs_unsent"
+_EVER = datetime(1970, 1, 1, tzinfo=UTC)  # before any message
+# SQLite finds where in an index the rows with a message begin only if it is given a least value.
+_HAS_MESSAGE = (JobRow.sent_at.is_not(None), JobRow.sent_at > _EVER)
 
 
 def leave_room(database: Database, rows: Sequence[dict[str, Any]], shard_size: int) -> None:
@@ -29,19 +35,19 @@ def leave_room(database: Database, rows: Sequence[dict[str, Any]], shard_size: i
         return
     with database.read() as connection:
         for (model, priority, flow), announcing in crowded:
-            sent = (*of_queue(model, priority), JobRow.sent_at.is_not(None))
+            sent = (*of_queue(model, priority), *_HAS_MESSAGE)
             most = QUEUE_MESSAGES * shard_size
             counts = (
-                connection.execute(_counting(conditions, most)).scalar_one()
-                for conditions in ((*sent, *flow.conditions()), sent)
+                connection.execute(_counting(conditions, most, index)).scalar_one()
+                for conditions, index in (((*sent, *flow.conditions()), flow.by), (sent, _SENT))
             )
             for row in announcing[room(next(counts), next(counts), shard_size) :]:
                 row["sent_at"] = None
 
 
-def _counting(conditions: Sequence[ColumnElement[bool]], most: int) -> Any:
-    some = select(true().label("one")).where(*conditions).limit(most).subquery()
-    return select(func.count()).select_from(some)
+def _counting(conditions: Sequence[ColumnElement[bool]], most: int, index: str) -> Any:
+    some = select(true().label("one")).where(*conditions).limit(most)
+    return select(func.count()).select_from(by_index(some, JobRow, index).subquery())
 
 
 def rows_before(database: Database, batch: str) -> int | None:
@@ -59,16 +65,18 @@ def rows_before(database: Database, batch: str) -> int | None:
         if queue is None:
             return None
         of_batch = (*of_queue(queue.model, queue.priority), JobRow.batch == batch)
-        next_one = select(func.min(JobRow.sent_at)).where(*of_batch, JobRow.sent_at.is_not(None))
-        sent_at = connection.execute(next_one).scalar_one()
+        next_one = by_index(select(func.min(JobRow.sent_at)), JobRow, Flow(batch, None).by)
+        sent_at = connection.execute(next_one.where(*of_batch, *_HAS_MESSAGE)).scalar_one()
         earlier = [] if sent_at is None else [JobRow.sent_at < sent_at]
         others = or_(JobRow.batch.is_(None), JobRow.batch != batch)
-        sent = (*of_queue(queue.model, queue.priority), JobRow.sent_at.is_not(None), *earlier, others)
-        before = connection.execute(_counting(sent, MOST_COUNTED)).scalar_one()
-        of_model = JobRow.model.is_(None) if queue.model is None else JobRow.model == queue.model
+        sent = (*of_queue(queue.model, queue.priority), *_HAS_MESSAGE, *earlier, others)
+        before = connection.execute(_counting(sent, MOST_COUNTED, _SENT)).scalar_one()
         for priority in range(queue.priority + 1, HIGHEST_PRIORITY + 1):
-            more = (QUEUED, of_model, JobRow.priority == priority, others, _due(now))
-            before += connection.execute(_counting([and_(*more)], MOST_COUNTED)).scalar_one()
+            more = (*of_queue(queue.model, priority), others, _due(now))
+            for with_message, index in ((_HAS_MESSAGE, _SENT), ((JobRow.sent_at.is_(None),), _UNSENT)):
+                before += connection.execute(
+                    _counting((*more, *with_message), MOST_COUNTED, index)
+                ).scalar_one()
     return min(int(before), MOST_COUNTED)
 
 
