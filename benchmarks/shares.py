@@ -48,18 +48,19 @@ def measure(client: Client, flows: int, looks: int) -> dict[str, Any]:
     rows = (looks * _TAKEN + 2 * QUEUE_MESSAGES * SHARD) // flows
     for flow in range(flows):
         client.enqueue_many((f"row {row}" for row in range(rows)), batch=f"batch {flow}")
-    shares = Flows(client.database, {})
-    while shares.top_up((None,), SHARD):
+    shares, models = Flows(client.database, {}), (None, "model")
+    while shares.top_up(models, SHARD):
         pass
+    shares.top_up(models, SHARD)  # statements are built
     statements = [0]
     event.listen(client.database.engine, "before_cursor_execute", lambda *_: statements.append(1))
-    looking = spent(lambda: [shares.top_up((None, "model"), SHARD) for _ in range(looks)])
+    looking = spent(lambda: [shares.top_up(models, SHARD) for _ in range(looks)])
     per_look = (len(statements) - 1) / looks
     marked, sending = 0, 0.0
     for _ in range(looks):
         take(client)
         found: list[Any] = []
-        sending += spent(lambda found=found: found.extend(shares.top_up((None, "model"), SHARD)))
+        sending += spent(lambda found=found: found.extend(shares.top_up(models, SHARD)))
         marked += sum(len(message.job_ids) for message in found)
     return {
         "flows": flows,

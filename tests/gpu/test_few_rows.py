@@ -7,14 +7,13 @@ from nightmill.worker.model.rope import RopeStyle
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, FLOAT, Buffer, Format, Matrix
-from nightmill.worker.runners.gpu.kv_cache import LayerCache
+from nightmill.worker.runners.gpu.kv_cache import PAGE, LayerCache
 from nightmill.worker.runners.gpu.products.elements.few_rows import MAX_ROWS, FewRows
 from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.rows.norms import Norms
 from nightmill.worker.runners.gpu.rows.rotation import Rotation
 from nightmill.worker.runners.gpu.shapes import Kind
 from nightmill.worker.runners.gpu.weights.layout import NO_MATRIX, LayerWeights, NormWeight
-from tests.gpu.oracles import PAGE
 from tests.support.elements import BOTH_ELEMENTS, ELEMENTS_AND_KV
 from tests.support.operands import (
     ByLibrary,

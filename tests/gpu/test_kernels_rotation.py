@@ -12,10 +12,11 @@ from nightmill.worker.model.spec import Attention, Norm, Temperature
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT
 from nightmill.worker.runners.gpu.kinds import made_heads
+from nightmill.worker.runners.gpu.kv_cache import PAGE
 from nightmill.worker.runners.gpu.rows.rotation import Rotation
 from nightmill.worker.runners.gpu.weights.head_order import HeadOrder
 from nightmill.worker.runners.reference import ops
-from tests.gpu.oracles import PAGE, assert_close
+from tests.gpu.oracles import assert_close
 from tests.support.elements import BOTH_ELEMENTS, ROUNDED_ONCE, rounded
 from tests.support.operands import (
     buffer,

@@ -6,10 +6,10 @@ import pytest
 from nightmill.worker.model.rope import RopeStyle
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import Format, Matrix
+from nightmill.worker.runners.gpu.kv_cache import PAGE
 from nightmill.worker.runners.gpu.products.packed.packed_qkv import PackedQkv
 from nightmill.worker.runners.gpu.shapes import padded_rows
 from nightmill.worker.runners.gpu.weights.layout import LayerWeights
-from tests.gpu.oracles import PAGE
 from tests.gpu.test_few_rows import CONTEXT, MODELS, Bench
 from tests.support.elements import BOTH_ELEMENTS
 from tests.support.needs import Need, missing

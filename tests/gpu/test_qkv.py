@@ -7,12 +7,12 @@ import pytest
 
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import INT, Format
+from nightmill.worker.runners.gpu.kv_cache import PAGE
 from nightmill.worker.runners.gpu.products.chooser import Products
 from nightmill.worker.runners.gpu.products.elements.hopper_gemm import Tile
 from nightmill.worker.runners.gpu.products.elements.hopper_qkv import QKV_TILES, HopperQkv
 from nightmill.worker.runners.gpu.products.qkv import Qkv
 from nightmill.worker.runners.gpu.shapes import padded_rows
-from tests.gpu.oracles import PAGE
 from tests.gpu.test_few_rows import CONTEXT, MODELS, Bench
 from tests.support.elements import BOTH_ELEMENTS, ELEMENTS_AND_KV
 from tests.support.needs import Need, missing

@@ -11,8 +11,12 @@ from sqlalchemy import select
 from nightmill.jobs.base.contract import JobState
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.client.client import Client
-from nightmill.jobs.errors import BrokerError, BrokerUnreachableError, DatabaseUnreachableError
-from nightmill.jobs.messages.announcing import DeliveryDelayedWarning
+from nightmill.jobs.errors import (
+    BrokerError,
+    BrokerUnreachableError,
+    DatabaseUnreachableError,
+    DeliveryDelayedWarning,
+)
 from nightmill.jobs.messages.broker import Broker
 from nightmill.jobs.sql.sweep import Sweep
 from nightmill.jobs.sql.tables import JobRow

@@ -12,7 +12,7 @@ from nightmill.jobs.formats.results import answer_values, completion_body
 from nightmill.jobs.reply.answers import answer_seed
 from nightmill.jobs.reply.job import Job
 from nightmill.jobs.reply.logprobs import TokenLogprob
-from nightmill.worker.service.logprobs import MAX_JOB_LOGPROBS
+from nightmill.jobs.request.parameters import MAX_JOB_LOGPROBS
 from tests.unit.engine.scripted import EOS, PIECES, ScriptedRunner, expected, found_for, make_request, text_of
 from tests.unit.worker.bench import PROMPT, Bench
 
