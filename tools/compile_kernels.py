@@ -233,7 +233,7 @@ def state_sources() -> Iterator[tuple[Path, tuple[str, ...], str]]:
 
 def expert_sources() -> Iterator[tuple[Path, tuple[str, ...], str]]:
     """The same of mixtures of experts, with weights of each kind."""
-    around = [source_of("route"), source_of("combine")]
+    around = [source_of("route"), source_of("combine"), source_of("three_norms")]
     for format_, element, architecture in (
         (Format.F16, Element.F16, HOPPER),
         (Format.BF16, Element.BF16, "sm_80"),

@@ -11,17 +11,19 @@ from nightmill.worker.model.spec import Activation, LayerInputs, Norm
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, Format
 from nightmill.worker.runners.gpu.products.fp8.quantise import Quantise
+from nightmill.worker.runners.gpu.rows import norms as row_norms
 from nightmill.worker.runners.gpu.rows.activate import COMPUTED, Activate
 from nightmill.worker.runners.gpu.rows.embedding import Embedding
 from nightmill.worker.runners.gpu.rows.layer_inputs import LayerInputRows
 from nightmill.worker.runners.gpu.rows.logits import LogitScale
-from nightmill.worker.runners.gpu.rows.norms import Ending, Norms, three_alike
+from nightmill.worker.runners.gpu.rows.norms import Ending, Norms
 from nightmill.worker.runners.gpu.weights.layout import NO_NORM, NormWeight
 from nightmill.worker.runners.reference import ops
 from nightmill.worker.runners.reference.rounding import to_fp8
 from tests.gpu.oracles import ATTENTION, EXACT, assert_close
 from tests.support import packed_weights
 from tests.support.elements import BOTH_ELEMENTS, PRECISION, ROUNDED_ONCE, rounded
+from tests.support.gemma4_cases import LARGE_EXPERTS
 from tests.support.operands import (
     buffer,
     elements,
@@ -134,8 +136,11 @@ def test_either_kernel_gives_the_bits_of_an_rms_norm(device: Device) -> None:
 
 
 @BOTH_ELEMENTS
-def test_three_norms_of_a_row_have_the_bits_that_they_have_apart(device: Device) -> None:
-    norms, rng = Norms(device, VARIANTS["norms after too"]), np.random.default_rng(7)
+def test_three_norms_of_a_row_have_the_bits_that_they_have_apart(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_norms, "THREE_AT_ONCE", True)
+    norms, rng = Norms(device, LARGE_EXPERTS), np.random.default_rng(7)
     for width in WIDTHS:
         given = rng.standard_normal((9, width)).astype(np.float32)
         after, *each = (
@@ -146,7 +151,7 @@ def test_three_norms_of_a_row_have_the_bits_that_they_have_apart(device: Device)
         streams = [buffer(device, given) for _ in range(2)]
         ending = Ending(after, 1.5, factor, each[0])
         beside = tuple(zip(each[1:], together[1:], strict=True))
-        assert three_alike(*each) and not three_alike(after, *each)
+        assert norms.takes_beside(*each) and not norms.takes_beside(after, *each)
         assert not replace(ending, beside=beside).takes(10)
         norms.add(added, ABSENT, replace(ending, beside=beside), streams[0], together[0], 9)
         norms.add(added, ABSENT, ending, streams[1], apart[0], 9)

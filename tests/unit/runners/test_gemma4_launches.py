@@ -24,6 +24,7 @@ from nightmill.worker.runners.gpu.memory import RunnerSizes
 from nightmill.worker.runners.gpu.mixers import AttentionMixer
 from nightmill.worker.runners.gpu.planning import RunnerPlanner
 from nightmill.worker.runners.gpu.precision import HALF, Precision, WeightsFormat
+from nightmill.worker.runners.gpu.rows import norms
 from nightmill.worker.runners.gpu.runner import CudaRunner
 from nightmill.worker.runners.gpu.step_inputs import StepInputs, StepShape
 from nightmill.worker.runners.gpu.steps import drawing_rows
@@ -132,6 +133,7 @@ def test_what_a_network_experts_and_their_router_read_is_normed_in_one_launch(
     """Where all tokens of a step go through experts at once; else by slices, each apart."""
     for module in (room, feed_forward):
         monkeypatch.setattr(module, "SLICE", 64)
+    monkeypatch.setattr(norms, "THREE_AT_ONCE", True)
     file = file_of(tmp_path, *GEMMA4_FILES["gemma4, with experts"])
     with closing(cuda_runner(file, read_spec(file), graphs=False, **OPTIONS)) as runner:
         for chunk, together, apart in (
@@ -141,8 +143,8 @@ def test_what_a_network_experts_and_their_router_read_is_normed_in_one_launch(
             launched = hopper.launches.copy()
             launch(runner, [chunk])
             new = hopper.launches - launched
-            norms = 1 + 2 * apart * 2  # the first, and two in two slices
-            assert (new["residual_three_1"], new["residual_1"], new["rms_norm_1"]) == (together, apart, norms)
+            alone = 1 + 2 * apart * 2  # the first, and two in two slices
+            assert (new["three_norms_1"], new["residual_1"], new["rms_norm_1"]) == (together, apart, alone)
     assert hopper.launches.keys() - {"library"} <= hopper.checked
 
 

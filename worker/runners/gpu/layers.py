@@ -18,7 +18,7 @@ from nightmill.worker.runners.gpu.mixers import LayerMixer, Mixers
 from nightmill.worker.runners.gpu.products.chooser import Product, Products
 from nightmill.worker.runners.gpu.products.elements.few_rows import FewRows
 from nightmill.worker.runners.gpu.rows.activate import Activate
-from nightmill.worker.runners.gpu.rows.norms import Ending, Norms, three_alike
+from nightmill.worker.runners.gpu.rows.norms import Ending, Norms
 from nightmill.worker.runners.gpu.shapes import Kind
 from nightmill.worker.runners.gpu.states.memory import States
 from nightmill.worker.runners.gpu.states.operands import LayerStates
@@ -171,7 +171,7 @@ def bind_layers(
                 then = replace(then, before=own.attn_norm, behind=True)
             if kernels.mixture is not None and kinds.output is Kind.ADDEND and own.experts is not None:
                 beside = kernels.mixture.beside(own.experts)
-                if three_alike(own.ffn_norm, *(norm for norm, _ in beside)):
+                if norms.takes_beside(own.ffn_norm, *(norm for norm, _ in beside)):
                     then = replace(then, beside=beside)
             attended = Addition(
                 kernels.output, own.attn_output, norms, at.added if kinds.output is Kind.ADDEND else None,

@@ -17,6 +17,13 @@ _MOST = 32_768  # elements of a row
 _PIECES = (1, 2, 4)  # kernels, by the pieces of 8 values that a thread has
 _ADDED = "PPPPfifPP"  # arguments of an addition
 
+THREE_AT_ONCE = False
+"""Whether what a dense network, experts beside it and their router read is normed in one launch.
+
+Off until it was seen to be right and faster on a GPU (benchmarks/TRIED.md); tests and `benchmarks.engine
+--three-norms` turn it on.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Ending:
@@ -56,15 +63,20 @@ class Norms:
         self._any: dict[int, KernelPair] = {}
         self._three: dict[int, KernelPair] = {}
         if not only_rms_norms(spec):
-            residual = KernelPairs(device, source_of("residual"))
-            self._any = _by_pieces(residual, "residual", _ADDED + "PPfiiPi")
-            self._three = _by_pieces(residual, "residual_three", _ADDED + "fPPPPPPi")
+            self._any = _by_pieces(KernelPairs(device, source_of("residual")), "residual", _ADDED + "PPfiiPi")
+        if _norms_three(spec):
+            three = KernelPairs(device, source_of("three_norms"))
+            self._three = _by_pieces(three, "three_norms", _ADDED + "fPPPPPPi")
 
     @staticmethod
     def sources(spec: ModelSpec, *, hopper: bool) -> list[Source]:
         """List the kernel files for a model."""
         names = ["rms_norm"] if only_rms_norms(spec) else ["rms_norm", "residual"]
-        return [source_of(name) for name in names]
+        return [source_of(name) for name in (*names, *(["three_norms"] if _norms_three(spec) else []))]
+
+    def takes_beside(self, *norms: NormWeight) -> bool:
+        """Return whether an addition may have the last two of these norms beside the first."""
+        return bool(self._three) and three_alike(*norms)
 
     @staticmethod
     def refusal(spec: ModelSpec) -> str | None:
@@ -100,7 +112,7 @@ class Norms:
             (rows, 1), block, 0 if added is None else added.address, bias.address, after.weight.address,
             after.bias.address, after.eps, after.centred, ending.scale, ending.factor.address, x.address,
         )  # fmt: skip
-        if ending.takes(rows):
+        if added is not None and ending.takes(rows):
             given = ((then, out), *ending.beside)
             places = (one.address for norm, to in given for one in (norm.weight, to))
             self._three[pieces].of(rows)(*addition, then.eps, *places, width)
@@ -109,6 +121,10 @@ class Norms:
             *addition, then.weight.address, then.bias.address, then.eps, then.centred, ending.behind,
             0 if ending.before is None else out.address, width,
         )  # fmt: skip
+
+
+def _norms_three(spec: ModelSpec) -> bool:
+    return THREE_AT_ONCE and any(experts.beside is not None for experts in spec.experts)
 
 
 def _by_pieces(kernels: KernelPairs, name: str, arguments: str) -> dict[int, KernelPair]:
