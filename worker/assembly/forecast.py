@@ -103,15 +103,14 @@ class Room:
     sequences: dict[int, int]
     """Numbers of sequences that fit at once, by their length in tokens: prompt and answer together."""
     rate: int
-    """Output tokens per second to expect of those of the first length, a quarter of which is the answer."""
+    """Output tokens per second to expect of those of the first length, a quarter of which is the answer; 0 of
+    an encoder, which draws none."""
 
     def __str__(self) -> str:
         (length, count), *others = self.sequences.items()
         more = "".join(f", or {count:,} of {length:,}" for length, count in others)
-        return (
-            f"{count:,} sequences of {length:,} tokens at once{more}; about {self.rate:,} output tokens/s "
-            f"with these {count:,}"
-        )
+        speed = f"; about {self.rate:,} output tokens/s with these {count:,}" if self.rate else ""
+        return f"{count:,} sequences of {length:,} tokens at once{more}{speed}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +228,6 @@ def forecast_of(
         states=memory.states.bytes,
         cache_tokens=int(pages * LENGTHS[0] / pages_of(LENGTHS[0])),
         sequences=sequences,
-        rate=int(float(f"{rate:.1e}")),  # two figures: more are not known
+        rate=0 if spec.encoder is not None else int(float(f"{rate:.1e}")),  # two figures: more are not known
         keeps_unseen=layout is None and any((one.window or context) < context for one in spec.attentions),
     )

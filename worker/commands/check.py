@@ -223,6 +223,8 @@ def _outlook(card: "Card", memory: Finding, settings: Settings, model: "OpenMode
     kernels = kernel_outlook(model.spec, precision, hopper=card.hopper)
     said = "; ".join(f"{what}: {how}" for what, how in kernels.items())
     yield Finding("kernels", None, f"on {card.name}: {said}", {"card": card.name, "kernels": kernels})
+    if not memory.more["rate"]:
+        return
     bytes_, flops = card.peaks.bytes, card.peaks.flops
     yield Finding(
         "basis",

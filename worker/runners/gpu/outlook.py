@@ -36,6 +36,8 @@ def kernel_outlook(spec: ModelSpec, precision: Precision, *, hopper: bool) -> di
         return found | {"attention": f"latent attention, of prompts {wide}"}
     kinds = {alike[0].head_dim: _attention(alike, precision, hopper=hopper) for alike in by_heads(spec)}
     found["drawn tokens"], found["prompts"] = map("; ".join, zip(*kinds.values(), strict=True))
+    if spec.encoder is not None:
+        del found["drawn tokens"]
     return found
 
 
