@@ -144,7 +144,7 @@ def test_a_worker_that_is_ended_while_it_loads_is_forgotten_unless_it_has_slept(
         claims = registered(client, letter, f"first-{letter}")
         claims.register_models([f"first-{letter}", f"second-{letter}"], swap_for_interactive=False)
         step_of(client, claims, **options)._not_loaded(KeyboardInterrupt())
-    assert client._workers.models() == ["first-b", "second-b"]
+    assert client.worker_store.models() == ["first-b", "second-b"]
     client.enqueue("in turn", model="second-b")
     assert [worker.state for worker in client.workers()] == [WorkerState.STOPPED]
 
