@@ -21,18 +21,18 @@
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// As in `experts/packed_tiles.py`.
+// As in `experts/tiles.py`.
 template <int N>
 struct Tile {
-    static constexpr int GROUPS = N == 128 ? 3 : N >= 64 ? 2 : 1, BLOCKS = N >= 128 ? 1 : N >= 64 ? 2 : N >= 16 ? 3 : 4;
-    static constexpr int BOXES = N >= 64 ? 1 : N >= 32 ? 2 : 4, STAGES = N == 128 ? 5 : N == 64 ? 4 : 3;
+    static constexpr int GROUPS = N == 128 ? 3 : N == 64 ? 2 : 1, BLOCKS = N == 128 ? 1 : N == 64 ? 2 : N == 16 ? 3 : 4;
+    static constexpr int BOXES = N >= 64 ? 1 : 4, STAGES = N == 128 ? 5 : N == 64 ? 4 : 3;
     static constexpr int ROOM = (BLOCKS == 1 ? 224 : BLOCKS == 2 ? 110 : BLOCKS == 3 ? 74 : 55) << 10;
 
-    static constexpr int WARPS = 4 * GROUPS, X_WARPS = N >= 128 ? 2 : 1;
+    static constexpr int WARPS = 4 * GROUPS, X_WARPS = N == 128 ? 2 : 1;
     static constexpr bool WGMMA = N >= 64;   // else mma.sync, which costs less beside few products
-    static constexpr bool SHARES = N >= 128;  // registers go from warps that copy to those that multiply
+    static constexpr bool SHARES = N == 128;  // registers go from warps that copy to those that multiply
     static constexpr int COPYING = SHARES ? 128 : 64, THREADS = 32 * WARPS + COPYING;
-    static constexpr int AT_FIRST = 65536 / BLOCKS / THREADS / 8 * 8, COPIERS = N >= 256 ? 96 : 56;
+    static constexpr int AT_FIRST = 65536 / BLOCKS / THREADS / 8 * 8, COPIERS = 56;
     static constexpr int MULTIPLIERS = (AT_FIRST * THREADS - COPIERS * COPYING) / (32 * WARPS) / 8 * 8;
 
     using Maker = PackedMaker<Packed, 2>;
@@ -336,9 +336,8 @@ static __device__ __forceinline__ void product(const Operands& given, const int4
                             inputs, stride, side, activation},                                                                \
                            tiles, total, y);                                                                                  \
     }
-#define PRODUCTS(NAME, RESULT)                                             \
-    PRODUCT(NAME, RESULT, 8) PRODUCT(NAME, RESULT, 16) PRODUCT(NAME, RESULT, 32) PRODUCT(NAME, RESULT, 64) \
-    PRODUCT(NAME, RESULT, 128) PRODUCT(NAME, RESULT, 256)
+#define PRODUCTS(NAME, RESULT) \
+    PRODUCT(NAME, RESULT, 8) PRODUCT(NAME, RESULT, 16) PRODUCT(NAME, RESULT, 64) PRODUCT(NAME, RESULT, 128)
 
 PRODUCTS(floats, Result::FLOATS)
 PRODUCTS(one, Result::ONE)

@@ -20,6 +20,7 @@ from nightmill.worker.runners.gpu.experts.tiles import (
     Multiplier,
     grouped_source,
     grouped_sources,
+    tile_for,
     tiles_for,
 )
 from nightmill.worker.runners.gpu.precision import Precision
@@ -81,7 +82,7 @@ class GroupedProducts:
     def tile(self, experts: Experts, tokens: int) -> ExpertTile:
         """The tile for so many tokens, by how many an expert is sent on average."""
         mean = tokens * experts.used / experts.count
-        return next((one for one in self._tiles if mean <= one.most), self._tiles[-1])
+        return tile_for(self._tiles, mean)
 
     @staticmethod
     def refusal(spec: ModelSpec) -> str | None:

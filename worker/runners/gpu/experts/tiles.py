@@ -1,12 +1,14 @@
 """Tiles of the products of experts: how many positions blocks take at once, and what kernels they are of."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from nightmill.worker.runners.gpu.device.operands import PANEL_ROWS, Format
 from nightmill.worker.runners.gpu.device.sources import Source, source_of
 
-__all__ = ["ExpertTile", "Multiplier", "grouped_source", "grouped_sources", "tiles_for"]
+__all__ = ["ExpertTile", "Multiplier", "grouped_source", "grouped_sources", "tile_for", "tiles_for"]
 
 _PANELS = 2  # of a warp
 _ALIGNMENT = 1024  # of a stage in shared memory
@@ -15,7 +17,11 @@ _BOX = 64  # inputs
 _CHUNK = 256  # inputs of a stage of packets
 _GROUP = 32  # inputs with one scale
 _FILLED = 0.75  # of a tile
-_MANY = 384  # tokens of an expert, from which on few tiles are not full, however large
+_STAYING = ((1.0, 16), (6.0, 8), (12.0, 16), (48.0, 64), (math.inf, 128))
+"""Tokens that an expert is sent on average, up to which blocks that stay take tiles of so many rows.
+
+As measured with 1, 64, 256 and 8,192 tokens of Qwen3-30B-A3B on an H200 (`benchmarks/history/speed.md`).
+"""
 _MOST_PACKETS = 4  # stages of packets
 
 
@@ -56,13 +62,6 @@ class ExpertTile:
         copying = 128 if self.rows >= 128 else 64
         return 32 * self.warps(format_) + copying
 
-    @property
-    def most(self) -> float:
-        """Tokens that an expert is sent on average, up to which the tile suits: some are sent more."""
-        if self.by is Multiplier.STAYING and self.rows == 128:
-            return _MANY
-        return self.rows * _FILLED
-
     def outputs(self, format_: Format, sides: int) -> int:
         """Outputs that a block has at once, if each has so many rows of the weight."""
         return self.warps(format_) * PANEL_ROWS * _PANELS // sides
@@ -98,7 +97,7 @@ class ExpertTile:
     def _staying(self, format_: Format) -> int:
         """Bytes of stages of x, of computed scales and of stages of packets."""
         panels, rows = _PANELS * self.warps(format_), self.rows
-        boxes = 1 if rows >= 64 else 2 if rows >= 32 else 4
+        boxes = 1 if rows >= 64 else 4
         stages = {128: 5, 64: 4}.get(rows, 3)
         kept = stages * boxes * rows * 2 * _BOX
         kept += panels * PANEL_ROWS * (_CHUNK // _GROUP) * format_.computed
@@ -112,8 +111,18 @@ def tiles_for(*, hopper: bool, packed: bool) -> tuple[ExpertTile, ...]:
     if not hopper:
         return tuple(ExpertTile(rows) for rows in (16, 32, 64))
     if packed:
-        return tuple(ExpertTile(rows, Multiplier.STAYING) for rows in (8, 16, 32, 64, 128, 256))
+        return tuple(ExpertTile(rows, Multiplier.STAYING) for rows in (8, 16, 64, 128))
     return (ExpertTile(16), *(ExpertTile(rows, Multiplier.WGMMA) for rows in (32, 64, 128)))
+
+
+def tile_for(tiles: Sequence[ExpertTile], mean: float) -> ExpertTile:
+    """The tile of these, the smallest first, that suits so many tokens of an expert on average."""
+    for most, rows in _STAYING:
+        staying = ExpertTile(rows, Multiplier.STAYING)
+        if mean <= most and staying in tiles:
+            return staying
+    others = (tile for tile in tiles if tile.by is not Multiplier.STAYING)  # some experts are sent more
+    return next((tile for tile in others if mean <= tile.rows * _FILLED), tiles[-1])
 
 
 def grouped_sources(format_: Format, *, hopper: bool, packed: bool) -> list[Source]:
