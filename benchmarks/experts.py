@@ -22,10 +22,10 @@ from nightmill.worker.model.spec import Activation, Experts, RouterScores
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.experts.combine import Combine
-from nightmill.worker.runners.gpu.experts.grouped import Given, GroupedProducts
+from nightmill.worker.runners.gpu.experts.grouped import Given, GroupedProducts, elements_of
 from nightmill.worker.runners.gpu.experts.room import ExpertRoom
 from nightmill.worker.runners.gpu.experts.route import Routing
-from nightmill.worker.runners.gpu.experts.tiles import ExpertTile, tiles_for
+from nightmill.worker.runners.gpu.experts.tiles import GEMM_TILE, ExpertTile, tiles_for
 from nightmill.worker.runners.gpu.products.fp8.quantise import Quantise
 from nightmill.worker.runners.gpu.rows.norms import Ending
 from nightmill.worker.runners.gpu.weights.layout import NormWeight
@@ -45,6 +45,7 @@ SHAPES = {
     ),
 }  # fmt: skip
 FEW, LAYERS = 64, 6  # rows, up to which there are so many layers
+LEAST_MADE = 16  # rows of an expert, from which on elements may be made
 
 
 class Layer:
@@ -93,7 +94,10 @@ class Layer:
         return target
 
     def route(self) -> None:
-        self.routing(ABSENT, ABSENT, self.at, self.rows, self.tile.rows)
+        self.routing(ABSENT, ABSENT, self.at, self.rows, self.tile)
+
+    def place(self) -> None:
+        self.routing.place(self.at, self.rows, self.tile)
 
     def multiply_gate_up(self) -> None:
         self.grouped.gate_up(
@@ -151,16 +155,18 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """A line for a layer with so many tokens, for the tile that it has, or for each."""
     experts, width = SHAPES[shape]
-    packed, hopper = all(one.packed for one in formats), bench.device.hopper
-    tiles = tiles_for(hopper=hopper, packed=packed)
+    hopper = bench.device.hopper
+    tiles = tiles_for(formats, hopper=hopper)
     if all_tiles:  # those of kernels without blocks that stay, too
-        tiles = tuple(dict.fromkeys([*tiles, *tiles_for(hopper=hopper, packed=False)]))
-    grouped = GroupedProducts(bench.device, set(formats), tiles)
+        tiles = tuple(dict.fromkeys([*tiles, *tiles_for([Format.FP8], hopper=hopper)]))
+    mean, packed = rows * experts.used / experts.count, any(one.packed for one in formats)
+    room = elements_of(experts, width) if hopper and packed and mean >= LEAST_MADE else 0
+    grouped = GroupedProducts(bench.device, set(formats), tiles, room)
     layers = [
         Layer(bench, experts, width, formats, grouped, rows, skew)
         for _ in range(LAYERS if rows <= FEW else 1)
     ]
-    for tile in tiles if all_tiles else [layers[0].tile]:
+    for tile in grouped.tiles if all_tiles else [layers[0].tile]:
         if not rows * experts.used / experts.count < 16 * tile.rows:
             continue
         for layer in layers:
@@ -176,6 +182,17 @@ def line_of(bench: Bench, layers: list[Layer], line: dict[str, Any]) -> dict[str
     def us(launch: Callable[[Layer], None]) -> float:
         return bench.seconds(lambda i: launch(layers[i]), len(layers)) * 1e6
 
+    def alone(launch: Callable[[Layer], None]) -> float:
+        """A product; where it makes elements, behind the order of tokens: else it would find them made."""
+        if first.tile != GEMM_TILE:
+            return us(launch)
+
+        def both(layer: Layer) -> None:
+            layer.place()
+            launch(layer)
+
+        return us(both) - us(Layer.place)
+
     line |= {
         "rows": first.rows, "tile": f"{first.tile.by.value} {first.tile.rows}", "touched": round(touched),
         "most": int(first.sent.max()),
@@ -183,7 +200,7 @@ def line_of(bench: Bench, layers: list[Layer], line: dict[str, Any]) -> dict[str
     for name, launch, matrix in (
         ("gate_up", Layer.multiply_gate_up, first.gate_up), ("down", Layer.multiply_down, first.down),
     ):  # fmt: skip
-        took = us(launch)
+        took = alone(launch)
         moved = matrix.bytes * touched / experts.count
         flops = 2 * first.rows * experts.used * (matrix.rows // experts.count) * matrix.columns
         line |= {name: round(took, 1), f"{name}_gb_s": round(moved / took / 1e3)}

@@ -10,7 +10,7 @@ from nightmill.worker.model.spec import Activation, Experts, FeedForward, Norm, 
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ABSENT, FP8, INT, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.experts.combine import Branches, Combine
-from nightmill.worker.runners.gpu.experts.grouped import Given, GroupedProducts
+from nightmill.worker.runners.gpu.experts.grouped import Given, GroupedProducts, elements_of
 from nightmill.worker.runners.gpu.experts.room import ExpertRoom
 from nightmill.worker.runners.gpu.experts.route import Routing
 from nightmill.worker.runners.gpu.experts.tiles import ExpertTile
@@ -171,11 +171,13 @@ class ExpertTrial:
             slots = device.upload(np.where(padding, PADDING, 3).astype(np.int32))
         of = lambda name, there=True: given[name] if there else ABSENT  # noqa: E731
         routing = Routing(device, experts)
-        grouped = GroupedProducts(device, self._formats, self.among)
+        packed = any(one.packed for one in self._formats)
+        room = elements_of(experts, width) if packed and device.hopper else 0
+        grouped = GroupedProducts(device, self._formats, self.among, room)
         tile = grouped.tile(experts, tokens)
         routing(
             of("router_bias", experts.router_bias), of("selection_bias", experts.selection_bias), at, tokens,
-            tile.rows, slots=slots, padding=PADDING,
+            tile, slots=slots, padding=PADDING,
         )  # fmt: skip
         parts = [given.get(part, ABSENT) for part in (("gate", "up") if experts.gated else ("up", ""))]
         read = self._rounded(x) if fp8 else elements(device, x)
@@ -307,7 +309,11 @@ class ExpertTrial:
         np.testing.assert_array_equal(routed.sources[: len(order)], order // self.experts.used)
         rows, expected, first = routed.tile_rows, [], 0
         for expert, count in enumerate(np.bincount(owners[order], minlength=self.experts.count)):
-            expected += [(expert, first + at, min(rows, count - at), 0) for at in range(0, count, rows)]
+            tiles = -(-count // rows)
+            expected += [
+                (expert, first + at, min(rows, count - at), tiles + (at // rows << 16))
+                for at in range(0, count, rows)
+            ]
             first += count
         np.testing.assert_array_equal(routed.tiles, np.array(expected).reshape(-1, 4))
 

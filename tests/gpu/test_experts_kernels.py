@@ -56,8 +56,8 @@ def compiled() -> Iterator[None]:
         for source in [
             source_of("route"),
             source_of("combine"),
-            *grouped_sources(Format.F16, hopper=hopper, packed=False),
-            *grouped_sources(Format.FP8, hopper=hopper, packed=False),
+            *grouped_sources([Format.F16], hopper=hopper),
+            *grouped_sources([Format.FP8], hopper=hopper),
         ]
     ]
     sources += [
@@ -109,7 +109,7 @@ def test_all_tiles_have_the_same_bits(device: Device, kept: Format) -> None:
     """Tokens, of which each expert gets a few and one gets many."""
     step = 256 if kept.step == 256 else 160
     on_hopper = [ExpertTile(64, Multiplier.WGMMA)] * device.hopper
-    tiles = [ExpertTile(16), *on_hopper, *tiles_for(hopper=device.hopper, packed=True)]
+    tiles = [ExpertTile(16), *on_hopper, *tiles_for([kept], hopper=device.hopper)]
     tiles_agree(device, Experts(count=9, used=3, width=step), 2 * step, kept, 150, tiles)
     wide = Experts(count=30, used=2, width=512)  # more tiles than blocks at once
     tiles_agree(device, wide, 768, kept, 700, tiles)

@@ -370,6 +370,7 @@ def run_experts_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     launched = launch_on_host(patch, folder, "warps", (route, combine))
     for module in (grouped, repacker):
         patch.setattr(module, "Module", HostModule)
+    patch.setattr(grouped, "TensorMaps", HostMaps)
     patch.setattr(HostModule, "together", True)
     patch.setattr(packed_weights, "Staging", Staged)
     return launched
@@ -382,6 +383,7 @@ def run_models_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     launched = launch_on_host(patch, folder, "models", (*rows, *attention, route, combine))
     for module in (grouped, prefill, repacker):
         patch.setattr(module, "Module", HostModule)
+    patch.setattr(grouped, "TensorMaps", HostMaps)
     return launched
 
 

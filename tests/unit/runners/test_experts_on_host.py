@@ -12,6 +12,7 @@ from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import Format
 from nightmill.worker.runners.gpu.device.sources import for_element
 from nightmill.worker.runners.gpu.experts.tiles import (
+    GEMM_TILE,
     ExpertTile,
     Multiplier,
     grouped_source,
@@ -69,7 +70,7 @@ def test_what_a_tokens_bits_depend_on(launched: set[str]) -> None:
 def test_blocks_are_given_what_kernels_take(kept: Format, element: Element) -> None:
     claims = [
         f"Tile<{tile.rows}>::{name} == {value}"
-        for tile in tiles_for(hopper=True, packed=True)
+        for tile in tiles_for([kept], hopper=True)[:-1]
         for name, value in (
             ("BYTES", tile.shared(kept)), ("THREADS", tile.threads(kept)), ("BLOCKS", tile.blocks),
         )
@@ -81,11 +82,19 @@ def test_blocks_are_given_what_kernels_take(kept: Format, element: Element) -> N
 
 
 def test_the_tile_is_the_one_that_was_measured_fastest() -> None:
-    """With 1, 8, 64, 256 and 8,192 tokens of Qwen3-30B-A3B, a sixteenth of which each expert is sent."""
-    packed, other = tiles_for(hopper=True, packed=True), tiles_for(hopper=True, packed=False)
-    assert [tile_for(packed, tokens / 16).rows for tokens in (1, 8, 64, 256, 8192)] == [16, 16, 8, 64, 128]
-    assert [tile_for(other, tokens / 16).rows for tokens in (1, 64, 256, 8192)] == [16, 16, 32, 128]
-    assert tile_for(packed[:1], 512) == packed[0]
+    """With 1, 8, 64, 256 and 2,048 tokens of Qwen3-30B-A3B, a sixteenth of which each expert is sent."""
+    packed, other = tiles_for([Format.Q4_K], hopper=True), tiles_for([Format.F16], hopper=True)
+    rows = (1, 8, 64, 256, 2048)
+    for tiles in (packed, packed[:-1]):  # with and without room for elements
+        found = [tile_for(tiles, tokens / 16, packed=True) for tokens in rows]
+        assert [one.rows for one in found] == [16, 16, 8, 64, 128]
+        assert all(one.by is Multiplier.STAYING for one in found)
+    assert tile_for(packed, 512, packed=True) == GEMM_TILE
+    assert tile_for(packed[:-1], 512, packed=True) == ExpertTile(128, Multiplier.STAYING)
+    found = [tile_for(other, tokens / 16, packed=False) for tokens in rows]
+    assert [one.rows for one in found] == [16, 16, 16, 32, 128]
+    assert found[-1] == GEMM_TILE
+    assert tile_for(packed[:1], 512, packed=True) == packed[0]
 
 
 STAYING = [
@@ -109,6 +118,32 @@ def test_blocks_that_stay_have_the_bits_of_others(
     assert launched >= {f"packed_{name}_{rows}" for name in ("two", "floats") for rows in sizes}
 
 
+@pytest.mark.parametrize("kept", [None, Format.MXFP4, pytest.param(Format.Q4_K, marks=pytest.mark.slow)])
+def test_elements_that_are_made_once_have_the_bits_of_others(launched: set[str], kept: Format | None) -> None:
+    """Experts with several tiles, one, and none; outputs that fill no unit, and several."""
+    device: Any = HostDevice(Element.F16)
+    device.hopper, device.compute_capability, device.multiprocessors = True, (9, 0), 1
+    step = 256 if kept is Format.Q4_K else 160
+    experts = Experts(count=3, used=1, width=step)
+    tiles = [ExpertTile(64), GEMM_TILE]
+    on_gpu.tiles_agree(device, experts, 320 if step == 160 else 512, kept, 150, tiles)
+    assert launched >= {"gemm_two", "gemm_floats"}
+
+
+def test_a_product_over_elements_computes_all_kinds(launched: set[str]) -> None:
+    device: Any = HostDevice(Element.BF16)
+    device.hopper, device.compute_capability, device.multiprocessors = True, (9, 0), 2
+    for kind in ("of the chosen, biases, clamped", "groups, squared", "fused, GELU, scales"):
+        trial = ExpertTrial(device, KINDS[kind], among=(GEMM_TILE,))
+        trial.check(*trial.inputs(9), padding=np.arange(9) % 4 == 3)
+    mixed = ExpertTrial(
+        device, Experts(count=2, used=1, width=64), 64, Format.Q4_0, Format.Q8_0, among=(GEMM_TILE,)
+    )
+    device.multiprocessors = 1
+    mixed.check(*mixed.inputs(5))
+    assert launched >= {"gemm_two", "gemm_one", "gemm_floats"}
+
+
 @pytest.mark.parametrize("kept", [None, Format.FP8])
 def test_wgmma_has_the_bits_of_mma(launched: set[str], kept: Format | None) -> None:
     """On Hopper many rows go through other kernels: sums on the host have no order of their own."""
@@ -119,4 +154,5 @@ def test_wgmma_has_the_bits_of_mma(launched: set[str], kept: Format | None) -> N
     found = {rows: trial.check(x[:rows], logits[:rows]) for rows in (3, 20, 40, 70)}
     for rows in (20, 40, 70):
         assert_same(results(found[3], slice(None)), results(found[rows], slice(3)))
-    assert launched >= {f"hopper_{name}_{rows}" for name in ("two", "floats") for rows in (32, 64, 128)}
+    last = ["gemm_two", "gemm_floats"] if kept is None else ["hopper_two_128", "hopper_floats_128"]
+    assert launched >= {f"hopper_{name}_{rows}" for name in ("two", "floats") for rows in (32, 64)} | {*last}

@@ -1,14 +1,17 @@
 """Tiles of the products of experts: how many positions blocks take at once, and what kernels they are of."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from nightmill.worker.runners.gpu.device.operands import PANEL_ROWS, Format
 from nightmill.worker.runners.gpu.device.sources import Source, source_of
 
-__all__ = ["ExpertTile", "Multiplier", "grouped_source", "grouped_sources", "tile_for", "tiles_for"]
+__all__ = [
+    "GEMM_BOX", "GEMM_TILE", "ExpertTile", "Multiplier", "grouped_source", "grouped_sources", "made_elements",
+    "tile_for", "tiles_for",
+]  # fmt: skip
 
 _PANELS = 2  # of a warp
 _ALIGNMENT = 1024  # of a stage in shared memory
@@ -22,6 +25,14 @@ _STAYING = ((1.0, 16), (6.0, 8), (12.0, 16), (48.0, 64), (math.inf, 128))
 
 As measured with 1, 64, 256 and 8,192 tokens of Qwen3-30B-A3B on an H200 (`benchmarks/history/speed.md`).
 """
+_LEAST_MANY, _LEAST_MADE = 48, 192
+"""Tokens of an expert on average, beyond which elements are multiplied by `expert_gemm.cu`, or made for it.
+
+Predicted: to make them takes what their bytes take, a third of a product of 512 rows.
+"""
+_GEMM_STAGES, _GEMM_COLUMNS = 4, 256
+GEMM_BOX = _GEMM_COLUMNS // 2
+"""Rows of the boxes of W of `expert_gemm.cu`."""
 _MOST_PACKETS = 4  # stages of packets
 
 
@@ -32,6 +43,8 @@ class Multiplier(Enum):
     WGMMA = "hopper_grouped"
     STAYING = "packed_experts"
     """The kernel of packed weights: blocks stay and take tile after tile; few positions go by mma.sync."""
+    GEMM = "expert_gemm"
+    """The kernel over elements for many positions, which packed weights become on the way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +58,29 @@ class ExpertTile:
         """The kernel that leaves `floats`, activations of `one` matrix, or of `two`."""
         if self.by is Multiplier.MMA:
             return f"experts_{name}_{self.rows // 16}"
+        if self.by is Multiplier.GEMM:
+            return f"gemm_{name}"
         return f"{'hopper' if self.by is Multiplier.WGMMA else 'packed'}_{name}_{self.rows}"
+
+    @property
+    def stays(self) -> bool:
+        """Whether blocks take tile after tile, so that there are no more than run at once."""
+        return self.by in (Multiplier.STAYING, Multiplier.GEMM)
 
     def warps(self, format_: Format) -> int:
         """Warps that multiply, with two panels of weights each, as the kernels' files say."""
         if self.by is Multiplier.MMA:
             return 4
+        if self.by is Multiplier.GEMM:
+            return 16  # as if each of its 8 had two panels: of 256 rows
         if self.by is Multiplier.STAYING:
             return 12 if self.rows == 128 else 8 if self.rows >= 64 else 4
         return 8 if self.rows < 128 else 16 if 2 * self._stage(format_, 16) <= self._room else 12
 
     def threads(self, format_: Format) -> int:
         """Threads of a block."""
+        if self.by is Multiplier.GEMM:
+            return 384
         if self.by is not Multiplier.STAYING:
             return 32 * self.warps(format_)
         copying = 128 if self.rows >= 128 else 64
@@ -73,6 +97,8 @@ class ExpertTile:
 
     def shared(self, format_: Format) -> int:
         """Bytes of shared memory of a block."""
+        if self.by is Multiplier.GEMM:
+            return _GEMM_STAGES * (self.rows + _GEMM_COLUMNS) * 2 * _BOX + _ALIGNMENT
         if self.by is Multiplier.STAYING:
             return self._staying(format_)
         stage = self._stage(format_, self.warps(format_))
@@ -106,29 +132,45 @@ class ExpertTile:
         return kept + min((room - _ALIGNMENT - kept) // packets, _MOST_PACKETS) * packets + _ALIGNMENT
 
 
-def tiles_for(*, hopper: bool, packed: bool) -> tuple[ExpertTile, ...]:
-    """The tiles of products, the smallest first; packed: all matrices are."""
+GEMM_TILE = ExpertTile(128, Multiplier.GEMM)
+
+
+def tiles_for(formats: Collection[Format], *, hopper: bool) -> tuple[ExpertTile, ...]:
+    """The tiles of products with matrices of these formats, the smallest first."""
     if not hopper:
         return tuple(ExpertTile(rows) for rows in (16, 32, 64))
-    if packed:
-        return tuple(ExpertTile(rows, Multiplier.STAYING) for rows in (8, 16, 64, 128))
-    return (ExpertTile(16), *(ExpertTile(rows, Multiplier.WGMMA) for rows in (32, 64, 128)))
+    if any(one.scaled for one in formats):
+        return (ExpertTile(16), *(ExpertTile(rows, Multiplier.WGMMA) for rows in (32, 64, 128)))
+    if all(one.packed for one in formats):
+        return (*(ExpertTile(rows, Multiplier.STAYING) for rows in (8, 16, 64, 128)), GEMM_TILE)
+    return (ExpertTile(16), *(ExpertTile(rows, Multiplier.WGMMA) for rows in (32, 64)), GEMM_TILE)
 
 
-def tile_for(tiles: Sequence[ExpertTile], mean: float) -> ExpertTile:
-    """The tile of these, the smallest first, that suits so many tokens of an expert on average."""
+def made_elements(formats: Collection[Format], mean: float, *, hopper: bool) -> bool:
+    """Whether packed matrices become elements, if an expert is sent so many tokens on average at most."""
+    packed = any(one.packed for one in formats)
+    return packed and GEMM_TILE in tiles_for(formats, hopper=hopper) and mean > _LEAST_MADE
+
+
+def tile_for(tiles: Sequence[ExpertTile], mean: float, *, packed: bool) -> ExpertTile:
+    """The tile of these, the smallest first, that suits so many tokens of an expert on average.
+
+    packed  matrices are: to make elements of them has to be worthwhile
+    """
+    if GEMM_TILE in tiles and mean > (_LEAST_MADE if packed else _LEAST_MANY):
+        return GEMM_TILE
     for most, rows in _STAYING:
         staying = ExpertTile(rows, Multiplier.STAYING)
         if mean <= most and staying in tiles:
             return staying
-    others = (tile for tile in tiles if tile.by is not Multiplier.STAYING)  # some experts are sent more
-    return next((tile for tile in others if mean <= tile.rows * _FILLED), tiles[-1])
+    others = [tile for tile in tiles if tile != GEMM_TILE] or tiles  # some experts are sent more
+    return next((tile for tile in others if mean <= tile.rows * _FILLED and not tile.stays), others[-1])
 
 
-def grouped_sources(format_: Format, *, hopper: bool, packed: bool) -> list[Source]:
-    """The files of a format's kernels; packed: those of all matrices are."""
-    files = dict.fromkeys(tile.by for tile in tiles_for(hopper=hopper, packed=packed))
-    return [grouped_source(format_, by) for by in files]
+def grouped_sources(formats: Collection[Format], *, hopper: bool) -> list[Source]:
+    """The files of the kernels of matrices of these formats."""
+    files = dict.fromkeys(tile.by for tile in tiles_for(formats, hopper=hopper))
+    return [grouped_source(format_, by) for format_ in sorted(formats, key=str) for by in files]
 
 
 def grouped_source(format_: Format, by: Multiplier) -> Source:
