@@ -1,17 +1,20 @@
 """Kernels of mixtures of experts: microseconds a layer, and shares of a card's memory or tensor cores.
 
     python -m benchmarks.experts [--shape qwen3-30b-a3b] [--formats Q4_K Q6_K] [--rows 1 64 256 8192] [--skew]
+    python -m benchmarks.experts --every [--rows 1 64 256 8192] [--skew]
 
 A layer with random weights, in the formats of gate and up and of down, for so many tokens that random logits
 route. Few rows go through several layers, since their experts would stay in L2 else. `layer` is the graph of
 all launches, one layer after the other; the others are launches of one kernel. `--skew` sends the first of
-each eight experts five times as many tokens. One JSON line a case; bytes and FLOPs are the least there are.
+each eight experts five times as many tokens as the mean. `--every` measures all shapes, in the formats that
+their files have and, of Qwen3, in FP8 and 16 bits. One JSON line a case; bytes and FLOPs are the least.
 """
 
 import argparse
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -43,7 +46,18 @@ SHAPES = {
         ),
         2880,
     ),
+    "glm-4.7-flash": (
+        Experts(count=64, used=4, width=1536, scores=RouterScores.SIGMOID, normalise=True, scale=1.8), 2048,
+    ),
+    "deepseek-v2-lite": (Experts(count=64, used=6, width=1408), 2048),
 }  # fmt: skip
+EVERY = (
+    ("qwen3-30b-a3b", "Q4_K", "Q6_K"), ("qwen3-30b-a3b", "Q4_K", "Q4_K"), ("qwen3-30b-a3b", "FP8", "FP8"),
+    ("qwen3-30b-a3b", "F16", "F16"), ("gpt-oss-20b", "MXFP4", "MXFP4"), ("glm-4.7-flash", "Q4_K", "Q6_K"),
+    ("deepseek-v2-lite", "Q5_0", "Q8_0"),
+)  # fmt: skip
+"""Shapes, and formats of gate and up, and of down, as in files: rows of 1,408 have no blocks of 256."""
+OFTEN, TRIED = 5.0, 4096  # of the mean, with --skew; rows that it is tried on
 FEW, LAYERS = 64, 6  # rows, up to which there are so many layers
 LEAST_MADE = 16  # rows of an expert, from which on elements may be made
 
@@ -64,7 +78,7 @@ class Layer:
         self.at = ExpertRoom.at(address, experts, width, rows, fp8=self.fp8)
         logits = bench.rng.standard_normal((rows, experts.count))
         if skew:
-            logits[:, ::8] += 2.2
+            logits[:, ::8] += more_of_some(experts)
         held = np.zeros((rows, self.at.logits.shape[1]), dtype=np.float32)
         held[:, : experts.count] = logits
         assert part_rows(experts.count) >= experts.count
@@ -118,6 +132,19 @@ class Layer:
         self.multiply_gate_up()
         self.multiply_down()
         self.add()
+
+
+def more_of_some(experts: Experts) -> float:
+    """What makes logits of one expert of eight so much larger that it is chosen OFTEN times the mean."""
+    logits = np.random.default_rng(0).standard_normal((TRIED, experts.count))
+    some = np.arange(experts.count) % 8 == 0
+    least, most = 0.0, 8.0
+    while most - least > 0.01:
+        more = (least + most) / 2
+        chosen = np.argpartition(logits + more * some, -experts.used, axis=1)[:, -experts.used :]
+        often = some[chosen].mean() / some.mean()
+        least, most = (more, most) if often < OFTEN else (least, more)
+    return most
 
 
 def blocks_of(bench: Bench, kept: Format, rows: int, columns: int) -> np.ndarray:
@@ -219,14 +246,14 @@ def main() -> None:
     arguments.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256, 1024, 8192])
     arguments.add_argument("--skew", action="store_true")
     arguments.add_argument("--all-tiles", action="store_true", help="time each tile, not that which is taken")
+    arguments.add_argument("--every", action="store_true", help="all shapes, in the formats of their files")
     options = arguments.parse_args()
-    formats = Format[options.formats[0]], Format[options.formats[1]]
-    for rows in options.rows:
+    cases = EVERY if options.every else ((options.shape, *options.formats),)
+    for (shape, first, second), rows in product(cases, options.rows):
+        formats = Format[first], Format[second]
         with Device(0) as device:
             bench = Bench(device)
-            for line in measure(
-                bench, options.shape, formats, rows, skew=options.skew, all_tiles=options.all_tiles
-            ):
+            for line in measure(bench, shape, formats, rows, skew=options.skew, all_tiles=options.all_tiles):
                 print(json.dumps({"gpu": device.name} | line), flush=True)
 
 
