@@ -22,13 +22,21 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from benchmarks.kernels import Bench
 from nightmill.worker.model.spec import Activation, Experts, RouterScores
+from nightmill.worker.runners.gpu.device.compiler import compile_all
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer, Format, Matrix
+from nightmill.worker.runners.gpu.device.sources import for_element, source_of
 from nightmill.worker.runners.gpu.experts.combine import Combine
 from nightmill.worker.runners.gpu.experts.grouped import Given, GroupedProducts, elements_of
 from nightmill.worker.runners.gpu.experts.room import ExpertRoom
 from nightmill.worker.runners.gpu.experts.route import Routing
-from nightmill.worker.runners.gpu.experts.tiles import GEMM_TILE, ExpertTile, tiles_for
+from nightmill.worker.runners.gpu.experts.tiles import (
+    GEMM_TILE,
+    ExpertTile,
+    Multiplier,
+    grouped_source,
+    tiles_for,
+)
 from nightmill.worker.runners.gpu.products.fp8.quantise import Quantise
 from nightmill.worker.runners.gpu.rows.norms import Ending
 from nightmill.worker.runners.gpu.weights.layout import NormWeight
@@ -134,6 +142,25 @@ class Layer:
         self.add()
 
 
+def compile_for(formats: set[Format], *, all_tiles: bool) -> None:
+    """Compile all kernels at once: each would be when it is first launched, one after the other."""
+    with Device(0) as device:
+        tiles = [tile for kept in formats for tile in tiles_of((kept, kept), device, all_tiles=all_tiles)]
+        files = [source_of(name) for name in ("route", "combine", "quantise")]
+        for kept in formats:
+            by = {tile.by for tile in tiles if kept.packed or tile.by is not Multiplier.STAYING}
+            files += [grouped_source(kept, one) for one in sorted(by, key=str)]
+        compile_all([for_element(one, device.element) for one in files], device.architecture)
+
+
+def tiles_of(formats: tuple[Format, Format], device: Device, *, all_tiles: bool) -> tuple[ExpertTile, ...]:
+    """The tiles that experts in these formats have, or all that could compute them."""
+    if not all_tiles:
+        return tiles_for(formats, hopper=device.hopper)
+    others = tiles_for([Format.FP8], hopper=device.hopper)  # of kernels whose blocks do not stay
+    return tuple(dict.fromkeys([*tiles_for(formats, hopper=device.hopper, gemm=True), *others]))
+
+
 def more_of_some(experts: Experts) -> float:
     """What makes logits of one expert of eight so much larger that it is chosen OFTEN times the mean."""
     logits = np.random.default_rng(0).standard_normal((TRIED, experts.count))
@@ -183,9 +210,7 @@ def measure(
     """A line for a layer with so many tokens, for the tile that it has, or for each."""
     experts, width = SHAPES[shape]
     hopper = bench.device.hopper
-    tiles = tiles_for(formats, hopper=hopper)
-    if all_tiles:  # those of kernels without blocks that stay, too
-        tiles = tuple(dict.fromkeys([*tiles, *tiles_for([Format.FP8], hopper=hopper)]))
+    tiles = tiles_of(formats, bench.device, all_tiles=all_tiles)
     mean, packed = rows * experts.used / experts.count, any(one.packed for one in formats)
     room = elements_of(experts, width) if hopper and packed and mean >= LEAST_MADE else 0
     grouped = GroupedProducts(bench.device, set(formats), tiles, room)
@@ -249,6 +274,7 @@ def main() -> None:
     arguments.add_argument("--every", action="store_true", help="all shapes, in the formats of their files")
     options = arguments.parse_args()
     cases = EVERY if options.every else ((options.shape, *options.formats),)
+    compile_for({Format[name] for _, *names in cases for name in names}, all_tiles=options.all_tiles)
     for (shape, first, second), rows in product(cases, options.rows):
         formats = Format[first], Format[second]
         with Device(0) as device:

@@ -12,7 +12,7 @@
 // Positions 0 .. n - 1 are those of the first expert's tokens, in their order, then of the second's, and so on.
 // places[token][rank] is the position, or -1; sources[position] the token. A tile is {expert, first position, positions,
 // n + 65536 i}: at most `tile_rows` positions of an expert, the i-th of its n tiles; `total` says how many tiles there are.
-// `place_tokens` sets `counted` numbers of `counters` to zero (`expert_gemm.cu`).
+// `place_tokens` and `route_few` set `counted` numbers of `counters` to zero (`expert_gemm.cu`).
 //
 // A warp chooses for a token, float all through. A block places an expert's tokens: it counts those of all experts, which says
 // where its own begin, and then goes through the choices in order. What is counted by atomics hangs on no order. Launches hang
@@ -167,13 +167,14 @@ extern "C" __global__ void __launch_bounds__(FEW * 32)
               const int* __restrict__ slots, int* __restrict__ chosen, float* __restrict__ weights, int tokens, int pitch,
               int part, int parts, float part_scale, int count, int used, int scores, int groups, int groups_used,
               int group_best, int normalise, float scale, int padding, int* __restrict__ places, int* __restrict__ sources,
-              int4* __restrict__ tiles, int* __restrict__ total) {
+              int4* __restrict__ tiles, int* __restrict__ total, int* __restrict__ counters, int counted) {
     extern __shared__ __align__(16) unsigned char shared[];
     __shared__ int held[FEW * 32];
     __shared__ bool is_first[FEW * 32];  // of an expert's
     launch_next();
     wait_for_previous(logits, slots, places);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, choices = tokens * used, i = threadIdx.x;
+    for (int at = i; at < counted; at += FEW * 32) counters[at] = 0;
     if (warp < tokens) {
         const int mine = choose_for({logits, bias, selection_bias, slots, chosen, weights, pitch, part, parts, part_scale,
                                      count, used, scores, groups, groups_used, group_best, normalise, scale, padding},

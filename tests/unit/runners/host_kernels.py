@@ -236,6 +236,11 @@ class HostMaps:
             "@P10i", address, columns, rows, planes, 2, 2 * columns, 2 * columns * rows, 64, box[1], box[0], 2
         )
 
+    def of_fp8(self, address: int, rows: int, columns: int, box: int) -> bytes:
+        """Bytes, in boxes of 128 columns."""
+        sizes = (columns, rows, 1, 1, columns, columns * rows, 128, box, 1, 1)
+        return struct.pack("@P10i", address, *sizes)
+
     def of_packed(self, address: int, rows: int, columns: int, format_: Format, panels: int) -> bytes:
         """Words of 8 bytes, a row of them a panel; boxes of a packet by so many panels."""
         words, all_panels = format_.packet // 8, -(-rows // PANEL_ROWS)

@@ -26,7 +26,7 @@ from nightmill.worker.runners.gpu.device.sources import Source
 from nightmill.worker.runners.gpu.device.tensor_maps import TensorMaps
 from nightmill.worker.runners.gpu.experts.room import SLICE, ExpertRoom, most_tiles
 from nightmill.worker.runners.gpu.experts.tiles import (
-    GEMM_BOX,
+    GEMM_BY_DEFAULT,
     GEMM_TILE,
     ExpertTile,
     Multiplier,
@@ -46,7 +46,7 @@ ACTIVATIONS = {
 }  # fmt: skip
 
 
-_GEMM_LETTERS = "128sPPPPPPPPPPiiiiiPP"
+_GEMM_LETTERS = "128sPPPPPPPPPPPPiiiiiPP"
 
 
 def elements_of(experts: Experts, width: int) -> int:
@@ -102,13 +102,17 @@ class GroupedProducts:
                     )  # fmt: skip
 
     @staticmethod
-    def sources(spec: ModelSpec, precision: Precision, *, hopper: bool) -> list[Source]:
+    def sources(
+        spec: ModelSpec, precision: Precision, *, hopper: bool, gemm: bool = GEMM_BY_DEFAULT
+    ) -> list[Source]:
         """List the kernel files: those of each format of experts."""
         formats = formats_in(spec, precision, *OF_EXPERTS) if spec.experts else set()
-        return grouped_sources(formats, hopper=hopper)
+        return grouped_sources(formats, hopper=hopper, gemm=gemm)
 
     @staticmethod
-    def workspace(spec: ModelSpec, precision: Precision, tokens: int, *, hopper: bool) -> int:
+    def workspace(
+        spec: ModelSpec, precision: Precision, tokens: int, *, hopper: bool, gemm: bool = GEMM_BY_DEFAULT
+    ) -> int:
         """Bytes for the largest matrix as elements, if packed ones become such; tokens: of a step."""
         formats = formats_in(spec, precision, *OF_EXPERTS) if spec.experts else set()
         most = min(tokens, SLICE)
@@ -116,7 +120,7 @@ class GroupedProducts:
             (
                 elements_of(experts, spec.width)
                 for experts in spec.experts
-                if made_elements(formats, most * experts.used / experts.count, hopper=hopper)
+                if made_elements(formats, most * experts.used / experts.count, hopper=hopper, gemm=gemm)
             ),
             default=0,
         )
@@ -183,12 +187,14 @@ class GroupedProducts:
         gathered = at.sources.address if rows.gathers else 0
         if tile.by is Multiplier.GEMM:
             elements = self._elements if format_.packed else weight.address
+            map_of = self._maps.of_fp8 if format_.scaled else self._maps
             counts = at.counts.address + target.turn * at.counts.shape[1] * INT.itemsize
             self._kernels[format_, name, tile](
                 grid, (tile.threads(format_), 1, 1),
-                self._maps(elements, weight.rows, weight.columns, GEMM_BOX), x.address, gathered,
-                at.tiles.address, at.total.address, weight.address, given.bias.address, given.first.address,
-                given.second.address, target.other.address, y.address, outputs, weight.columns, target.stride,
+                map_of(elements, weight.rows, weight.columns, tile.columns(format_) // 2), x.address,
+                x.scales if x.dtype == FP8 else 0, gathered, at.tiles.address, at.total.address,
+                weight.address, weight.scales, given.bias.address, given.first.address, given.second.address,
+                target.other.address, y.address, outputs, weight.columns, target.stride,
                 target.side, ACTIVATIONS[experts.activation], elements, counts, shared=tile.shared(format_),
             )  # fmt: skip
             return

@@ -32,7 +32,7 @@ class Routing:
         self._few_shared = self._shared // _WARPS * _FEW
         self._few: KernelPair | None = None
         if self._few_shared <= _MOST_SHARED:
-            letters = "PPPPPPiiiifiiiiiiifiPPPP"
+            letters = "PPPPPPiiiifiiiiiiifiPPPPPi"
             self._few = kernels.function("route_few", letters, shared=self._few_shared)
 
     @staticmethod
@@ -58,11 +58,11 @@ class Routing:
 
         slots, padding  address of the slots of tokens, and the slot of those of padding; 0: there are none
         """
-        if self._few is not None and tokens <= min(_FEW, tile.rows) and tile.by is not Multiplier.GEMM:
+        if self._few is not None and tokens <= min(_FEW, tile.rows):
             self._few.of(tokens)(
                 (1, 1), (32 * _FEW, 1, 1), *self._router(bias, selection_bias, at, tokens, slots, padding),
-                at.places.address, at.sources.address, at.tiles.address, at.total.address,
-                shared=self._few_shared,
+                at.places.address, at.sources.address, at.tiles.address, at.total.address, at.counts.address,
+                _counted(at, tile), shared=self._few_shared,
             )  # fmt: skip
             return
         self._choose.of(tokens)(
@@ -74,11 +74,10 @@ class Routing:
     def place(self, at: ExpertRoom, tokens: int, tile: ExpertTile) -> None:
         """Queue the places of choices that are there, for such tiles, of whose panels none is counted yet."""
         experts = self._experts
-        counts = math.prod(at.counts.shape) if tile.by is Multiplier.GEMM else 0
         self._place.of(tokens)(
             (experts.count, 1), (256, 1, 1), at.chosen.address, at.places.address, at.sources.address,
             at.tiles.address, at.total.address, at.counts.address, tokens * experts.used, experts.used,
-            experts.count, tile.rows, counts,
+            experts.count, tile.rows, _counted(at, tile),
         )  # fmt: skip
 
     def _router(
@@ -99,3 +98,8 @@ class Routing:
             return ABSENT
         place = at.logits.address + self._experts.count * FLOAT.itemsize
         return Buffer(place, at.logits.shape, FLOAT)
+
+
+def _counted(at: ExpertRoom, tile: ExpertTile) -> int:
+    """Counts that are set to zero, for those who make elements."""
+    return math.prod(at.counts.shape) if tile.by is Multiplier.GEMM else 0

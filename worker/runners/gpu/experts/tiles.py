@@ -9,8 +9,8 @@ from nightmill.worker.runners.gpu.device.operands import PANEL_ROWS, Format
 from nightmill.worker.runners.gpu.device.sources import Source, source_of
 
 __all__ = [
-    "GEMM_BOX", "GEMM_TILE", "ExpertTile", "Multiplier", "grouped_source", "grouped_sources", "made_elements",
-    "tile_for", "tiles_for",
+    "GEMM_BY_DEFAULT", "GEMM_TILE", "ExpertTile", "Multiplier", "grouped_source", "grouped_sources",
+    "made_elements", "tile_for", "tiles_for",
 ]  # fmt: skip
 
 _PANELS = 2  # of a warp
@@ -30,9 +30,8 @@ _LEAST_MANY, _LEAST_MADE = 48, 192
 
 Predicted: to make them takes what their bytes take, a third of a product of 512 rows.
 """
-_GEMM_STAGES, _GEMM_COLUMNS = 4, 256
-GEMM_BOX = _GEMM_COLUMNS // 2
-"""Rows of the boxes of W of `expert_gemm.cu`."""
+GEMM_BY_DEFAULT = False
+"""Whether `expert_gemm.cu` computes what it can: it waits for a first run on a GPU (benchmarks/TRIED.md)."""
 _MOST_PACKETS = 4  # stages of packets
 
 
@@ -59,7 +58,7 @@ class ExpertTile:
         if self.by is Multiplier.MMA:
             return f"experts_{name}_{self.rows // 16}"
         if self.by is Multiplier.GEMM:
-            return f"gemm_{name}"
+            return f"gemm_{name}_{self.rows}"
         return f"{'hopper' if self.by is Multiplier.WGMMA else 'packed'}_{name}_{self.rows}"
 
     @property
@@ -72,7 +71,7 @@ class ExpertTile:
         if self.by is Multiplier.MMA:
             return 4
         if self.by is Multiplier.GEMM:
-            return 16  # as if each of its 8 had two panels: of 256 rows
+            return self.rows // 16
         if self.by is Multiplier.STAYING:
             return 12 if self.rows == 128 else 8 if self.rows >= 64 else 4
         return 8 if self.rows < 128 else 16 if 2 * self._stage(format_, 16) <= self._room else 12
@@ -80,7 +79,7 @@ class ExpertTile:
     def threads(self, format_: Format) -> int:
         """Threads of a block."""
         if self.by is Multiplier.GEMM:
-            return 384
+            return 2 * self.rows + 128
         if self.by is not Multiplier.STAYING:
             return 32 * self.warps(format_)
         copying = 128 if self.rows >= 128 else 64
@@ -88,7 +87,13 @@ class ExpertTile:
 
     def outputs(self, format_: Format, sides: int) -> int:
         """Outputs that a block has at once, if each has so many rows of the weight."""
+        if self.by is Multiplier.GEMM:
+            return self.columns(format_) // sides
         return self.warps(format_) * PANEL_ROWS * _PANELS // sides
+
+    def columns(self, format_: Format) -> int:
+        """Rows of the weight that a block of `expert_gemm.cu` has at once."""
+        return 256 if not format_.scaled else 64 if self.rows == 64 else 192
 
     @property
     def blocks(self) -> int:
@@ -98,7 +103,8 @@ class ExpertTile:
     def shared(self, format_: Format) -> int:
         """Bytes of shared memory of a block."""
         if self.by is Multiplier.GEMM:
-            return _GEMM_STAGES * (self.rows + _GEMM_COLUMNS) * 2 * _BOX + _ALIGNMENT
+            stages = 4 if not format_.scaled else 6 if self.rows == 64 else 5
+            return stages * (self.rows + self.columns(format_)) * 2 * _BOX + _ALIGNMENT
         if self.by is Multiplier.STAYING:
             return self._staying(format_)
         stage = self._stage(format_, self.warps(format_))
@@ -133,23 +139,31 @@ class ExpertTile:
 
 
 GEMM_TILE = ExpertTile(128, Multiplier.GEMM)
+_FEW_OF_FP8 = ExpertTile(64, Multiplier.GEMM)
 
 
-def tiles_for(formats: Collection[Format], *, hopper: bool) -> tuple[ExpertTile, ...]:
-    """The tiles of products with matrices of these formats, the smallest first."""
+def tiles_for(
+    formats: Collection[Format], *, hopper: bool, gemm: bool = GEMM_BY_DEFAULT
+) -> tuple[ExpertTile, ...]:
+    """The tiles of products with matrices of these formats, the smallest first.
+
+    gemm  also those of `expert_gemm.cu`, whose sums of FP8 are others: so it has all of these
+    """
     if not hopper:
         return tuple(ExpertTile(rows) for rows in (16, 32, 64))
-    if any(one.scaled for one in formats):
-        return (ExpertTile(16), *(ExpertTile(rows, Multiplier.WGMMA) for rows in (32, 64, 128)))
+    if gemm and formats and all(one.scaled for one in formats):
+        return _FEW_OF_FP8, GEMM_TILE
+    gemm = gemm and not any(one.scaled for one in formats)
+    many = (GEMM_TILE,) * gemm
     if all(one.packed for one in formats):
-        return (*(ExpertTile(rows, Multiplier.STAYING) for rows in (8, 16, 64, 128)), GEMM_TILE)
-    return (ExpertTile(16), *(ExpertTile(rows, Multiplier.WGMMA) for rows in (32, 64)), GEMM_TILE)
+        return (*(ExpertTile(rows, Multiplier.STAYING) for rows in (8, 16, 64, 128)), *many)
+    return (ExpertTile(16), *(ExpertTile(rows, Multiplier.WGMMA) for rows in (32, 64, 128)), *many)
 
 
-def made_elements(formats: Collection[Format], mean: float, *, hopper: bool) -> bool:
+def made_elements(formats: Collection[Format], mean: float, *, hopper: bool, gemm: bool) -> bool:
     """Whether packed matrices become elements, if an expert is sent so many tokens on average at most."""
     packed = any(one.packed for one in formats)
-    return packed and GEMM_TILE in tiles_for(formats, hopper=hopper) and mean > _LEAST_MADE
+    return packed and GEMM_TILE in tiles_for(formats, hopper=hopper, gemm=gemm) and mean > _LEAST_MADE
 
 
 def tile_for(tiles: Sequence[ExpertTile], mean: float, *, packed: bool) -> ExpertTile:
@@ -159,6 +173,8 @@ def tile_for(tiles: Sequence[ExpertTile], mean: float, *, packed: bool) -> Exper
     """
     if GEMM_TILE in tiles and mean > (_LEAST_MADE if packed else _LEAST_MANY):
         return GEMM_TILE
+    if _FEW_OF_FP8 in tiles:
+        return _FEW_OF_FP8
     for most, rows in _STAYING:
         staying = ExpertTile(rows, Multiplier.STAYING)
         if mean <= most and staying in tiles:
@@ -167,9 +183,11 @@ def tile_for(tiles: Sequence[ExpertTile], mean: float, *, packed: bool) -> Exper
     return next((tile for tile in others if mean <= tile.rows * _FILLED and not tile.stays), others[-1])
 
 
-def grouped_sources(formats: Collection[Format], *, hopper: bool) -> list[Source]:
+def grouped_sources(
+    formats: Collection[Format], *, hopper: bool, gemm: bool = GEMM_BY_DEFAULT
+) -> list[Source]:
     """The files of the kernels of matrices of these formats."""
-    files = dict.fromkeys(tile.by for tile in tiles_for(formats, hopper=hopper))
+    files = dict.fromkeys(tile.by for tile in tiles_for(formats, hopper=hopper, gemm=gemm))
     return [grouped_source(format_, by) for format_ in sorted(formats, key=str) for by in files]
 
 

@@ -8,7 +8,7 @@
 #include "common/store_row.cuh"
 #include "common/waits.cuh"
 
-// Of 2 or 3 dimensions, the fastest first; strides in bytes. What is outside is zero. Elements are swizzled, words of 8 bytes not.
+// Of 2 or 3 dimensions, the fastest first; strides in bytes. What is outside is zero. Elements and bytes are swizzled, words of 8 bytes not.
 struct TensorMap {
     const unsigned char* base;
     int size[3], stride[3], box[3], unit;
@@ -96,7 +96,7 @@ inline void load_box(uint32_t target, const TensorMap* map, uint32_t barrier, in
                     source += int64_t(place[i]) * map->stride[i];
                 }
                 const uint32_t there = target + map->unit * elements;
-                unsigned char* to = host::at(map->unit == 2 ? host::swizzled(there) : there, map->unit);
+                unsigned char* to = host::at(map->unit <= 2 ? host::swizzled(there) : there, map->unit);
                 inside ? memcpy(to, source, map->unit) : memset(to, 0, map->unit);
             }
     host::barriers.at(barrier).bytes -= map->unit * elements;
