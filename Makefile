@@ -17,7 +17,7 @@ define new_enough
 	{ echo 'Nightmill needs Python 3.11 or newer$(if $(1),$(COMMA) and $(1) is not): $(2)' >&2; exit 1; }
 endef
 
-.PHONY: help demo test test-all quick collected fetched present vocabularies schemas browser campaign check lint look kernels format gpu-test parity bench clients dist clean
+.PHONY: help demo test test-all quick collected fetched present vocabularies schemas browser campaign check lint look kernels compiled format gpu-test parity bench clients dist clean
 
 help: ## Say what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -123,7 +123,7 @@ HANGS ?= 0
 campaign: $(VENV)/dev.stamp ## Kills, hangs and hostile input against an oracle: SEED=1 MINUTES=8
 	$(BIN)/python -m tests.campaign --seed $(SEED) --minutes $(MINUTES) --kills $(KILLS) --hangs $(HANGS)
 
-check: lint kernels ## Format, lint, types, import rules; compile every kernel where nvcc is
+check: lint compiled ## Format, lint, types, import rules; compile, where nvcc is, each kernel that the record lacks
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check .
@@ -135,7 +135,11 @@ lint: $(VENV)/dev.stamp
 look: $(VENV)/dev.stamp ## Draw the product: rooms, arrows between them, and the figures of its shape
 	@$(BIN)/python -m tools.look
 
-kernels: $(VENV)/dev.stamp
+# tools/compiled_kernels.txt has what nvcc made of each file; after a merge `make kernels` renews it.
+kernels: $(VENV)/dev.stamp ## Compile each kernel that the record lacks, and renew it; ALL=1: every kernel
+	$(BIN)/python -m tools.compile_kernels --write $(if $(ALL),--all)
+
+compiled: $(VENV)/dev.stamp
 	$(BIN)/python -m tools.compile_kernels
 
 format: $(VENV)/dev.stamp ## Put the code into shape

@@ -11,6 +11,7 @@ bytes are the least that must move, with what one kernel hands to the next count
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from copy import copy
@@ -30,17 +31,19 @@ from nightmill.worker.runners.base import StepBatch
 from nightmill.worker.runners.gpu.device.graphs import Graph
 from nightmill.worker.runners.gpu.device.operands import Matrix
 from nightmill.worker.runners.gpu.feed_forward import Mixture
-from nightmill.worker.runners.gpu.kinds import mixer_sizes
-from nightmill.worker.runners.gpu.kv_cache import PAGE
+from nightmill.worker.runners.gpu.kinds import has_tail, last_keeping, mixer_sizes
+from nightmill.worker.runners.gpu.kv_cache import PAGE, kinds_layout, layer_page_bytes
 from nightmill.worker.runners.gpu.layers import Addition, Layer, LayerKernels
 from nightmill.worker.runners.gpu.memory import RunnerSizes
 from nightmill.worker.runners.gpu.mixers import AttentionMixer, LatentMixer, LayerMixer, StateMixer
 from nightmill.worker.runners.gpu.model import Model, Shared
+from nightmill.worker.runners.gpu.precision import Precision
 from nightmill.worker.runners.gpu.runner import CudaRunner, Launching, decode_shape
-from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
+from nightmill.worker.runners.gpu.step_inputs import StepInputs, StepShape
 from nightmill.worker.runners.gpu.weights.layout import LayerWeights
-from tests.support.limits import BYTES_PER_S, FLOPS, flops_of_state
+from tests.support.limits import BYTES_PER_S, FLOPS, flops_of_state, seen_tokens
 
+Tail = tuple[StepInputs, StepShape] | None
 PROMPT = 1024  # tokens of each sequence in the prefill step
 REPLAYS = 9
 
@@ -82,29 +85,48 @@ class Recorder:
         found(*arguments, **options)
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """A step of sequences, each of which draws after `length` tokens that come behind `first` others."""
+
+    sequences: int
+    first: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the step."""
+        return self.sequences * self.length
+
+
 class Costs:
     """Bytes and FLOPs of the operations of one step, all layers together; bytes are of the formats kept."""
 
-    def __init__(self, spec: ModelSpec, model: Model, tokens: int, draws: int, keys: int, pairs: int) -> None:
-        """keys: cached tokens that attention reads; pairs: visible (query, key) pairs, both of one layer.
-
-        All sequences draw, so that as many states go there and back.
-        """
+    def __init__(self, spec: ModelSpec, precision: Precision, model: Model, step: "Sizes") -> None:
+        """Layers behind the last one that keeps anything compute what is drawn alone."""
         self.of: dict[str, tuple[int, int]] = {}
-        width, rows, normed = spec.width, tokens, 0
+        tokens, draws, first, length = step.tokens, step.sequences, step.first, step.length
+        width, rows, normed, kv = spec.width, tokens, 0, precision.kv
+        inputs = 0 if spec.layer_inputs is None else spec.layer_inputs.width * len(spec.layers)
+        kept = last_keeping(spec)
         last = max(index for index, layer in enumerate(spec.layers) if layer.mixer is not None)
         for index, (layer, bound) in enumerate(zip(spec.layers, model.layers, strict=True)):
             mixer, sizes, own, ffn = layer.mixer, mixer_sizes(layer.mixer), bound.weights, layer.feed_forward
             if isinstance(mixer, Attention):
-                self._add("qkv", own.qkv, sizes.inputs, width, rows)
+                self._add("qkv", own.qkv, own.qkv.rows, width, rows)
                 self._add("gates", own.attn_gate, sizes.gates, width, rows)
-                cache = bound.cache
-                read = keys * (cache.keys.bytes + cache.values.bytes) // (cache.pages * PAGE)
-                attention = read + 4 * tokens * sizes.outputs, 4 * sizes.outputs * pairs
+                window = mixer.window or math.inf
+                asking = length if rows == tokens else 1  # tokens of each sequence
+                keys = draws * int(min(first + length, window + asking - 1))
+                pairs = draws * int(seen_tokens(first + length - asking, asking, window))
+                read = keys * layer_page_bytes(mixer, kv) // PAGE
+                attention = read + 4 * rows * sizes.outputs, 4 * sizes.outputs * pairs
                 self._sum("decode_attention", *attention)
                 self._sum("prefill_attention", *attention)
-                self._sum("open_gates", 6 * tokens * sizes.gates, 0)
+                self._sum("open_gates", 6 * rows * sizes.gates, 0)
             elif isinstance(mixer, LatentAttention):
+                keys = draws * (first + length)
+                pairs = draws * int(seen_tokens(first, length, math.inf))
                 self._latent(mixer, own, tokens, width, keys, pairs)
             elif mixer is not None:
                 self._add("mixer input", own.mixer_input, sizes.inputs, width, rows)
@@ -115,7 +137,7 @@ class Costs:
                 self._sum(mixer.title, states + handed, chunked)
             dense = isinstance(ffn, FeedForward) and ffn.width > 0
             normed += rows * (mixer is not None) + rows * dense
-            if index == last:
+            if index == last or (has_tail(spec) and index == kept):
                 rows = draws  # that the others need no more
             if mixer is not None:
                 self._add("output", own.attn_output, width, sizes.outputs, rows, 8)
@@ -125,6 +147,11 @@ class Costs:
                 inner = 2 * ffn.width if ffn.gated else ffn.width
                 self._add("gate_up and swiglu", own.gate_up, inner, width, rows, 1 if ffn.gated else 2)
                 self._add("down", own.ffn_down, width, ffn.width, rows, 8)
+            if layer.inputs is not None:
+                self._add("input gate", own.input_gate, layer.inputs.width, width, rows)
+                self._add("input up", own.input_up, width, layer.inputs.width, rows, 8)
+        if spec.layer_inputs is not None:
+            self._add("layer inputs", model.weights.layer_projection, inputs, width, tokens, 6)
         self._add("head", model._weights.head, spec.vocab, width, draws, 4)
         widest = mixer_sizes(spec.layers[last].mixer).outputs
         self.of |= {
@@ -183,8 +210,8 @@ class Costs:
 def measure(runner: CudaRunner, batch: StepBatch, costs: Costs, rates: tuple[float, float]) -> Iterator[Line]:
     """Each operation of this step alone, then the whole step."""
     model = runner._model
-    inputs, shape = prepared(runner, batch)
-    calls = recorded(model, inputs, shape)
+    inputs, shape, tail = prepared(runner, batch)
+    calls = recorded(model, inputs, shape, tail)
     runner.device.synchronize()
     routed = next((at for at, (name, _) in enumerate(calls) if name == "route"), -1)
     for name in dict.fromkeys(name for name, _ in calls):
@@ -195,12 +222,15 @@ def measure(runner: CudaRunner, batch: StepBatch, costs: Costs, rates: tuple[flo
         moved, flops = costs.of.get(name, (0, 0))
         seconds, nodes = timed(runner, lambda mine=mine: [call() for call in mine] and None)
         yield Line(name, nodes, moved, flops, max(moved / rates[0], flops / rates[1]), seconds)
-    seconds, nodes = timed(runner, lambda: queue(model, inputs, shape))
+    seconds, nodes = timed(runner, lambda: queue(model, inputs, shape, tail))
     yield Line("step", nodes, 0, 0, 0.0, seconds)
 
 
-def prepared(runner: CudaRunner, batch: StepBatch) -> tuple[StepInputs, StepShape]:
-    """A step's arrays on the GPU. Products of drawn tokens are tuned for so many rows."""
+def prepared(runner: CudaRunner, batch: StepBatch) -> tuple[StepInputs, StepShape, Tail]:
+    """A step's arrays on the GPU, and those of its rows that draw, if layers take these alone.
+
+    Products of drawn tokens are tuned for so many rows.
+    """
     size = len(batch.slots)
     if len(batch.tokens) == batch.drawn:
         runner._model.tune(size, size)
@@ -213,10 +243,12 @@ def prepared(runner: CudaRunner, batch: StepBatch) -> tuple[StepInputs, StepShap
             len(batch.tokens), size, 0, len(batch.draws), first, groups=groups, further=tuple(further)
         )
         inputs = runner._steps.write(0, batch, shape, tiles, pieces)
-    return inputs, shape
+    return inputs, shape, runner._tail_of(0, batch, shape)
 
 
-def recorded(model: Model, inputs: StepInputs, shape: StepShape) -> list[tuple[str, Callable[[], None]]]:
+def recorded(
+    model: Model, inputs: StepInputs, shape: StepShape, tail: Tail
+) -> list[tuple[str, Callable[[], None]]]:
     """The operations of a step, by their names, in order."""
     calls: list[tuple[str, Callable[[], None]]] = []
 
@@ -298,15 +330,15 @@ def recorded(model: Model, inputs: StepInputs, shape: StepShape) -> list[tuple[s
         for layer in model.layers
     )  # fmt: skip
     try:
-        queue(model, inputs, shape)
+        queue(model, inputs, shape, tail)
     finally:
         model.shared, model.layers, model.head, model.projection = kept
     return calls
 
 
-def queue(model: Model, inputs: StepInputs, shape: StepShape) -> None:
+def queue(model: Model, inputs: StepInputs, shape: StepShape, tail: Tail) -> None:
     """A whole step."""
-    model.forward(inputs, shape)
+    model.forward(inputs, shape, tail)
     model.draw(inputs, shape)
 
 
@@ -366,6 +398,7 @@ def main() -> None:
     precision = precision_from(options, file, spec)
     longest = max(PROMPT, options.context + 1)
     sequences = max([*options.batch, options.prefill // PROMPT])  # --batch may name none
+    layout = kinds_layout(spec, precision.kv)
     runner = CudaRunner(
         file,
         spec,
@@ -373,7 +406,7 @@ def main() -> None:
             slots=sequences,
             context=longest,
             max_tokens=max(options.prefill, FILL),
-            kv_pages=sequences * -(-longest // PAGE),
+            kv_pages=sequences * (-(-longest // PAGE) if layout is None else layout.pages_for(longest)),
         ),
         launching=Launching(graphs=False),
         precision=precision,
@@ -390,15 +423,14 @@ def main() -> None:
             steps.fill(options.context)
         for size in options.batch:
             batch = steps.batch(range(size), options.context, 1, admit=False)
-            keys = size * (options.context + 1)
-            lines = list(measure(runner, batch, Costs(spec, runner._model, size, size, keys, keys), rates))
+            costs = Costs(spec, precision, runner._model, Sizes(size, options.context, 1))
+            lines = list(measure(runner, batch, costs, rates))
             show(f"Decode, batch {size}, context {options.context}", lines)
             report[f"decode {size}"] = [asdict(line) for line in lines]
         if options.prefill:
             count = options.prefill // PROMPT
             batch = steps.batch(range(count), 0, PROMPT, admit=True)
-            pairs = count * PROMPT * (PROMPT + 1) // 2
-            costs = Costs(spec, runner._model, options.prefill, count, options.prefill, pairs)
+            costs = Costs(spec, precision, runner._model, Sizes(count, 0, PROMPT))
             runner.launch(batch)
             runner.collect()
             lines = list(measure(runner, batch, costs, rates))

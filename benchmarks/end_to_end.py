@@ -196,7 +196,7 @@ def steps(client: Client, home: Path, jobs: int) -> dict[str, Any]:
 
     engine._scheduler.plan = timed("plan", engine._scheduler.plan)  # type: ignore[method-assign]
     engine._builder.build = timed("build", engine._builder.build)  # type: ignore[method-assign]
-    engine._apply = timed("apply", engine._apply)  # type: ignore[method-assign]
+    engine._applier.apply = timed("apply", engine._applier.apply)  # type: ignore[method-assign]
     step = timed("step", engine.step)
     for _ in range(200):
         assert step() == []

@@ -74,7 +74,7 @@ def abuse(parts: list[str], scale: float) -> None:
     print("| | answers | took | MiB before / most / after | ms of /health p50 / p99 |")
     print("| --- | --- | --- | --- | --- |")
     with durable_client(sqlite=True) as (client, home):
-        alices = client.enqueue_spec(JobSpec.parse("A secret"), owner="alice")
+        alices = client.enqueueing.enqueue_spec(JobSpec.parse("A secret"), owner="alice")
         port = free_port()
         environment = worker_env(
             client.settings, api_keys=",".join(f"{name}={key}" for name, key in KEYS.items())

@@ -26,7 +26,8 @@ from nightmill.worker.runners.gpu.device.device import DeviceMemoryError
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.page_layout import page_layout
-from tests.support.gemma4_shapes import GEMMA4_SHAPES, quantised
+from tests.support.gemma4_shapes import GEMMA4_SHAPES
+from tests.support.quantised_models import quantised
 
 PAGE = 16
 LENGTHS = (1024, 8192, 32_768)
@@ -88,10 +89,10 @@ def show_cards() -> None:
     print("| model | card | weights | workspace | sequences of 1,024 tokens | of 8,192 |")
     print("| --- | --- | --- | --- | --- | --- |")
     precision = Precision(Element.BF16, WeightsFormat.AUTO)
-    for name, spec in GEMMA4_SHAPES.items():
+    for name, shape in GEMMA4_SHAPES.items():
         for card in CARDS:
             try:
-                found = forecast(quantised(spec), card, Settings(context=8192), precision)
+                found = forecast(quantised(shape.spec), card, Settings(context=8192), precision)
             except DeviceMemoryError:
                 print(f"| {name} | {card.name} | does not fit | | | |")
                 continue

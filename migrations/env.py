@@ -4,11 +4,11 @@ from alembic import context
 
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.sql.database import Database
-from nightmill.jobs.sql.tables import Base
+from nightmill.jobs.sql.declared import METADATA
 
 
 def run(connection: object) -> None:
-    context.configure(connection=connection, target_metadata=Base.metadata, render_as_batch=True)
+    context.configure(connection=connection, target_metadata=METADATA, render_as_batch=True)
     with context.begin_transaction():
         context.run_migrations()
 

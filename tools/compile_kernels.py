@@ -1,23 +1,27 @@
-"""Compile every CUDA kernel as the launchers do, for the architectures supported; part of `make check`.
+"""Compile every CUDA kernel as the launchers do, for the architectures supported.
+
+    python -m tools.compile_kernels [--all] [--write]
 
 Needs nvcc and no GPU. Where nvcc is not installed it says so and succeeds: the kernels are then compiled
-by whoever has it. What was compiled without a complaint is kept in build/kernels, as a worker's cache of
-cubins (tests use it), and compiled again only where the file, something that it includes, its options or
-nvcc have changed.
+by whoever has it. `tools/compiled_kernels.txt` has what nvcc made of each file (`tools.kernel_record`), and
+only what that lacks is compiled: what is new, or whose code, options or nvcc have changed. `make check`
+compiles that; `make kernels` (`--write`) also renews the record; `make kernels ALL=1` (`--all`) compiles
+everything, and complains where the record says something else.
 
 Code for compute capability 8.0 is also made into instructions of the GPUs that take it with the same sources
 (RTX 30, RTX 50), which costs a sixth of compiling it each; what is other for 8.9 is compiled for that.
 Registers and stack of each kernel are written into build/kernels/registers.txt; one that needs more of a
-stack than `MOST_STACK` has is a complaint.
+stack than `MOST_STACK` has is a complaint, whether it was compiled now or is in the record.
 """
 
+import argparse
+import json
 import os
 import shutil
-import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +44,6 @@ from nightmill.worker.runners.gpu.attention.latent import latent_kernels
 from nightmill.worker.runners.gpu.catalogue import sources_for
 from nightmill.worker.runners.gpu.device.compiler import (
     COMMON_OPTIONS,
-    cubin_name,
     included_files,
     kernel_directory,
 )
@@ -55,27 +58,29 @@ from nightmill.worker.runners.gpu.states.convolution import ShortConvolution
 from nightmill.worker.runners.gpu.states.delta_net import DeltaNet
 from nightmill.worker.runners.gpu.states.mamba2 import Mamba
 from nightmill.worker.runners.kv_format import KvFormat
+from tools.cubins import CompilationError, compile_quickly, read_kernels
+from tools.kernel_record import ALSO, LOCAL, RECORD, ROOT, Line, digest_of, keep, read_lines, write_lines
 
-ROOT = Path(__file__).resolve().parent.parent
-DONE = ROOT / "build" / "kernels" / "nightmill" / "cubins"  # a worker's, with XDG_CACHE_HOME=build/kernels
 HOPPER = "sm_90a"
 ARCHITECTURES = ("sm_80", HOPPER, "sm_100")
-ALSO = {"sm_80": ("sm_86", "sm_120")}
-"""GPUs whose instructions are made from the same code; those of 8.9 are of 8.6 and products of FP8."""
+Job = tuple[Path, tuple[str, ...], str]
+"""File, options beside those of all, and architecture."""
 MOST_STACK = {
     "mma_gemm": 0, "mma_fp8": 0, "packed_mma": 0, "packed_rows": 0, "packed_few": 0, "decode_attention": 16,
     "few_rows": 16, "prefill_attention": 32, "split_attention": 32,
 }  # fmt: skip
 """Bytes of stack that kernels of these files may need, which run in each step: none, or a known few."""
 _SHOWN = 5
-_REGISTERS, _FRAME = 0x2F, 0x11  # EIATTR_REGCOUNT, EIATTR_FRAME_SIZE
-_SYMBOL = 24  # bytes of a symbol
 BOUNDED = ("few_rows", "hopper_attention", "hopper_split", "split_attention")
 """Files that are compiled with bounded waits, too: together they have every kind of wait."""
 
 
-def main() -> int:
-    """Compile all; 1 where anything failed, or where no launcher compiles a file."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compile what the record lacks; 1 where anything failed, or where no launcher compiles a file."""
+    parser = argparse.ArgumentParser(prog="python -m tools.compile_kernels", description=__doc__)
+    parser.add_argument("--all", action="store_true", help="compile what the record has, too")
+    parser.add_argument("--write", action="store_true", help="renew the record")
+    chosen = parser.parse_args(arguments)
     files = sorted(kernel_directory().rglob("*.cu"))
     nvcc = shutil.which("nvcc")
     if nvcc is None:
@@ -84,15 +89,53 @@ def main() -> int:
     jobs = sorted(set(every_source()), key=str)
     forgotten = sorted({path.name for path in files} - {path.name for path, _, _ in jobs})
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        said = list(pool.map(lambda job: compile_one(nvcc, version, *job), jobs))
-    used = {one for job in jobs for one in recorded(job, version)}
-    complaints = [text for text in said if text] + [f"{name}: no launcher compiles it" for name in forgotten]
+    known = read_lines(RECORD, LOCAL)
+    lines, complaints, compiled = look_up(jobs, nvcc, version, known, anew=chosen.all)
+    complaints += [f"{name}: no launcher compiles it" for name in forgotten]
+    used = set(resources(lines))
     complaints += [f"{one}: {one.stack} bytes of stack" for one in sorted(used, key=str) if one.spoilt]
     print("\n".join(complaints), file=sys.stderr, end="\n" if complaints else "")
-    print(f"nvcc: {len(jobs)} compilations for {', '.join(ARCHITECTURES)}: {len(complaints)} with complaints")
+    taken = f"{len(jobs) - compiled} are in the record, {compiled} were compiled"
+    made_for = ", ".join(ARCHITECTURES)
+    print(f"nvcc: {len(jobs)} compilations for {made_for}: {taken}, {len(complaints)} with complaints")
     print(f"registers: {write_table(used)}")
+    if chosen.write and len(lines) == len(jobs):
+        mine = {line.digest for line in lines}
+        quick = [line for line in of_tests(known.values(), nvcc, version) if line.digest not in mine]
+        written = write_lines(RECORD, {*lines, *quick})
+        print(f"{RECORD.relative_to(ROOT)}: {'written; commit it' if written else 'nothing is new'}")
+    elif not set(lines) <= set(read_lines(RECORD).values()):
+        print(f"{RECORD.relative_to(ROOT)} lacks some: `make kernels` renews it")
     return min(len(complaints), 1)
+
+
+def look_up(
+    jobs: Sequence[Job], nvcc: str, version: str, known: dict[str, Line], *, anew: bool = False
+) -> tuple[list[Line], list[str], int]:
+    """The line of each job, from those known or by compiling; complaints; how many were compiled.
+
+    anew  compile what is known, too, and complain where something else comes out
+    """
+
+    def look(job: Job) -> tuple[Line | None, str, bool]:
+        source, options, architecture = job
+        digest = digest_of(source, (*COMMON_OPTIONS, *options), architecture, version)
+        found = known.get(digest)
+        if found is not None and found.quick:
+            found = None
+        if found is not None and not anew:
+            return found, "", False
+        said, line = compile_one(nvcc, digest, *job)
+        if line is not None and found is None:
+            keep(line, LOCAL)  # for the next call, and for whoever writes the record
+        if line is not None and found not in (None, line):
+            said = f"{source.name} for {architecture}: the record has\n{found}\nand nvcc made\n{line}"
+        return line, said, True
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        looked = list(pool.map(look, jobs))
+    lines = [line for line, _, _ in looked if line is not None]
+    return lines, [said for _, said, _ in looked if said], sum(compiled for *_, compiled in looked)
 
 
 def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
@@ -119,6 +162,7 @@ def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
         (small, bf16, (HOPPER, "sm_100")),
         (with_scores(bundled, window=512, sinks=True), f16, (HOPPER, "sm_80")),
         (with_scores(large, window=512, softcap=50.0), bf16, (HOPPER,)),
+        (with_scores(bundled, window=512, causal=False), f16, (HOPPER, "sm_80")),
         (with_scores(small, softcap=50.0), f16, (HOPPER,)),
         (with_heads(bundled, 96, RopeStyle.HALVES), f16, (HOPPER,)),
         (with_heads(bundled, 256, RopeStyle.HALVES), bf16, (HOPPER,)),
@@ -241,37 +285,54 @@ def with_other_parts(spec: ModelSpec) -> ModelSpec:
     return replace(spec, layers=(*layers, other), logit_scale=0.5, tensor_types=types)
 
 
-def compile_one(nvcc: str, version: str, source: Path, options: tuple[str, ...], architecture: str) -> str:
-    """What nvcc said of one file, warnings included; empty where it is content."""
-    options = (*COMMON_OPTIONS, *options)
-    done, record = _kept(source, options, architecture, version)
-    if done.exists() and record.exists():
-        return ""
-    DONE.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=DONE) as directory:
+def compile_one(
+    nvcc: str, digest: str, source: Path, options: tuple[str, ...], architecture: str
+) -> tuple[str, Line | None]:
+    """What nvcc said of one file, warnings included, or else the line of what it made."""
+    with tempfile.TemporaryDirectory() as directory:
         cubin = Path(directory, "kernel.cubin")
         include = ("-I", str(kernel_directory()))
         keep = ("--keep", f"--keep-dir={directory}") if architecture in ALSO else ()
-        command = [nvcc, "-cubin", f"-arch={architecture}", *keep, *options, *include, "-o", str(cubin)]
-        compiled = subprocess.run([*command, str(source)], capture_output=True, text=True, check=False)
-        said, used = compiled.stdout + compiled.stderr, [(architecture, cubin)]
-        failed = compiled.returncode != 0 or bool(compiled.stderr.strip())
-        for other in () if failed else ALSO.get(architecture, ()):
+        flags = (*keep, *COMMON_OPTIONS, *options, *include)
+        said = _run(nvcc, "-cubin", f"-arch={architecture}", *flags, "-o", str(cubin), str(source))
+        made = [(architecture, cubin)]
+        for other in () if said else ALSO.get(architecture, ()):
             (code,) = Path(directory).glob("*.ptx")
-            made = Path(directory, f"{other}.cubin")
-            command = [str(Path(nvcc).with_name("ptxas")), f"-arch={other}", "--generate-line-info"]
-            compiled = subprocess.run(
-                [*command, "-o", str(made), str(code)], capture_output=True, text=True, check=False
-            )
-            failed = failed or compiled.returncode != 0 or bool(compiled.stderr.strip())
-            said += compiled.stdout + compiled.stderr
-            used.append((other, made))
-        if not failed:
-            lines = [line for on, made in used for line in _resources(source.stem, on, made.read_bytes())]
-            record.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-            cubin.replace(done)
-            return ""
-    return f"{source.name} {' '.join(options)} for {architecture}:\n{said}"
+            also = Path(directory, f"{other}.cubin")
+            ptxas = str(Path(nvcc).with_name("ptxas"))
+            said += _run(ptxas, f"-arch={other}", "--generate-line-info", "-o", str(also), str(code))
+            made.append((other, also))
+        if not said:
+            kernels = [(on, read_kernels(path.read_bytes())) for on, path in made]
+            return "", Line.of(source.stem, digest, kernels)
+    return f"{source.name} {' '.join(options)} for {architecture}:\n{said}", None
+
+
+def _run(*command: str) -> str:
+    """What a compiler complains of; empty where it is content."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == 0 and not done.stderr.strip():
+        return ""
+    return done.stdout + done.stderr or f"{command[0]} ended with {done.returncode}\n"
+
+
+def of_tests(known: Collection[Line], nvcc: str, version: str) -> Iterator[Line]:
+    """The lines that only tests ask for, made anew where their code has changed; dropped where it is gone."""
+    paths = {path.stem: path for path in kernel_directory().rglob("*.cu")}
+    asked = {(line.file, line.architecture, line.options) for line in known if line.quick}
+    by_digest = {line.digest: line for line in known if line.quick}
+    for file, architecture, listed in sorted(asked):
+        options: list[str] = json.loads(listed)
+        if file in paths:
+            digest = digest_of(paths[file], (*COMMON_OPTIONS, *options), architecture, version)
+            if digest in by_digest:
+                yield by_digest[digest]
+                continue
+            try:
+                cubin = compile_quickly(nvcc, paths[file], options, architecture)
+            except CompilationError:  # these options are no longer its
+                continue
+            yield Line.of_quick(file, architecture, digest, read_kernels(cubin), options)
 
 
 class Resources(NamedTuple):
@@ -292,14 +353,11 @@ class Resources(NamedTuple):
         return self.stack > MOST_STACK.get(self.file, self.stack)
 
 
-def recorded(job: tuple[Path, tuple[str, ...], str], version: str) -> Iterator[Resources]:
-    """The resources of the kernels that a job has compiled."""
-    source, options, architecture = job
-    _, record = _kept(source, (*COMMON_OPTIONS, *options), architecture, version)
-    if record.exists():
-        for line in record.read_text(encoding="utf-8").splitlines():
-            file, kernel, on, registers, stack = line.split(" ")
-            yield Resources(file, kernel, on, int(registers), int(stack))
+def resources(lines: Iterable[Line]) -> Iterator[Resources]:
+    """What the kernels of these compilations take."""
+    for line in lines:
+        for architecture, name, kernel in line.kernels():
+            yield Resources(line.file, name, architecture, kernel.registers, kernel.stack)
 
 
 def write_table(used: Collection[Resources]) -> str:
@@ -313,41 +371,6 @@ def write_table(used: Collection[Resources]) -> str:
     shown = "; ".join(f"{one} {one.stack}" for one in stacked[:_SHOWN])
     most = f", the largest in bytes: {shown}" if stacked else ""
     return f"{len(stacked)} of {len(rows)} kernels need a stack{most}. All: {table.relative_to(ROOT)}"
-
-
-def _kept(source: Path, options: tuple[str, ...], architecture: str, version: str) -> tuple[Path, Path]:
-    """The files of a cubin, and of what its kernels take. Tests write cubins, too, but quickly made ones."""
-    done = DONE / cubin_name(source, options, architecture, version)
-    return done, done.with_suffix(f".{'-'.join(ALSO.get(architecture, ())) or 'alone'}.registers")
-
-
-def _resources(file: str, architecture: str, cubin: bytes) -> Iterator[str]:
-    """Lines of the record, of a cubin (ELF): .nv.info has registers and frame of each kernel, by symbol."""
-    (table,) = struct.unpack_from("<Q", cubin, 0x28)
-    size, count, named = struct.unpack_from("<HHH", cubin, 0x3A)
-    sections = [struct.unpack_from("<IIQQQQI", cubin, table + index * size) for index in range(count)]
-
-    def text(start: int, offset: int) -> str:
-        return cubin[start + offset : cubin.index(b"\0", start + offset)].decode()
-
-    at = {text(sections[named][4], section[0]): section for section in sections}
-    symbols, (_, _, _, _, start, length, _) = at[".symtab"], at[".nv.info"]
-    names = sections[symbols[6]][4]
-    found: dict[int, dict[int, int]] = {}
-    place = start
-    while place < start + length:
-        form, attribute, bytes_ = struct.unpack_from("<BBH", cubin, place)
-        place += 4
-        if form == 4:  # only form 4 has its value behind the header
-            if attribute in (_REGISTERS, _FRAME):
-                symbol, value = struct.unpack_from("<II", cubin, place)
-                found.setdefault(symbol, {})[attribute] = value
-            place += bytes_
-    for symbol, values in found.items():
-        if _REGISTERS in values:
-            (offset,) = struct.unpack_from("<I", cubin, symbols[4] + symbol * _SYMBOL)
-            name = text(names, offset)
-            yield f"{file} {name} {architecture} {values[_REGISTERS]} {values.get(_FRAME, 0)}"
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from celery import Celery, bootsteps, signals
 from celery.concurrency.thread import TaskPool
 from celery.worker import state as celery_state
 
-from nightmill.jobs.base.contract import WorkerState
 from nightmill.jobs.base.hours import Hours
 from nightmill.jobs.base.last_resort import END_SECONDS, LastResort
 from nightmill.jobs.base.logs import fit
@@ -56,7 +55,8 @@ from nightmill.worker.assembly.sizes import (
     interactive_slots,
     max_sequences,
 )
-from nightmill.worker.link.link import ENGINE_COMMAND, EngineLink, launch_engine
+from nightmill.worker.link.launching import ENGINE_COMMAND, launch_engine
+from nightmill.worker.link.link import EngineLink
 from nightmill.worker.runners.gpu.device.nvml import GpuProbe
 from nightmill.worker.service import tasks
 from nightmill.worker.service.heart import LOADING, Heart
@@ -131,15 +131,15 @@ class EngineStep(bootsteps.StartStopStep):
             self.housekeeper.sweep()  # announces what was handed back
             if self.turn is not None:
                 self.turn.end()
-            if self.rest_reason is None or self.told_to_end:
-                self.claims.sign_off()
-            else:
-                self.claims.beat(WorkerState.SLEEPING, self.rest_reason)
         except NightmillError as error:
             log.warning("%s", error)
+        if not (sleeps := self.goes_to_sleep):
+            self._take_leave()
         done = self.service.engine.stats
         self.service.close()
         self.service = None
+        if sleeps:  # shown only now that the engine's process, and its GPU memory, are gone
+            self._take_leave()
         self.broker.close()
         self.database.close()
         log.info(
@@ -171,7 +171,7 @@ class EngineStep(bootsteps.StartStopStep):
 
         Whoever told it to end meanwhile gets that: the flag was set by a signal, not by `_rest` alone.
         """
-        if self.rest_reason is None or self.told_to_end or celery_state.should_stop:  # 0: to end in order
+        if not self.goes_to_sleep or celery_state.should_stop:  # 0: to end in order
             return
         options: dict[str, Any] = {"hours": settings.hours, "idle_seconds": settings.idle_seconds}
         command = with_option([sys.executable, *sys.orig_argv[1:]], "--id", self.claims.worker_id)
@@ -240,7 +240,7 @@ class EngineStep(bootsteps.StartStopStep):
         if reason is None:  # the database's clock may be ahead
             reason = f"{UNTIL}its hours begin" if settings.models is None else "chooses a model"
         self.rest_reason = reason
-        self.claims.beat(WorkerState.SLEEPING, self.rest_reason)
+        self.claims.fall_asleep(self.rest_reason)
         self.database.close()
         log.info("going to sleep: %s", self.rest_reason)
         raise SystemExit(0)
@@ -307,10 +307,25 @@ class EngineStep(bootsteps.StartStopStep):
         """Take leave, or sleep and load another model if only this one fails. Raises DatabaseError."""
         reason = None if self.turn is None else self.turn.failed(error)
         if reason is None:
-            self.claims.withdraw()
+            self.claims.withdraw(has_slept=self.options.get("worker_id") is not None)
         else:
-            self.claims.beat(WorkerState.SLEEPING, reason)
+            self.claims.fall_asleep(reason)
             self.rest_reason = reason
+
+    @property
+    def goes_to_sleep(self) -> bool:
+        """Whether this worker ends in order to sleep, and nobody has told it to end altogether."""
+        return self.rest_reason is not None and not self.told_to_end
+
+    def _take_leave(self) -> None:
+        """Be shown as sleeping, or as stopped."""
+        try:
+            if self.rest_reason is not None and self.goes_to_sleep:
+                self.claims.fall_asleep(self.rest_reason)
+            else:
+                self.claims.sign_off()
+        except NightmillError as error:
+            log.warning("%s", error)
 
     def _told(self, service: Service) -> None:
         """A signal has told this worker to end: it does not sleep, also if it was about to."""

@@ -6,8 +6,9 @@
 // same order arrives at the same bits.
 //
 // Options: -DHEAD_DIM (64); -DWINDOW: a token sees the last `window` keys, its own included; -DSOFTCAP: scores are
-// capped; -DSINKS: each head has a score more, which has no value. Without the last three, `window`, `cap` and `sinks` are
-// not used.
+// capped; -DSINKS: each head has a score more, which has no value; -DBIDIRECTIONAL: tokens of a chunk, which is a whole text,
+// see those behind them, too; of a window, which is odd, a half to each side. Without them `window`, `cap` and `sinks`
+// are not used.
 #pragma once
 
 #include "common/common.cuh"
@@ -28,6 +29,11 @@ static constexpr bool WINDOWED = false;
 static constexpr bool HAS_SINKS = true;
 #else
 static constexpr bool HAS_SINKS = false;
+#endif
+#ifdef BIDIRECTIONAL
+static constexpr bool CAUSAL = false;
+#else
+static constexpr bool CAUSAL = true;
 #endif
 #ifdef SOFTCAP
 static constexpr bool CAPPED = true;
@@ -54,6 +60,12 @@ struct Scores {
     __device__ __forceinline__ int first_seen(int length) const {
         if constexpr (!WINDOWED) return 0;
         return max(length - window, 0);
+    }
+
+    // How many keys behind its own a token of a chunk of `tokens` sees, if there are so many.
+    __device__ __forceinline__ int ahead(int tokens) const {
+        if constexpr (CAUSAL) return 0;
+        return WINDOWED ? window / 2 : tokens;
     }
 
     // The sum l of 2^(score - m) over all keys of a row, with that of its head's sink: what a result is divided by. All parts are

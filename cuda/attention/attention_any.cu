@@ -8,7 +8,7 @@
 // With -DVALUE_DIM attention is latent: q is (T, H, D) by itself, both caches are one, of one KV head, and the first VALUE_DIM
 // elements of a key are its value; out is (T, H, VALUE_DIM).
 //
-// Options: -DHEAD_DIM, up to 576 (64); -DVALUE_DIM; -DWINDOW, -DSOFTCAP, -DSINKS.
+// Options: -DHEAD_DIM, up to 576 (64); -DVALUE_DIM; -DWINDOW, -DSOFTCAP, -DSINKS, -DBIDIRECTIONAL.
 #include "attention/attention.cuh"
 #include "common/kv_cache.cuh"
 
@@ -36,7 +36,7 @@ static __device__ __forceinline__ float number_in(const Kept* part, int token, i
 
 static __device__ __forceinline__ void attend(const Element* __restrict__ q, const Kept* __restrict__ k_cache,
                                               const Kept* __restrict__ v_cache, const int* __restrict__ table,
-                                              int kv_heads, int head, int group, int keys, const Scores& scores,
+                                              int kv_heads, int head, int group, int visible, int keys, const Scores& scores,
                                               Element* __restrict__ out) {
     const int lane = threadIdx.x % 32;
     float query[EACH], o[EACH] = {};
@@ -44,7 +44,7 @@ static __device__ __forceinline__ void attend(const Element* __restrict__ q, con
     for (int i = 0; i < EACH; ++i) query[i] = lane + 32 * i < D ? to_float(q[lane + 32 * i]) * scores.scale : 0.0f;
     float m = negative_infinity(), l = 0.0f;
     const int kv_head = head / group;
-    for (int key = scores.first_seen(keys); key < keys; ++key) {
+    for (int key = scores.first_seen(visible); key < (CAUSAL ? visible : min(visible, keys)); ++key) {
         const int64_t part = part_of(table[key / PAGE], kv_head, kv_heads, D);
         float score = 0.0f;
 #pragma unroll
@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(32)
     const int64_t row = starts != nullptr ? starts[sequence + 1] - 1 : sequence;
     attend(qkv + (row * all_heads(heads, kv_heads) + blockIdx.x) * D, k_cache, v_cache,
            tables + static_cast<int64_t>(sequence) * table_stride, kv_heads, blockIdx.x, heads / kv_heads,
-           lengths[sequence], Scores{scale, cap, window, sinks}, out + (row * heads + blockIdx.x) * V);
+           lengths[sequence], lengths[sequence], Scores{scale, cap, window, sinks}, out + (row * heads + blockIdx.x) * V);
 }
 
 extern "C" __global__ void __launch_bounds__(128)
@@ -90,11 +90,12 @@ extern "C" __global__ void __launch_bounds__(128)
     const int start = starts[sequence], chunk_tokens = starts[sequence + 1] - start;
     const int tile_tokens = 128 / (heads / kv_heads);
     const int first = tiles[2 * blockIdx.y + 1] * tile_tokens;
+    const Scores scores{scale, cap, window, sinks};
     for (int token = first + threadIdx.x / 32; token < min(first + tile_tokens, chunk_tokens); token += 4) {
         const int64_t row = start + token;
         attend(qkv + (row * all_heads(heads, kv_heads) + blockIdx.x) * D, k_cache, v_cache,
                tables + static_cast<int64_t>(sequence) * table_stride, kv_heads, blockIdx.x, heads / kv_heads,
-               lengths[sequence] - chunk_tokens + token + 1, Scores{scale, cap, window, sinks},
+               lengths[sequence] - chunk_tokens + token + 1 + scores.ahead(chunk_tokens), lengths[sequence], scores,
                out + (row * heads + blockIdx.x) * V);
     }
 }

@@ -1,4 +1,4 @@
-// Causal attention of chunks of sequences over the paged cache, which already holds the chunks' own keys and values.
+// Attention of chunks of sequences over the paged cache, which already holds the chunks' own keys and values.
 //
 //   q        the queries inside qkv (T, (H + 2 G) D) elements, rotated;  out (T, H D) elements
 //   caches   as `kv_cache.cuh` says;  tables (sequences, stride)
@@ -17,12 +17,12 @@
 // chunks; with a window, those are passed over that no token of the tile sees. FLOPs 4 D for each visible (query head,
 // key) pair; memory traffic is small beside it.
 //
-// Options: -DHEAD_DIM, a multiple of 16 from 64 to 256; -DWINDOW, -DSOFTCAP, -DSINKS. Dynamic shared memory: 4 tiles of KEYS rows of
-// PITCH bytes.
+// Options: -DHEAD_DIM, a multiple of 16 from 32 to 256; -DWINDOW, -DSOFTCAP, -DSINKS, -DBIDIRECTIONAL. Dynamic shared memory: 4 tiles
+// of KEYS rows of PITCH bytes.
 #include "attention/attention.cuh"
 #include "common/kv_cache.cuh"
 
-static_assert(D % 16 == 0 && D >= 64 && D <= 256, "other head sizes: attention_any.cu");
+static_assert(D % 16 == 0 && D >= 32 && D <= 256, "other head sizes: attention_any.cu");
 
 static constexpr int ROWS = 128;
 static constexpr int KEYS = D > 128 ? 32 : 64;
@@ -70,7 +70,8 @@ static __device__ __forceinline__ void load_tile(uint32_t target, const Kept* __
     }
 }
 
-// A warp's queries as A fragments, and how many keys its rows g and g + 8 of each part see: 0 if there is no such token.
+// A warp's queries as A fragments, and how many keys its rows g and g + 8 of each part see, of those that there are: 0 if
+// there is no such token.
 struct Queries {
     uint32_t q[PARTS][D / 16][4];
     int visible[PARTS][2];
@@ -98,10 +99,11 @@ struct Queries {
     }
 };
 
-// Whether a token that sees `visible` keys, of these the last `window`, does not see this one.
-static __device__ __forceinline__ bool is_hidden(int key, int visible, int window) {
-    if constexpr (!WINDOWED) return key >= visible;
-    return key >= visible || key < visible - window;
+// Whether a token that sees `visible` keys, of these the last `window`, does not see this one of `keys`.
+static __device__ __forceinline__ bool is_hidden(int key, int visible, int window, int keys) {
+    const bool behind = key >= (CAUSAL ? visible : min(visible, keys));
+    if constexpr (!WINDOWED) return behind;
+    return behind || key < visible - window;
 }
 
 // A warp's scores of a tile of keys, then their weights, as C fragments.
@@ -135,8 +137,8 @@ struct Running {
             }
     }
 
-    // `masked`: some rows do not see all keys of the tile.
-    __device__ __forceinline__ void weigh(Tile& s, const Queries& queries, int first_key, bool masked,
+    // `masked`: some rows do not see all keys of the tile; `keys`: that there are.
+    __device__ __forceinline__ void weigh(Tile& s, const Queries& queries, int first_key, bool masked, int keys,
                                           const Scores& scores) {
         const int t = threadIdx.x % 32 % 4;
 #pragma unroll
@@ -151,7 +153,7 @@ struct Running {
                         float& score = s[part][n][2 * half + i];
                         score = scores(score);
                         const int key = first_key + n * 8 + 2 * t + i;
-                        if (masked && is_hidden(key, queries.visible[part][half], scores.window))
+                        if (masked && is_hidden(key, queries.visible[part][half], scores.window, keys))
                             score = negative_infinity();
                         largest = fmaxf(largest, score);
                     }
@@ -247,9 +249,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int tokens = min(tile_tokens, chunk_tokens - first_token);
     if (tokens <= 0 || length <= 0) return;
     const int before = length - chunk_tokens;                // tokens of the context before the chunk
-    const int first_visible = before + first_token + 1;      // keys that the tile's first token sees
-    const int keys = first_visible + tokens - 1;             // and the last one
     const Scores scores{scale, cap, window, sinks};
+    const int first_visible = before + first_token + 1 + scores.ahead(chunk_tokens);  // keys that the tile's first token sees
+    const int last_visible = first_visible + tokens - 1;                              // and the last one
+    const int keys = CAUSAL ? last_visible : min(last_visible, length);               // and those that there are
     const int seen = scores.first_seen(first_visible);       // the first of those
     const int first_tile = seen / KEYS;
     const int* table = tables + static_cast<int64_t>(sequence) * table_stride;
@@ -275,8 +278,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         __syncthreads();
         Tile s = {};
         running.score(s, queries, k_tile(stage));
-        const bool begins = WINDOWED && tile * KEYS < scores.first_seen(keys);  // a token's window, behind the first key
-        running.weigh(s, queries, tile * KEYS, (tile + 1) * KEYS > first_visible || begins, scores);
+        const bool begins = WINDOWED && tile * KEYS < scores.first_seen(last_visible);  // a token's window, behind the first key
+        running.weigh(s, queries, tile * KEYS, (tile + 1) * KEYS > min(first_visible, keys) || begins, keys, scores);
         running.mix(s, v_tile(stage));
         __syncthreads();  // the stage is overwritten next
     }

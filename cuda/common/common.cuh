@@ -94,6 +94,12 @@ static __device__ __forceinline__ float gelu_times(float gate, float up) {
     return logistic_times(gate, __fmul_rn(gate, __fmaf_rn(__fmul_rn(gate, gate), CUBIC, LINEAR)), up);
 }
 
+// gate (1 + erf(gate / sqrt(2))) / 2 * up.
+static __device__ __forceinline__ float gelu_erf_times(float gate, float up) {
+    const float half = __fmul_rn(0.5f, gate);
+    return __fmul_rn(__fmaf_rn(half, erff(__fmul_rn(gate, 0.7071067811865476f)), half), up);
+}
+
 // max(gate, 0)^2 * up; what is no number stays so.
 static __device__ __forceinline__ float relu_squared_times(float gate, float up) {
     return gate < 0.0f ? 0.0f : __fmul_rn(__fmul_rn(gate, gate), up);

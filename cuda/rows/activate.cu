@@ -2,6 +2,7 @@
 //
 //   swiglu, geglu  silu(gate) * up, gelu(gate) * up of inner (T, 2 F) elements, gate first (Shazeer 2020)
 //   silu, gelu     of inner (T, F)
+//   geglu_erf, gelu_erf  the same with gelu by the error function, of which the others have an approximation by tanh
 //   reglu_squared, relu_squared  the same with max(x, 0)^2
 // out (T, F) elements; bias float, as long as a row of inner, or null, is added first; F is a multiple of 8. 6 bytes a
 // result, or 4 without a gate: bound by memory. A thread makes 8 results; threads are numbered through the whole output.
@@ -44,6 +45,8 @@ ACTIVATE_KERNEL(swiglu, true, silu_times)
 ACTIVATE_KERNEL(geglu, true, gelu_times)
 ACTIVATE_KERNEL(silu, false, silu_times)
 ACTIVATE_KERNEL(gelu, false, gelu_times)
+ACTIVATE_KERNEL(geglu_erf, true, gelu_erf_times)
+ACTIVATE_KERNEL(gelu_erf, false, gelu_erf_times)
 ACTIVATE_KERNEL(reglu_squared, true, relu_squared_times)
 ACTIVATE_KERNEL(relu_squared, false, relu_squared_times)
 

@@ -2,6 +2,7 @@
 //
 //   embed          tokens (T,), table (V, width) elements -> out (T, width) float, times `scale`
 //   embed_Q4_K ..  the same from a packed table (common/packed.cuh)
+//   add_embeddings  x (T, width) float += table (rows, width) float [positions (T,)] + row (width,) float; either may be null
 //   gather_rows    out[r] = x[rows[r]], rows of `chunks` 16-byte chunks
 //
 // width is a multiple of 8. A token outside the table or a row of -1 (padding) gives a row of zeros. Bytes: embed
@@ -44,6 +45,28 @@ extern "C" __global__ void __launch_bounds__(256)
         });                                                                                                                 \
     }
 PACKED_FORMATS(EMBED)
+
+extern "C" __global__ void __launch_bounds__(256)
+    add_embeddings(const int* __restrict__ positions, const float* __restrict__ table, const float* __restrict__ row,
+                   float* __restrict__ x, int count, int width, int rows) {
+    launch_next();
+    wait_for_previous(x);
+    const int chunks = width / 8;
+    const int64_t index = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
+    if (index >= static_cast<int64_t>(count) * chunks) return;
+    const int at = static_cast<int>(index % chunks) * 8, position = positions[index / chunks];
+    float values[8], more[8] = {};
+    load8(x + index * 8, values);
+    if (row != nullptr) load8(row + at, more);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) values[i] += more[i];
+    if (table != nullptr && position >= 0 && position < rows) {
+        load8(table + static_cast<int64_t>(position) * width + at, more);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) values[i] += more[i];
+    }
+    store8(x + index * 8, values);
+}
 
 extern "C" __global__ void __launch_bounds__(256)
     gather_rows(const uint4* __restrict__ x, const int* __restrict__ rows, uint4* __restrict__ out, int count,

@@ -40,6 +40,16 @@ struct Piece {
     }
 };
 
+template <int PIECES>
+static __device__ __forceinline__ float inverse_rms(const Piece<PIECES>& row, float eps, int width, float* partial) {
+    float squares = 0.0f;
+    row.each(width, [&](int piece, int) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) squares = fmaf(row.values[piece][i], row.values[piece][i], squares);
+    });
+    return 1.0f / sqrtf(block_sum(squares, partial) / static_cast<float>(width) + eps);
+}
+
 // `gains`: the norm's weight, if it was read already (EARLY).
 template <bool EARLY, int PIECES>
 static __device__ __forceinline__ void normalise(Piece<PIECES>& row, Piece<PIECES>& gains, const Norm& norm, int width,
@@ -57,12 +67,7 @@ static __device__ __forceinline__ void normalise(Piece<PIECES>& row, Piece<PIECE
             for (int i = 0; i < 8; ++i) row.values[piece][i] -= mean;
         });
     }
-    float squares = 0.0f;
-    row.each(width, [&](int piece, int) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) squares = fmaf(row.values[piece][i], row.values[piece][i], squares);
-    });
-    const float scale = 1.0f / sqrtf(block_sum(squares, partial[1]) / static_cast<float>(width) + norm.eps);
+    const float scale = inverse_rms(row, norm.eps, width, partial[1]);
     row.each(width, [&](int piece, int at) {
         if (!EARLY) load8(norm.weight + at, gains.values[piece]);
 #pragma unroll

@@ -275,6 +275,7 @@ class CallFormat(_Word):
     PYTHONIC = "pythonic"  # [name(key='value')] as the whole text
     LFM2 = "lfm2"  # <|tool_call_start|>[name(key='value')]<|tool_call_end|>
     GRANITE = "granite"  # <|tool_call|>[{"name": ..., "arguments": {...}}]
+    GIGACHAT = "gigachat"  # <|function_call|>{"name": ..., "arguments": {...}}, one
     PHI = "phi"  # <|tool_call|>[{"name": ..., "arguments": {...}}]<|/tool_call|>
     NEMOTRON = "nemotron"  # <TOOLCALL>[{"name": ..., "arguments": {...}}]</TOOLCALL>
     TOOL_CALLS = "tool-calls"  # <tool_calls>[{"name": ..., "arguments": {...}}]</tool_calls>, or line by line

@@ -1,11 +1,14 @@
-"""The client of programs: enqueue, read, wait, cancel, retry. A call is checks, one transaction, one
-message."""
+"""The client of programs: enqueue, read, wait, cancel, retry. A call is checks, one transaction, one message.
+
+What commands, servers and workers need beyond that they find on its parts: `enqueueing`, `batches`,
+`worker_store`, `courier`.
+"""
 
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from datetime import date, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from nightmill.jobs.base.contract import JobState, Prompt, WorkerState
+from nightmill.jobs.base.contract import JobState, Prompt
 from nightmill.jobs.base.ids import JobIds
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.batches.batch import Batch
@@ -15,7 +18,7 @@ from nightmill.jobs.batches.submission import OnRows
 from nightmill.jobs.batches.trying import Trial, Trying
 from nightmill.jobs.batches.verifying import Verification, Verifier
 from nightmill.jobs.batches.waiting import JobWaiter, Order
-from nightmill.jobs.client.enqueueing import Enqueued, Enqueueing
+from nightmill.jobs.client.enqueueing import Enqueueing
 from nightmill.jobs.errors import InvalidParameterError
 from nightmill.jobs.formats.frames import Prompts, items_of
 from nightmill.jobs.messages.announcing import Announcer
@@ -25,18 +28,16 @@ from nightmill.jobs.reply.job import Job, Worker, embedding_of, scores_of
 from nightmill.jobs.reply.logprobs import Scores
 from nightmill.jobs.reply.night import NightReport
 from nightmill.jobs.request.fields import FIELDS, JobSettings, deadline_moment
-from nightmill.jobs.request.spec import JobSpec
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.database import Clock, Database
 from nightmill.jobs.sql.jobs import Selection, Store
 from nightmill.jobs.sql.nights import Nights
 from nightmill.jobs.sql.prune import Prune, Pruned
-from nightmill.jobs.sql.webhooks import WebhookStore
 from nightmill.jobs.sql.workers import WorkerStore
 from nightmill.jobs.streams.pieces import START, Piece, TextPosition
 from nightmill.jobs.streams.readers import StreamReaders
 from nightmill.jobs.tables.options import TableSettings
-from nightmill.jobs.webhooks.delivering import Courier, check_allowed
+from nightmill.jobs.webhooks.delivering import Courier
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -51,12 +52,12 @@ class Client:
         self.settings = settings or Settings.from_env()
         self.database = Database(self.settings, clock)
         self.store = Store(self.database)
-        self._workers = WorkerStore(self.database)
+        self.worker_store = WorkerStore(self.database)
         self.waiting = JobWaiter(self.store)
         self.broker = Broker(self.settings)
         self.following = StreamReaders(self.store, self.broker)
         self._announcer = Announcer(self.database, self.broker)
-        self.enqueueing = Enqueueing(self.store, self._workers, self.broker, self._announcer)
+        self.enqueueing = Enqueueing(self.store, self.worker_store, self.broker, self._announcer)
         self.batches = Batches(BatchStore(self.database), self._announcer, self.settings)
         self.courier = Courier(self.batches, self.settings)
 
@@ -79,8 +80,6 @@ class Client:
         self._announcer.close()
         self.broker.close()
         self.database.close()
-
-    # -- in --------------------------------------------------------------------------------------
 
     def enqueue(
         self,
@@ -108,21 +107,6 @@ class Client:
         """
         return self.enqueueing.enqueue([prompt], settings, session, interactive=interactive)[0]
 
-    def enqueue_spec(self, spec: JobSpec, *, owner: str | None) -> str:
-        """Queue a parsed job for `owner`; returns its id. Raises like `enqueue`.
-
-        Idempotency keys are separate for each owner.
-        """
-        return self.enqueueing.enqueue_spec(spec, owner)
-
-    def enqueue_request(self, specs: Sequence[JobSpec], *, owner: str | None) -> Enqueued:
-        """Queue the jobs of one request, all or none, for `owner`; returns the ids of the request and its
-        jobs.
-
-        If all have an idempotency key, repeating the request returns the same ids. Raises like `enqueue`.
-        """
-        return self.enqueueing.enqueue_request(specs, owner)
-
     def enqueue_many(
         self,
         prompts: Prompts,
@@ -139,9 +123,8 @@ class Client:
         InvalidRequestError says how many, and has their ids as `.enqueued`. With `session`, everything is one
         transaction, the caller's.
         """
-        return self.enqueueing.enqueue(
-            items_of(prompts, _COLUMNS), settings, session, interactive=interactive
-        )
+        items = items_of(prompts, _COLUMNS)
+        return self.enqueueing.enqueue(items, settings, session, interactive=interactive)
 
     def submit_batch(
         self,
@@ -183,9 +166,9 @@ class Client:
             source,
             settings,
             name=name,
-            check_model=self.check_model,
+            check_model=self.enqueueing.check_model,
             on_rows=on_rows,
-            on_entered=self.webhook_of(webhook),
+            on_entered=self.courier.webhook_of(webhook),
         )
 
     def try_rows(
@@ -206,18 +189,6 @@ class Client:
         """
         trying = Trying(self.database, self.enqueueing.enqueue_specs)
         return trying.run(source, settings, rows=rows, seed=seed_of_sample, timeout=timeout)
-
-    def webhook_of(self, url: object) -> Callable[[str], object]:
-        """Return a function that registers a webhook for a batch, given the batch's name.
-
-        Raises InvalidParameterError unless the URL is allowed.
-        """
-        if url is None:
-            return lambda name: None
-        allowed = check_allowed(self.settings, url)
-        return lambda name: WebhookStore(self.database).add(name, allowed)
-
-    # -- out -------------------------------------------------------------------------------------
 
     def get_batch(self, name: str) -> Batch:
         """Return a batch; raises BatchNotFoundError."""
@@ -309,11 +280,8 @@ class Client:
 
     def stats(self, batch: str | None = None) -> dict[str, Any]:
         """Count jobs by state and stop reason, and prompt and completion tokens."""
-        prompt_tokens, completion_tokens = self.store.tokens(batch)
-        return self.store.counts(batch) | {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-        }
+        tokens = zip(("prompt_tokens", "completion_tokens"), self.store.tokens(batch), strict=True)
+        return self.store.counts(batch) | dict(tokens)
 
     def night(self, day: date | None = None) -> NightReport:
         """Return what a night was, from the noon of `day` to the next noon in this machine's zone.
@@ -346,17 +314,13 @@ class Client:
         """
         return Verifier(self.batches.store, self._announcer).run(
             batch,
-            sample=sample,
-            seed_of_sample=seed_of_sample,
-            priority=priority,
-            timeout=timeout,
-            keep=keep,
+            sample=sample, seed_of_sample=seed_of_sample, priority=priority, timeout=timeout, keep=keep,
             on_rows=on_rows,
-        )
+        )  # fmt: skip
 
     def workers(self) -> list[Worker]:
         """Return all workers, past and present, newest first."""
-        return self._workers.all()
+        return self.worker_store.all()
 
     def score(
         self, prompt: Prompt, texts: Sequence[str], *, timeout: float | None = None,
@@ -386,33 +350,6 @@ class Client:
         job_ids = self.enqueue_many(texts, **settings)
         return [embedding_of(job) for job in self.results(job_ids, timeout=timeout)]
 
-    def worker(self, worker_id: str) -> Worker | None:
-        """Return a worker; None if it is unknown or never served."""
-        return self._workers.get(worker_id)
-
-    def serving(self, model: str | None = None) -> list[Worker]:
-        """Return the live workers that serve `model` (None: any model) or are about to."""
-        return self._workers.serving(model)
-
-    def sleeping(self, model: str | None = None) -> list[Worker]:
-        """Return the workers that sleep and will serve `model` (None: any model) once they are awake."""
-        asleep = self._workers.serving(model, sleeping=True)
-        return [worker for worker in asleep if worker.state == WorkerState.SLEEPING]
-
-    def could_serve(self, model: str | None = None) -> list[Worker]:
-        """Return the live workers that load several models in turn, `model` (None: any) among them."""
-        return self._workers.could_serve(model)
-
-    def pause_workers(self, workers: Sequence[str] | None = None, *, paused: bool = True) -> list[Worker]:
-        """Pause live workers, or with `paused=False` resume them; returns those that this changed.
-
-        A paused worker finishes what it can in its drain time, frees its GPU and sleeps until it is resumed.
-        `workers` are ids or unique beginnings of ids; None: all. Raises InvalidRequestError.
-        """
-        return self._workers.pause(workers, paused=paused)
-
-    # -- change of mind --------------------------------------------------------------------------
-
     def cancel(self, job_id: str) -> JobState:
         """Cancel a job: a queued one at once, a running one at its next step. Returns its state now.
 
@@ -436,13 +373,9 @@ class Client:
         Unfinished jobs are never deleted, and a submitted batch only as a whole. `dry_run` only counts.
         `on_jobs` is called after each group with the number of jobs deleted so far.
         """
-        work = Prune(self.batches.store, self.database.now() - older_than)
-        if dry_run:
-            return work.count()
-        done = Pruned(0, 0)
-        for done in work.run():
-            on_jobs(done.jobs)
-        return done
+        return Prune(self.batches.store, self.database.now() - older_than).carry_out(
+            dry_run=dry_run, on_jobs=on_jobs
+        )
 
     def retry(self, job_id: str, *, deadline: datetime | timedelta | None = None) -> Job:
         """Queue a failed or cancelled job again, under its id and seed.
@@ -452,11 +385,6 @@ class Client:
         job = self.store.retry(job_id, deadline_moment(deadline, self.database.now()))
         self._announcer.announce({(job.model, job.priority): [job.id]})
         return job
-
-    def check_model(self, model: str) -> None:
-        """Raise UnknownModelError unless a worker has ever had a model of this name, or there never was a
-        worker."""
-        self.enqueueing.check_model(model)
 
 
 def _place(after: TextPosition | str | None) -> TextPosition:

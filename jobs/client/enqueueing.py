@@ -87,11 +87,18 @@ class Enqueueing:
         return ids
 
     def enqueue_spec(self, spec: JobSpec, owner: str | None) -> str:
-        """Queue one job; see `Client.enqueue_spec`."""
+        """Queue a parsed job for `owner`; returns its id. Raises like `Client.enqueue`.
+
+        Idempotency keys are separate for each owner.
+        """
         return self._enqueue_specs([spec], {"owner": owner})[0]
 
     def enqueue_request(self, specs: Sequence[JobSpec], owner: str | None) -> Enqueued:
-        """Queue the jobs of one request; see `Client.enqueue_request`."""
+        """Queue the jobs of one request, all or none, for `owner`; returns the ids of request and jobs.
+
+        If all have an idempotency key, repeating the request returns the same ids. Raises like
+        `Client.enqueue`.
+        """
         if len(specs) == 1:
             job_id = self.enqueue_spec(specs[0], owner)
             return Enqueued(job_id, [job_id])
@@ -119,7 +126,7 @@ class Enqueueing:
         return self._keep(rows, None)
 
     def check_model(self, model: str) -> None:
-        """See `Client.check_model`."""
+        """Raise UnknownModelError if there ever were workers, and none that had a model of this name."""
         known = self._workers.models()
         if not known or model in known:
             return

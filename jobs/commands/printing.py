@@ -40,11 +40,11 @@ def follow(client: Client, ids: list[str], *, show: bool, total_label: str = "jo
 
 def say_if_nobody_serves(client: Client, model: str | None) -> None:
     """Warn on stderr if no live worker serves `model`."""
-    if not client.serving(model):
-        if asleep := client.sleeping(model):
+    if not client.worker_store.serving(model):
+        if asleep := client.worker_store.sleeping(model):
             echo(f"The worker sleeps, {printable(asleep[0].detail or '')}", err=True)
             return
-        if model is not None and (in_turn := client.could_serve(model)):
+        if model is not None and (in_turn := client.worker_store.could_serve(model)):
             now = printable(in_turn[0].model)
             echo(f"The worker serves {now} now, and loads {printable(model)} in its turn", err=True)
             return

@@ -229,6 +229,7 @@ _STYLES = {
         tagged, "<|python_start|>", "<|python_end|>", bare=("[",), known=True, typed=python_calls
     ),
     CallFormat.GRANITE: _Style(bare, "<|tool_call|>"),
+    CallFormat.GIGACHAT: _Style(bare, "<|function_call|>"),
     CallFormat.PHI: _Style(bare, "<|tool_call|>", "<|/tool_call|>", bare=("[",), known=True),
     CallFormat.NEMOTRON: _Style(bare, "<TOOLCALL>", "</TOOLCALL>"),
     CallFormat.TOOL_CALLS: _Style(bare, "<tool_calls>", "</tool_calls>"),

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Annotated, Any, Self
 
 from pydantic import (
@@ -15,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from nightmill.jobs.base.contract import MAX_TOKEN_ID, JsonObject, unstorable
+from nightmill.jobs.base.contract import MAX_TOKEN_ID, unstorable
 from nightmill.jobs.base.sentences import sentence
 from nightmill.jobs.errors import InvalidParameterError
 
@@ -345,53 +344,6 @@ class GenerationParams(BaseModel):
                 ) from None
             raise InvalidParameterError(f"{name}: {sentence(first)}", field=name) from None
 
-    def stored(self) -> JsonObject:
-        """Return the JSON object that a row stores; the seed has its own column.
-
-        Newer parameters are omitted unless set. So a worker of an older version runs what it can, and the
-        fingerprint of a job that an older version entered stays the same.
-        """
-        return dict(_stored(_Same(self)))
-
-    @classmethod
-    def read(cls, values: Any) -> Self:
-        """Read a stored object for display, unchecked, and without parameters of other versions."""
-        known = (
-            {name: values[name] for name in cls.model_fields if name in values}
-            if isinstance(values, dict)
-            else {}
-        )
-        try:
-            return cls.model_validate(known)
-        except ValidationError:
-            return cls.model_construct(**known)
-
-
-class _Same:
-    """Parameters by which something is remembered: those are meant, and no others that equal them."""
-
-    __slots__ = ("params",)
-
-    def __init__(self, params: GenerationParams) -> None:
-        self.params = params
-
-    def __hash__(self) -> int:
-        return id(self.params)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.params is other.params
-
-
-@lru_cache(maxsize=128)
-def _stored(same: _Same) -> JsonObject:
-    """Build what a row stores; most rows of a batch have the same parameters."""
-    params = same.params
-    values = params.model_dump(mode="json", exclude={"seed"})
-    for name in _LATER:
-        if getattr(params, name) == getattr(DEFAULTS, name):
-            del values[name]
-    return values
-
 
 def _token_id(key: Any) -> Any:
     """Parse a key of a JSON object as a token id."""
@@ -402,9 +354,3 @@ _DIGITS = re.compile("[0-9]{1,10}")
 DEFAULTS = GenerationParams()
 REPEATED = ("temperature", "top_p")
 """Parameters that OpenAI's responses repeat."""
-_LATER = (
-    "stop_token_ids", "min_tokens", "n", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words",
-    "logprobs", "echo", "score", "include_stop_str_in_output", "prompt_logprobs", "return_token_ids",
-    "truncate_prompt_tokens", "max_reasoning_tokens", "embed", "dimensions", "pooling",
-)  # fmt: skip
-"""Parameters added after the first version."""

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 from nightmill.jobs.request.parameters import GenerationParams
+from nightmill.jobs.request.stored_parameters import stored
 
 
 class Reuse(StrEnum):
@@ -37,7 +38,7 @@ def content_key(reuse: str | None, content: Mapping[str, Any], seed: int | None,
     params = GenerationParams.parse(content["params"])
     if params.score or params.only_echo:
         return None  # nothing is drawn
-    values = {name: content[name] for name in _CONTENT} | {"params": params.stored()}
+    values = {name: content[name] for name in _CONTENT} | {"params": stored(params)}
     if reuse == Reuse.EXACT and params.temperature > 0 and not params.embed:
         if seed is None:
             return None

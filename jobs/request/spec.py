@@ -34,6 +34,7 @@ from nightmill.jobs.request.following import Held
 from nightmill.jobs.request.parameters import DEFAULTS, MAX_SEED, GenerationParams
 from nightmill.jobs.request.prompts import check_messages, check_text, check_token_ids, is_id, json_type
 from nightmill.jobs.request.reuse import content_key, realm_of
+from nightmill.jobs.request.stored_parameters import stored
 from nightmill.jobs.request.structured import CONSTRAINT_FIELDS, constrained_by
 from nightmill.jobs.request.tools import TOOL_KEYS, tools_by
 
@@ -141,7 +142,7 @@ class JobSpec(Options):
             "prompt_ids": self.token_ids,
             "messages": self.messages if held is None else None,
             "rendering": None if rendering is None else rendering.values(),
-            "params": params.stored(),
+            "params": stored(params),
             "constrained": None if self.constrained is None else self.constrained.values(),
         }
         return {
@@ -312,7 +313,7 @@ class JobSpec(Options):
         content: dict[str, Any] = {
             "prompt": self.text,
             "messages": self.messages,
-            "params": self.params.stored() | {"seed": self.params.seed},
+            "params": stored(self.params) | {"seed": self.params.seed},
             "model": self.model,
         }
         if self.constrained is not None:

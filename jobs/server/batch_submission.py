@@ -38,7 +38,7 @@ class UploadedBatchSubmission:
         `webhook` is a URL to be called once it has ended, if any. Repeating the request with the same
         Idempotency-Key returns the existing batch.
         """
-        enter_webhook = self.service.client.webhook_of(webhook)
+        enter_webhook = self.service.client.courier.webhook_of(webhook)
         entered = await self._enter(request, caller, batch, field)
         # The response is not sent yet: if this server dies here, the caller repeats the request.
         await self.service.run(enter_webhook, entered.batch)

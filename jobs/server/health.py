@@ -56,7 +56,8 @@ class Health:
         found = {"database": False, "worker": False}
         # Slightly longer than the wait here, which then reports a hang.
         with suppress(NightmillError), until(time.monotonic() + 2 * _ANSWER_SECONDS):
-            found["worker"] = bool(self._service.client.serving() or self._service.client.sleeping())
+            workers = self._service.client.worker_store
+            found["worker"] = bool(workers.serving() or workers.sleeping())
             try_writing(self._service.client.database)
             found["database"] = True
         return found

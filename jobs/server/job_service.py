@@ -145,9 +145,10 @@ class JobService:
         """
         caller.need_to_submit()
         model = specs[0].model
-        if not await self.run(self.client.serving, model):
+        if not await self.run(self.client.worker_store.serving, model):
             if model is not None:
-                await self.run(self.client.check_model, model)  # an unknown model is the better error
+                # An unknown model is the better error.
+                await self.run(self.client.enqueueing.check_model, model)
             await self._need_one_that_will_serve(model)
         # A hanging or unreachable broker gets it later; a refused job would never be sent.
         if await self._refusal.answer():
@@ -156,8 +157,8 @@ class JobService:
 
     async def _need_one_that_will_serve(self, model: str | None) -> None:
         """Return if the job would wake a worker, or have its model loaded; raises HttpError if not."""
-        asleep = await self.run(self.client.sleeping, model)
-        in_turn = [] if model is None else await self.run(self.client.could_serve, model)
+        asleep = await self.run(self.client.worker_store.sleeping, model)
+        in_turn = [] if model is None else await self.run(self.client.worker_store.could_serve, model)
         if any(worker.wakes_for_jobs for worker in (*asleep, *in_turn)):
             return
         awake = [worker for worker in in_turn if not worker.rests]
@@ -201,11 +202,11 @@ class JobService:
         ):
             said = f"of the {most:,} jobs that a key may have queued, too many are; try again later"
             raise HttpError(429, said, code="queue_full")
-        return self.client.enqueue_request(specs, owner=owner)
+        return self.client.enqueueing.enqueue_request(specs, owner=owner)
 
     async def fingerprint(self, model: str | None) -> str | None:
         """Return the fingerprint for a job just queued for this model; None if its workers differ."""
-        workers = await self.run(self.client.serving, model)
+        workers = await self.run(self.client.worker_store.serving, model)
         found = {system_fingerprint(worker.arithmetic) for worker in workers}
         return found.pop() if len(found) == 1 else None
 

@@ -16,7 +16,7 @@ async def model_of(service: JobService, spec: JobSpec, worker_id: str | None = N
 
 async def served_model(service: JobService, worker_id: str | None) -> str:
     """Return the model like `model_of`, for a job that requested none."""
-    worker = None if worker_id is None else await service.run(service.client.worker, worker_id)
-    workers = await service.run(service.client.serving) if worker is None else [worker]
+    worker = None if worker_id is None else await service.run(service.client.worker_store.get, worker_id)
+    workers = await service.run(service.client.worker_store.serving) if worker is None else [worker]
     models = {worker.model for worker in workers}
     return models.pop() if len(models) == 1 else ""

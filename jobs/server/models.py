@@ -33,8 +33,8 @@ class Models:
 
     async def _served(self) -> dict[str, JsonObject]:
         """Return by name, sorted, the models that are loaded, and those that a worker loads in their turn."""
-        workers = await self._service.run(self._service.client.serving)
-        in_turn = await self._service.run(self._service.client.could_serve)
+        workers = await self._service.run(self._service.client.worker_store.serving)
+        in_turn = await self._service.run(self._service.client.worker_store.could_serve)
         since = {worker.model: worker.started_at for worker in reversed(workers)}
         contexts: dict[str, list[int]] = {name: [] for name in since}
         for worker in workers:

@@ -46,7 +46,7 @@ class NightEndpoints(BatchEndpoints):
         Limits.of(body)
         settings |= {name: body[name] for name in LIMIT_KEYS if name in body}
         if defaults.model is not None:
-            await self._service.run(self._service.client.check_model, defaults.model)
+            await self._service.run(self._service.client.enqueueing.check_model, defaults.model)
         asked = HttpBatch(
             id=self._ids.draw(),
             owner=caller.name,

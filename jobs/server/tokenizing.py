@@ -54,11 +54,11 @@ class Tokenizing:
     async def served(self, model: str | None) -> Served:
         """Return the tokenizer of a model; raises HttpError if it is not served, or its file is not available
         here."""
-        workers = await self._service.run(self._service.client.serving, model)
+        workers = await self._service.run(self._service.client.worker_store.serving, model)
         names = sorted({worker.model for worker in workers})
         if not names:
             if model is not None:
-                await self._service.run(self._service.client.check_model, model)
+                await self._service.run(self._service.client.enqueueing.check_model, model)
             which = "" if model is None else f" that serves {model!r}"
             raise HttpError(503, f"there is no live worker{which}; try again later", code="not_served")
         if len(names) > 1:

@@ -41,7 +41,7 @@ class Validator:
                 EndpointFile(path, batch.endpoint, self._filename(batch)),
                 batch.settings | times,
                 name=batch.batch,
-                check_model=self._client.check_model,
+                check_model=self._client.enqueueing.check_model,
                 asker=batch.owner,
             ):
                 yield committed > there

@@ -227,6 +227,16 @@ class Claims(RegisteredWorker):
             followers.ended(connection, [job_id for job_id, _ in claimed], now)
         return returned
 
+    def fall_asleep(self, reason: str) -> list[str]:
+        """Say that this worker sleeps, and why: it holds no job then.
+
+        Returns the ids of the jobs that it had still, as an outage had kept it from ending them or handing
+        them back: they are queued again. Raises DatabaseError.
+        """
+        returned = self.hand_back([*self.running()])
+        self.beat(WorkerState.SLEEPING, reason)
+        return returned
+
     def leave_queued(self, job_ids: Sequence[str]) -> None:
         """Record that no message announces these unclaimed jobs."""
         mark_unsent(self.database, job_ids)

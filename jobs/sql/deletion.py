@@ -9,11 +9,12 @@ from sqlalchemy import Connection, delete, exists, func, select, update
 from nightmill.jobs.errors import InvalidTransitionError
 from nightmill.jobs.sql.batch_reading import no_batch
 from nightmill.jobs.sql.database import Database
+from nightmill.jobs.sql.http_tables import WebhookRow
 from nightmill.jobs.sql.jobs import FINAL, GROUP, UNFINISHED, chunked
 from nightmill.jobs.sql.locks import hold_batches, lock_ids
 from nightmill.jobs.sql.patience import long_lasting
 from nightmill.jobs.sql.retrying import retried
-from nightmill.jobs.sql.tables import BatchRow, JobRow, WebhookRow
+from nightmill.jobs.sql.tables import BatchRow, JobRow
 
 
 class Deletion:

@@ -9,9 +9,9 @@ from sqlalchemy import Connection, Table, delete, func, insert, select
 
 from nightmill.jobs.errors import InvalidTransitionError
 from nightmill.jobs.sql.database import Database
+from nightmill.jobs.sql.http_tables import VALIDATING, FileRow, HttpBatchRow
 from nightmill.jobs.sql.jobs import chunked
 from nightmill.jobs.sql.retrying import retried
-from nightmill.jobs.sql.tables import VALIDATING, FileRow, HttpBatchRow
 
 FILES = cast(Table, FileRow.__table__)
 FILE_PREFIX = "file-"

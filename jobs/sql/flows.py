@@ -34,10 +34,11 @@ from nightmill.jobs.reply.batch_status import MOST_COUNTED
 from nightmill.jobs.request.fields import HIGHEST_PRIORITY
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.http_batches import BATCH_PREFIX
+from nightmill.jobs.sql.http_tables import HttpBatchRow
 from nightmill.jobs.sql.jobs import chunked
 from nightmill.jobs.sql.named import among
 from nightmill.jobs.sql.retrying import retried
-from nightmill.jobs.sql.tables import QUEUED, HttpBatchRow, JobRow
+from nightmill.jobs.sql.tables import QUEUED, JobRow
 from nightmill.jobs.sql.types import UtcDateTime
 
 _SORTING = ("enable_sort", "enable_incremental_sort", "enable_bitmapscan", "enable_seqscan")

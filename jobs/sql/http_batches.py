@@ -15,9 +15,10 @@ from sqlalchemy import Connection, RowMapping, Table, case, delete, exists, func
 from nightmill.jobs.base.contract import JobState, JsonObject
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.files import StoredFile, insert_files
+from nightmill.jobs.sql.http_tables import OPEN, FileRow, HttpBatchRow
 from nightmill.jobs.sql.jobs import UNFINISHED, dialect_insert
 from nightmill.jobs.sql.retrying import retried
-from nightmill.jobs.sql.tables import OPEN, FileRow, HttpBatchRow, JobRow
+from nightmill.jobs.sql.tables import JobRow
 
 BATCH_PREFIX = "batch_"
 """Prefix before the id in the name of the batch of jobs."""

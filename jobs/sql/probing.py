@@ -5,9 +5,9 @@ from sqlalchemy import delete, false, insert, select, update
 from nightmill.jobs.base.contract import JobState
 from nightmill.jobs.base.ids import IdSource
 from nightmill.jobs.sql.database import Database
+from nightmill.jobs.sql.declared import METADATA
 from nightmill.jobs.sql.jobs import JOBS
 from nightmill.jobs.sql.retrying import retried
-from nightmill.jobs.sql.tables import Base
 
 
 @retried
@@ -27,7 +27,7 @@ def try_writing(database: Database, *, tables: bool = False) -> None:
         connection.execute(insert(JOBS).values(row))
         connection.execute(update(JOBS).where(JOBS.c.id == job_id).values(priority=1))
         connection.execute(delete(JOBS).where(JOBS.c.id == job_id))
-        for table in Base.metadata.sorted_tables if tables else ():
+        for table in METADATA.sorted_tables if tables else ():
             columns = list(table.primary_key.columns)
             connection.execute(insert(table).from_select(columns, select(*columns).where(false())))
             connection.execute(update(table).where(false()).values({column: column for column in columns}))

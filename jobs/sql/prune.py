@@ -1,6 +1,6 @@
 """Deletion of jobs, batches and loads of models that ended long ago. Unfinished ones are never deleted."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -36,6 +36,15 @@ class Prune:
         self._database = store.database
         self._deletion = Deletion(store.database)
         self._cutoff = cutoff
+
+    def carry_out(self, *, dry_run: bool, on_jobs: Callable[[int], None]) -> Pruned:
+        """Delete all of it, or with `dry_run` only count; see `Client.prune`."""
+        if dry_run:
+            return self.count()
+        done = Pruned(0, 0)
+        for done in self.run():
+            on_jobs(done.jobs)
+        return done
 
     @long_lasting
     def count(self) -> Pruned:

@@ -17,6 +17,7 @@ from nightmill.jobs.errors import InvalidParameterError
 from nightmill.jobs.reply.history import EXTEND, RETRY, former
 from nightmill.jobs.request.parameters import MAX_SEED, GenerationParams
 from nightmill.jobs.request.reuse import content_key, realm_in, realm_of
+from nightmill.jobs.request.stored_parameters import stored
 from nightmill.jobs.sql import answers, followers, logprobs, partials
 from nightmill.jobs.sql.batches import UNSUCCESSFUL, BatchStore
 from nightmill.jobs.sql.jobs import CHUNK, JOBS, RETRYABLE, by_queue, chunked, retried_values
@@ -60,7 +61,7 @@ class Requeueing:
         def change(row: Any) -> tuple[dict[str, Any], int] | None:
             if GenerationParams.parse(row.params).max_tokens >= max_tokens:
                 return None
-            return GenerationParams.parse({**row.params, "max_tokens": max_tokens}).stored(), row.seed
+            return stored(GenerationParams.parse({**row.params, "max_tokens": max_tokens})), row.seed
 
         values = retried_values(self._database.now(), deadline)
         values = {name: value for name, value in values.items() if name not in OF_THE_TEXT}
@@ -88,7 +89,7 @@ class Requeueing:
         def change(row: Any) -> tuple[dict[str, Any], int]:
             seed = secrets.randbits(MAX_SEED.bit_length()) if new_seeds else row.seed
             params = row.params if isinstance(row.params, Mapping) else {}
-            return GenerationParams.parse({**params, **changed}).stored(), seed
+            return stored(GenerationParams.parse({**params, **changed})), seed
 
         values = retried_values(self._database.now(), deadline)
         self._store.reopen(name, deadline)

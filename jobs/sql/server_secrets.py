@@ -8,8 +8,8 @@ from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 
 from nightmill.jobs.sql.database import Database
+from nightmill.jobs.sql.http_tables import ServerSecretRow
 from nightmill.jobs.sql.retrying import retried
-from nightmill.jobs.sql.tables import ServerSecretRow
 
 SESSIONS = "sessions"
 """Name of the secret that seals browser sessions."""

@@ -19,6 +19,7 @@ from nightmill.jobs.reply import token_ids
 from nightmill.jobs.reply.job import Answer, Job
 from nightmill.jobs.reply.token_ids import TokenIds
 from nightmill.jobs.request.parameters import GenerationParams
+from nightmill.jobs.request.stored_parameters import from_stored
 from nightmill.jobs.sql import answers, embeddings, logprobs
 from nightmill.jobs.sql.tables import JobRow
 
@@ -78,7 +79,7 @@ def job_from_row(
     Never raises: a row written by a newer version must not hide the others of a list.
     """
     values = {name: row[name] for name in _SHOWN_AS_THEY_ARE}
-    params = GenerationParams.read((_of_kind(row["params"], dict) or {}) | {"seed": row["seed"]})
+    params = from_stored((_of_kind(row["params"], dict) or {}) | {"seed": row["seed"]})
     packed = packed_logprobs or {}
     ids = token_ids.read(packed.get(logprobs.TOKEN_IDS, b""))
     return Job(

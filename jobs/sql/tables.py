@@ -1,4 +1,4 @@
-"""The declared schema. `migrations/` must lead to exactly this (a test compares them)."""
+"""The declared tables of batches, jobs and workers; those of HTTP are in `http_tables`."""
 
 from datetime import datetime
 from typing import Any, ClassVar
@@ -14,7 +14,6 @@ from sqlalchemy import (
     MetaData,
     String,
     Text,
-    UniqueConstraint,
     and_,
     false,
     literal,
@@ -27,7 +26,7 @@ from nightmill.jobs.base.contract import MAX_ERROR_LENGTH, JobState, JsonObject
 from nightmill.jobs.sql.types import StorableString, StorableText, UtcDateTime
 
 SCHEMA_REVISION = "0037"
-"""The migration that these declarations match."""
+"""The migration that the declarations match (`declared`)."""
 
 
 class Base(DeclarativeBase):
@@ -134,7 +133,7 @@ class ActivityRow(Base):
     __table_args__ = (Index("ix_activity_began_at", "began_at"),)
 
 
-def _partial(name: str, *columns: str, where: str, unique: bool = False) -> Index:
+def partial_index(name: str, *columns: str, where: str, unique: bool = False) -> Index:
     """An index over the few rows of a frequent query, which finished jobs do not enlarge."""
     condition = text(where)
     return Index(name, *columns, unique=unique, sqlite_where=condition, postgresql_where=condition)
@@ -211,58 +210,62 @@ class JobRow(Base):
     finished_at: Mapped[datetime | None]
 
     __table_args__ = (
-        _partial("ix_jobs_batch", "batch", "id", where="batch IS NOT NULL"),
+        partial_index("ix_jobs_batch", "batch", "id", where="batch IS NOT NULL"),
         # Prevents entering a row twice, and gives the order of results.
-        _partial("uq_jobs_batch_row", "batch", "row", where='"row" IS NOT NULL', unique=True),
+        partial_index("uq_jobs_batch_row", "batch", "row", where='"row" IS NOT NULL', unique=True),
         # Covers everything that a status counts, so that it reads no rows.
-        _partial(
+        partial_index(
             "ix_jobs_progress",
             *("batch", "state", "stop_reason", "prompt_tokens", "completion_tokens"),
             where="batch IS NOT NULL",
         ),
-        _partial("ix_jobs_finished", "batch", "finished_at", "id", where="finished_at IS NOT NULL"),
+        partial_index("ix_jobs_finished", "batch", "finished_at", "id", where="finished_at IS NOT NULL"),
         # Jobs that ended in a period, and their tokens, without reading rows.
-        _partial(
+        partial_index(
             "ix_jobs_ended",
             *("finished_at", "state", "completion_tokens"),
             where="finished_at IS NOT NULL",
         ),
-        _partial("ix_jobs_running", "worker", where="state = 'running'"),
+        partial_index("ix_jobs_running", "worker", where="state = 'running'"),
         # Jobs that the sweep announces, in its order: never announced, or announced long ago.
-        _partial(
+        partial_index(
             "ix_jobs_unsent",
             *("priority", "scheduled_at", "id"),
             where="state = 'queued' AND sent_at IS NULL",
         ),
-        _partial(
+        partial_index(
             "ix_jobs_waiting",
             *("model", "priority", "sent_at", "id"),
             where="state = 'queued' AND sent_at IS NOT NULL",
         ),
         # The flows of a queue, with those of their rows that have a message or are due for one.
-        _partial(
+        partial_index(
             "ix_jobs_flows_of_batches",
             *("model", "priority", "batch", "sent_at", "scheduled_at", "id"),
             where="state = 'queued' AND batch IS NOT NULL",
         ),
-        _partial(
+        partial_index(
             "ix_jobs_flows_of_owners",
             *("model", "priority", "owner", "sent_at", "scheduled_at", "id"),
             where="state = 'queued' AND batch IS NULL",
         ),
-        _partial("ix_jobs_suspects", "suspects", "id", where="state = 'queued' AND suspects IS NOT NULL"),
-        _partial("ix_jobs_expiring", "deadline_at", where="state = 'queued' AND deadline_at IS NOT NULL"),
+        partial_index(
+            "ix_jobs_suspects", "suspects", "id", where="state = 'queued' AND suspects IS NOT NULL"
+        ),
+        partial_index(
+            "ix_jobs_expiring", "deadline_at", where="state = 'queued' AND deadline_at IS NOT NULL"
+        ),
         # Computed answers, by what they depend on.
-        _partial(
+        partial_index(
             "ix_jobs_content_key", "content_key", where="content_key IS NOT NULL AND reused_from IS NULL"
         ),
         # Jobs that wait for another, by batch and by that other; the latter also after they ended unfilled.
-        _partial("ix_jobs_held", "batch", "id", where="state = 'queued' AND held IS NOT NULL"),
-        _partial("ix_jobs_prior", "prior", "id", where="held IS NOT NULL"),
-        _partial("ix_jobs_owner", "owner", "id", where="owner IS NOT NULL"),
-        _partial("ix_jobs_request_id", "request_id", "id", where="request_id IS NOT NULL"),
-        _partial("ix_jobs_queued_of_owner", "owner", where="state = 'queued' AND owner IS NOT NULL"),
-        _partial(
+        partial_index("ix_jobs_held", "batch", "id", where="state = 'queued' AND held IS NOT NULL"),
+        partial_index("ix_jobs_prior", "prior", "id", where="held IS NOT NULL"),
+        partial_index("ix_jobs_owner", "owner", "id", where="owner IS NOT NULL"),
+        partial_index("ix_jobs_request_id", "request_id", "id", where="request_id IS NOT NULL"),
+        partial_index("ix_jobs_queued_of_owner", "owner", where="state = 'queued' AND owner IS NOT NULL"),
+        partial_index(
             "uq_jobs_idempotency_key", "idempotency_key", where="idempotency_key IS NOT NULL", unique=True
         ),
     )
@@ -330,111 +333,6 @@ class EmbeddingRow(Base):
     data: Mapped[bytes] = mapped_column(LargeBinary)
 
 
-class FileRow(Base):
-    """A file uploaded or written over HTTP. Its content is stored under its id in a folder of the servers."""
-
-    __tablename__ = "files"
-
-    id: Mapped[str] = mapped_column(String(32), primary_key=True)
-    owner: Mapped[str | None] = mapped_column(String(64))
-    purpose: Mapped[str] = mapped_column(String(16))
-    filename: Mapped[str] = mapped_column(StorableString(255))  # shown, and never a path
-    size: Mapped[int] = mapped_column(BigInteger)  # bytes
-    created_at: Mapped[datetime]
-
-    __table_args__ = (Index("ix_files_owner", "owner", "id"),)
-
-
-_OPEN = "status IN ('validating', 'in_progress', 'finalizing', 'cancelling')"
-
-
-class HttpBatchRow(Base):
-    """A batch submitted over HTTP: its input file, the servers' progress, its end.
-
-    Its rows are jobs of a batch whose name is derived from `id`.
-    """
-
-    __tablename__ = "http_batches"
-
-    id: Mapped[str] = mapped_column(String(32), primary_key=True)
-    owner: Mapped[str | None] = mapped_column(String(64))
-    idempotency_key: Mapped[str | None] = mapped_column(String(255))
-    name: Mapped[str | None] = mapped_column(String(200))  # the owner's word for it
-    input_file: Mapped[str] = mapped_column(String(32))
-    endpoint: Mapped[str | None] = mapped_column(String(64))  # required endpoint of all rows
-    completion_window: Mapped[str | None] = mapped_column(String(32))  # as given
-    meta: Mapped[JsonObject] = mapped_column("metadata", JSON)
-    settings: Mapped[JsonObject]  # defaults of the rows
-    status: Mapped[str] = mapped_column(String(16))
-    errors: Mapped[list[Any]]  # the first rows that cannot be run, or why the file cannot be read
-    invalid: Mapped[int | None]  # rows that cannot be run
-    total: Mapped[int | None]  # this and the next six are written at the end
-    completed: Mapped[int | None]
-    failed: Mapped[int | None]
-    prompt_tokens: Mapped[int | None] = mapped_column(BigInteger)
-    completion_tokens: Mapped[int | None] = mapped_column(BigInteger)
-    cached_tokens: Mapped[int | None] = mapped_column(BigInteger)
-    reasoning_tokens: Mapped[int | None] = mapped_column(BigInteger)
-    output_file: Mapped[str | None] = mapped_column(String(32))
-    error_file: Mapped[str | None] = mapped_column(String(32))
-
-    created_at: Mapped[datetime]
-    scheduled_at: Mapped[datetime | None]
-    deadline_at: Mapped[datetime | None]
-    in_progress_at: Mapped[datetime | None]
-    finalizing_at: Mapped[datetime | None]
-    cancelling_at: Mapped[datetime | None]
-    ended_at: Mapped[datetime | None]
-
-    keeper: Mapped[str | None] = mapped_column(String(32))  # the server that works on it,
-    kept_until: Mapped[datetime | None]  # and until when others leave it alone
-    attempts: Mapped[int] = mapped_column(
-        server_default="0"
-    )  # to read its file that a server did not survive
-    note: Mapped[str | None] = mapped_column(Text)  # why it does not go on just now
-
-    __table_args__ = (
-        Index("ix_http_batches_owner", "owner", "id"),
-        _partial("ix_http_batches_open", "id", where=_OPEN),
-        _partial(
-            "uq_http_batches_idempotency_key",
-            "idempotency_key",
-            where="idempotency_key IS NOT NULL",
-            unique=True,
-        ),
-    )
-
-
-class WebhookRow(Base):
-    """A URL to be called once a batch has ended."""
-
-    __tablename__ = "webhooks"
-
-    id: Mapped[str] = mapped_column(String(32), primary_key=True)
-    batch: Mapped[str] = mapped_column(String(200))  # may not exist yet
-    url: Mapped[str] = mapped_column(Text)
-    created_at: Mapped[datetime]
-    attempts: Mapped[int]
-    next_at: Mapped[datetime | None]  # before which it is left alone; None: delivered or given up
-    delivered_at: Mapped[datetime | None]
-    error: Mapped[str | None] = mapped_column(StorableString(200))  # error of the last attempt
-
-    __table_args__ = (
-        UniqueConstraint("batch", "url", name="uq_webhooks_batch_url"),
-        _partial("ix_webhooks_next", "next_at", where="next_at IS NOT NULL"),
-    )
-
-
-class ServerSecretRow(Base):
-    """A random secret shared by all servers."""
-
-    __tablename__ = "server_secrets"
-
-    name: Mapped[str] = mapped_column(String(32), primary_key=True)
-    value: Mapped[bytes] = mapped_column(LargeBinary)
-    created_at: Mapped[datetime]
-
-
 def in_state(state: JobState) -> ColumnElement[bool]:
     """Return `state = '...'` as a literal: a condition with a bound parameter would not use a partial
     index."""
@@ -445,7 +343,3 @@ QUEUED = in_state(JobState.QUEUED)
 RUNNING = in_state(JobState.RUNNING)
 HELD = and_(QUEUED, JobRow.held.is_not(None))
 """Condition for jobs that wait for the one that they follow."""
-OPEN = text(_OPEN)
-"""Condition for unfinished HTTP batches, as a literal, too."""
-VALIDATING = HttpBatchRow.status == "validating"
-"""Condition for HTTP batches whose file is being read."""

@@ -13,9 +13,10 @@ from sqlalchemy import Table, delete, exists, literal, or_, select, update
 from nightmill.jobs.base.ids import IdSource
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.http_batches import BATCH_PREFIX
+from nightmill.jobs.sql.http_tables import HttpBatchRow, WebhookRow
 from nightmill.jobs.sql.jobs import UNFINISHED, dialect_insert
 from nightmill.jobs.sql.retrying import retried
-from nightmill.jobs.sql.tables import BatchRow, HttpBatchRow, JobRow, WebhookRow
+from nightmill.jobs.sql.tables import BatchRow, JobRow
 
 WEBHOOKS = cast(Table, WebhookRow.__table__)
 

@@ -43,6 +43,11 @@ class WorkerStore:
         of_model = [] if model is None else [WorkerRow.model == model]
         return self._find(self._recent(), WorkerRow.state.in_(states), *of_model)
 
+    def sleeping(self, model: str | None = None) -> list[Worker]:
+        """Return the workers that sleep and will serve `model` (None: any model) once they are awake."""
+        asleep = self.serving(model, sleeping=True)
+        return [worker for worker in asleep if worker.state == WorkerState.SLEEPING]
+
     def could_serve(self, model: str | None = None) -> list[Worker]:
         """Return the live workers that load several models in turn, this one (None: any) among them."""
         settle_heartbeats(self.database)
@@ -50,10 +55,11 @@ class WorkerStore:
         return [worker for worker in found if model is None or worker.could_serve(model)]
 
     @retried
-    def pause(self, workers: Sequence[str] | None, *, paused: bool = True) -> list[Worker]:
+    def pause(self, workers: Sequence[str] | None = None, *, paused: bool = True) -> list[Worker]:
         """Pause live workers, or with `paused=False` resume them; returns those that this changed.
 
-        workers  ids, or unique beginnings of ids, of workers; None: all live ones. Raises InvalidRequestError
+        A paused worker finishes what it can in its drain time, frees its GPU and sleeps until it is resumed.
+        `workers` are ids or unique beginnings of ids; None: all live ones. Raises InvalidRequestError.
         """
         settle_heartbeats(self.database)
         live = self._find(self._recent(), WorkerRow.state.in_(LIVE))
@@ -170,7 +176,13 @@ class RegisteredWorker:
             )
 
     @retried
-    def withdraw(self) -> None:
-        """Delete the row of this worker, which ends before it could claim anything."""
+    def withdraw(self, *, has_slept: bool = False) -> None:
+        """Delete the row of this worker, which ends before it could claim anything.
+
+        One that has slept signs off: it may have had jobs before, and callers know its models by its row.
+        """
+        if has_slept:
+            self.sign_off()
+            return
         with self.database.write() as connection:
             connection.execute(delete(WorkerRow).where(WorkerRow.id == self.worker_id))

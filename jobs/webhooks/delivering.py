@@ -7,6 +7,7 @@ others' by one attempt at a time.
 import json
 import logging
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from threading import Event, Thread
@@ -67,6 +68,16 @@ class Courier:
     def __bool__(self) -> bool:
         """Return True if it can deliver: there is a secret and an allowed URL."""
         return bool(self._secrets and self._settings.webhook_urls)
+
+    def webhook_of(self, url: object) -> Callable[[str], object]:
+        """Return a function that registers a webhook for a batch, given the batch's name; None: of none.
+
+        Raises InvalidParameterError unless the URL is allowed.
+        """
+        if url is None:
+            return lambda name: None
+        allowed = check_allowed(self._settings, url)
+        return lambda name: self._webhooks.add(name, allowed)
 
     def start(self) -> None:
         """Poll on a background thread, if it can deliver anything."""

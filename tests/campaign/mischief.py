@@ -173,11 +173,11 @@ class Mischief:
         with caller.calling("pause workers", InvalidRequestError):
             ready = [one.id for one in caller.client.workers() if one.state is WorkerState.READY]
             chosen = ready if caller.draw.random() < 0.3 else ready[:1]
-            self._report.count("workers told to sleep", len(caller.client.pause_workers(chosen)))
+            self._report.count("workers told to sleep", len(caller.client.worker_store.pause(chosen)))
 
     def _resume(self, caller: Caller) -> None:
         with caller.calling("resume workers", InvalidRequestError):
-            caller.client.pause_workers(paused=False)
+            caller.client.worker_store.pause(paused=False)
 
     def _fork(self, caller: Caller) -> None:
         command = [sys.executable, "-m", "tests.campaign.forking", str(caller.draw.randrange(1, 1 << 30))]

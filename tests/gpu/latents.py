@@ -13,7 +13,7 @@ from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, Buffer
 from nightmill.worker.runners.gpu.kv_cache import PAGE, LayerCache
 from nightmill.worker.runners.gpu.shapes import padded_rows
-from nightmill.worker.runners.gpu.steps import NO_INPUTS
+from nightmill.worker.runners.gpu.step_inputs import NO_INPUTS
 from nightmill.worker.runners.gpu.weights.layout import NO_MATRIX, HeadMatrices, LatentWeights
 from nightmill.worker.runners.reference import ops
 from tests.gpu.oracles import Paged, attention_oracle, make_paged

@@ -101,7 +101,7 @@ def attention_oracle(
 ) -> Array:
     """`ops.attention` in float64: qkv (M, H + 2 G, D), keys and values (L, G, D), visible (M,)."""
     q = qkv[:, : attention.heads]
-    how = ops.Scores(attention.scale, attention.softcap, attention.window, sinks)
+    how = ops.Scores(attention.scale, attention.softcap, attention.window, sinks, attention.causal, len(keys))
     length = -(-len(keys) // ops.KEY_TILE) * ops.KEY_TILE
     padded = [np.zeros((1, length, *keys.shape[1:])) for _ in range(2)]
     padded[0][0, : len(keys)] = keys

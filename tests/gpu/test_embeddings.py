@@ -17,10 +17,12 @@ from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec, Pooling
 from nightmill.worker.runners.base import Runner
-from nightmill.worker.runners.reference import ReferenceRunner
+from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
+from nightmill.worker.runners.reference import ReferenceRunner, Rounding
 from tests.gpu.conftest import Make
 from tests.support.constraints import EveryNth
-from tests.support.cuda_runners import cuda_runner
+from tests.support.cuda_runners import cuda_runner, need_fp8
+from tests.support.encoder_cases import ENCODER_FILES
 from tests.support.engines import NoText, complete
 from tests.support.family_cases import file_of
 from tests.support.ggufs import half_tensors
@@ -50,7 +52,7 @@ def embeddings(vocab: int) -> list[Request]:
     return [
         Request(f"{number} {pooling}", 1, text, GenerationParams(embed=True), 0, embeds=places)
         for number, text in enumerate(texts(vocab))
-        for pooling in Pooling
+        for pooling in (Pooling.LAST, Pooling.MEAN)  # the first token of all texts is the same
         for places in [pooling.places(len(text))]
     ]
 
@@ -69,12 +71,13 @@ def drawing(vocab: int) -> list[Request]:
 
 
 def computed(
-    runner: Runner, requests: list[Request], budget: int = 512, *, sharing: bool = True
+    runner: Runner, requests: list[Request], budget: int = 512, *, sharing: bool = True, **sizes: Any
 ) -> dict[str, bytes]:
+    asked = {"context_length": CONTEXT, "max_sequences": runner.slots, "token_budget": budget}
     engine = Engine(
         runner,
         Detokenizer(text_stream=NoText, eos_ids=frozenset()),
-        EngineSizes(context_length=CONTEXT, max_sequences=runner.slots, token_budget=budget),
+        EngineSizes(**asked | sizes),
         prefix_sharing=sharing,
         constraints=OneByOne(),
     )
@@ -119,3 +122,50 @@ def test_those_of_a_model_with_states(tmp_path: Path) -> None:
         closing(ReferenceRunner(file, spec, **sizes)) as reference,
     ):
         check(runner, reference, spec.vocab)
+
+
+@pytest.mark.parametrize("weights", WeightsFormat)
+@pytest.mark.parametrize("name", ENCODER_FILES)
+def test_those_of_encoders(name: str, weights: WeightsFormat, tmp_path: Path) -> None:
+    """Texts are computed whole, with others and alone.
+
+    In FP8 nearer to the reference that rounds as this does than that is to one that does not.
+    """
+    keys, like = ENCODER_FILES[name]
+    file = file_of(tmp_path, keys, like, **half_tensors(like))
+    spec, rng = read_spec(file), np.random.default_rng(4)
+    context, sizes = spec.context_length, {"slots": 8, "kv_pages": 8 * 16}
+    if weights is WeightsFormat.FP8:
+        need_fp8()
+    requests = [
+        Request(f"{number} {pooling}", 1, text, GenerationParams(embed=True), 0, embeds=places)
+        for number, count in enumerate((1, 7, 64, 100, context, 33, 65))
+        for text in [tuple(rng.integers(0, spec.vocab, count).tolist())]
+        for pooling in (Pooling.CLS, Pooling.MEAN)
+        for places in [pooling.places(len(text))]
+    ]
+    whole = {"context_length": context, "encodes": True}
+    with (
+        closing(
+            cuda_runner(
+                file, spec, max_tokens=512, tune=False, context=context,
+                precision=Precision(weights=weights), **sizes,
+            )
+        ) as runner,
+        closing(ReferenceRunner(file, spec, **sizes)) as reference,
+        closing(ReferenceRunner(file, spec, rounding=Rounding(fp8=True), **sizes)) as rounding,
+    ):  # fmt: skip
+        alone = {}
+        for request in requests:
+            alone |= computed(runner, [request], sharing=False, **whole)
+        for budget in (512, context):
+            assert computed(runner, requests, budget, **whole) == alone
+            assert computed(runner, requests[::-1], budget, **whole) == alone
+        exact, rounded = (numbers(computed(one, requests, **whole)) for one in (reference, rounding))
+    ours = numbers(alone)
+    far, near = (1 - (ours * other).sum(axis=1) for other in (exact, rounded))
+    print(f"{name}, {weights}: {far.max():.2g} off, {near.max():.2g} where rounded")  # noqa: T201
+    if weights is WeightsFormat.FP8:
+        assert near.mean() < 0.5 * (1 - (rounded * exact).sum(axis=1)).mean()
+    else:
+        assert far.max() < 1e-4

@@ -11,14 +11,16 @@ from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.worker.engine.request import Request
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
+from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.kv_cache import kinds_layout
 from nightmill.worker.runners.gpu.precision import HALF, Precision, WeightsFormat
 from nightmill.worker.runners.kv_format import KvFormat
+from tests.gpu.test_experts_runner import clear_text
 from tests.support.comparing import compare_logits
 from tests.support.cuda_runners import cuda_runner
 from tests.support.driving import BLOCK, Chunk, Cuda, Pages, Reference, generate, logits_of
 from tests.support.family_cases import file_of
-from tests.support.gemma4_cases import GEMMA4_FILES, LARGE_HEADS
+from tests.support.gemma4_cases import GEMMA4_FILES, LARGE_EXPERTS, LARGE_HEADS
 from tests.support.parts import file_of_halves
 from tests.tiny import GEMMAS, expected, unpacked
 
@@ -56,16 +58,30 @@ def test_layers_with_heads_of_256_and_of_512_agree_with_the_reference_runner(
     pieces: list[int], tmp_path: Path
 ) -> None:
     """A prompt in pieces, then drawn tokens: keys that are values, and layers that read them."""
-    file = file_of_halves(tmp_path, LARGE_HEADS)
     text = np.random.default_rng(5).integers(0, LARGE_HEADS.vocab, 212).tolist()
-    starts = np.cumsum([0, *pieces])
-    chunks = [Chunk(0, text, int(start), size, 20) for start, size in zip(starts, pieces, strict=False)]
-    chunks += [Chunk(0, text, 200 + index, 1, drawn=True) for index in range(12)]
+    agree_with_the_reference(file_of_halves(tmp_path, LARGE_HEADS), LARGE_HEADS, text, pieces)
+
+
+@pytest.mark.parametrize("pieces", [[70], [64, 6]], ids=str)
+def test_experts_beside_heads_of_256_and_of_512_agree_with_the_reference_runner(
+    pieces: list[int], tmp_path: Path
+) -> None:
+    """A text of which no token might as well go to other experts, longer than the window."""
+    file = file_of_halves(tmp_path, LARGE_EXPERTS)
+    text = clear_text(file, LARGE_EXPERTS, 78)
+    agree_with_the_reference(file, LARGE_EXPERTS, text, pieces)
+
+
+def agree_with_the_reference(file: GgufFile, spec: ModelSpec, text: list[int], pieces: list[int]) -> None:
+    """Hold both runners' logits of pieces of a text, and of what is behind them as drawn tokens."""
+    *starts, end = np.cumsum([0, *pieces]).tolist()
+    chunks = [Chunk(0, text, start, size, min(size, 20)) for start, size in zip(starts, pieces, strict=True)]
+    chunks += [Chunk(0, text, place, 1, drawn=True) for place in range(end, len(text))]
     blocks = 256 // BLOCK
     options: dict[str, Any] = {"slots": 1, "kv_pages": blocks}
-    cuda = Cuda(file, LARGE_HEADS, max_tokens=256, max_draws=64, context=256, tune=False, **options)
+    cuda = Cuda(file, spec, max_tokens=256, max_draws=64, context=256, tune=False, **options)
     with closing(cuda.runner):
-        reference = Reference(file, LARGE_HEADS, page_size=BLOCK, **options)
+        reference = Reference(file, spec, page_size=BLOCK, **options)
         ours, theirs = (
             np.concatenate(
                 [logits_of(subject, pages, [chunk], admit=index == 0) for index, chunk in enumerate(chunks)]
@@ -94,8 +110,9 @@ PRECISIONS = {
 }
 
 
+LARGE = {"large heads": LARGE_HEADS, "large heads beside experts": LARGE_EXPERTS}
 CASES = [("tiny", precision) for precision in PRECISIONS]
-CASES += [(name, "16 bits") for name in (*GEMMA4_FILES, "large heads")]
+CASES += [(name, "16 bits") for name in (*GEMMA4_FILES, *LARGE)]
 
 
 @pytest.mark.parametrize(("name", "precision"), CASES)
@@ -103,12 +120,12 @@ def test_a_text_has_the_bits_that_it_has_alone(name: str, precision: str, tmp_pa
     """In company, in pieces, with shared beginnings, and where sequences give way for want of pages."""
     if name == "tiny":
         file = GgufFile.open(unpacked(GEMMAS[0], tmp_path))
-    elif name == "large heads":
-        file = file_of_halves(tmp_path, LARGE_HEADS)
+    elif name in LARGE:
+        file = file_of_halves(tmp_path, LARGE[name])
     else:
         keys, like = GEMMA4_FILES[name]
         file = file_of(tmp_path, keys | {"attention.sliding_window": 20}, like)
-    spec, numbers = LARGE_HEADS if name == "large heads" else read_spec(file), PRECISIONS[precision]
+    spec, numbers = LARGE[name] if name in LARGE else read_spec(file), PRECISIONS[precision]
     layout = kinds_layout(spec, numbers.kv)
     assert (layout is not None) == (numbers.kv is KvFormat.ELEMENT)
     whole = CONTEXT // BLOCK if layout is None else layout.pages_for(CONTEXT)

@@ -1,125 +1,28 @@
-"""The sampling kernels draw the tokens that `worker.runners.sampling` draws from the same logits.
-
-Where a kernel's token differs, its noisy score must be within NEAR_TIE of the best: both are right then.
-"""
-
-import warnings
-from collections.abc import Callable
+"""The sampling kernels draw the tokens that `worker.runners.sampling` draws (`sampling_trials`)."""
 
 import numpy as np
 import pytest
 
-from nightmill.worker.runners.base import DRAW, NOT_A_NUMBER, UNMASKED, mask_words
+from nightmill.worker.runners.base import NOT_A_NUMBER
 from nightmill.worker.runners.gpu.device.device import Device
-from nightmill.worker.runners.gpu.sampling.sampler import SLOT, Sampler
-from nightmill.worker.runners.sampling import PARAMETERS, SamplingRows, penalise, sample
-from tests.gpu.oracles import NEAR_TIE, noisy_scores
+from nightmill.worker.runners.gpu.sampling.sampler import SLOT
+from nightmill.worker.runners.sampling import SamplingRows, penalise, sample
+from tests.gpu.sampling_trials import (
+    Change,
+    check,
+    draw,
+    everything,
+    greedy,
+    make_rows,
+    make_sampler,
+    min_p,
+    penalise_some,
+    plain,
+    random_logits,
+    top_k,
+    top_p,
+)
 from tests.support.operands import buffer, fetched
-
-Change = Callable[[np.random.Generator, SamplingRows], None]
-Masks = dict[int, np.ndarray] | None
-
-
-def make_rows(rng: np.random.Generator, count: int) -> SamplingRows:
-    """Plain temperature 1; tests change what they are about."""
-    parameters = np.zeros(count, dtype=PARAMETERS)
-    for name in ("temperature", "top_p", "repetition_penalty"):
-        parameters[name] = 1
-    parameters["seed"] = rng.integers(0, 1 << 64, count, dtype=np.uint64)
-    return SamplingRows(parameters, rng.integers(1, 30_000, count), [None] * count)
-
-
-def penalise_some(rng: np.random.Generator, rows: SamplingRows, vocab: int) -> None:
-    for row in range(0, len(rows.seen), 2):
-        rows.parameters["repetition_penalty"][row] = rng.uniform(1.05, 1.8)
-        rows.seen[row] = rng.random(vocab) < 0.3
-
-
-def draw(
-    device: Device, sampler: Sampler, logits: np.ndarray, rows: SamplingRows, masks: Masks = None
-) -> np.ndarray:
-    """The kernels' tokens; checks what they leave in the slots.
-
-    masks  bool (V,) of what a row may draw, by row
-    """
-    count, vocab = logits.shape
-    slots, words = count + 3, mask_words(vocab)
-    order = np.random.default_rng(count).permutation(slots)[:count].astype(np.int32)  # row r's slot
-    seen = np.full((slots, words * 32), True)
-    for row, mask in enumerate(rows.seen):
-        if mask is not None:
-            seen[order[row]] = False
-            seen[order[row], :vocab] = mask
-    bitmaps = device.upload(np.packbits(seen, axis=1, bitorder="little").view(np.uint32))
-    table = np.frombuffer(b"\xff" * slots * SLOT.itemsize, dtype=SLOT).copy()  # other slots hold NaN
-    for name in PARAMETERS.names or ():
-        table[name][order] = rows.parameters[name]
-    table["last_token"], table["adjusted"][order] = -9, 0
-    penalised = np.array([mask is not None for mask in rows.seen])
-    table["seen"][order] = np.where(penalised, bitmaps + 4 * words * order.astype(np.uint64), 0)
-    address = device.upload(table)
-    # One row more, which pads: slot -1. Its logits do not exist.
-    draws = np.zeros(count + 1, dtype=DRAW)
-    draws["slot"], draws["mask"], draws["position"] = np.append(order, -1), UNMASKED, -100
-    draws["position"][:count] = rows.positions
-    out = buffer(device, np.full(count + 1, -7, dtype=np.int32))
-    padded = np.full((count, -(-vocab // 8) * 8), np.nan, dtype=np.float32)  # what pads a row is not read
-    padded[:, :vocab] = logits
-    on_device = buffer(device, padded)
-    if masks:
-        draws["mask"][sorted(masks)] = np.arange(len(masks)) + 5  # numbers of an earlier part of the step
-        allowed = np.ones((len(masks), words * 32), dtype=np.bool_)  # behind the vocabulary all is allowed
-        allowed[:, :vocab] = [masks[row] for row in sorted(masks)]
-        bits = device.upload(np.packbits(allowed, axis=1, bitorder="little"))
-        sampler.apply_masks(on_device, count, device.upload(draws), bits, 5)
-    sampler.sample(on_device, count + 1, device.upload(draws), address, out)
-    tokens = fetched(device, out)
-    assert tokens[-1] == -7
-    last = device.download(address, slots, SLOT)
-    drawn = tokens[:-1]
-    table["last_token"][order] = np.where(drawn == NOT_A_NUMBER, 0, drawn)
-    assert last.tobytes() == table.tobytes()
-    after = np.unpackbits(
-        device.download(bitmaps, (slots, words), np.uint32).view(np.uint8), axis=1, bitorder="little"
-    ).astype(bool)
-    for row, mask in enumerate(rows.seen):
-        if mask is not None and tokens[row] != NOT_A_NUMBER:
-            seen[order[row], tokens[row]] = True
-    np.testing.assert_array_equal(after, seen)
-    return drawn
-
-
-def check(
-    device: Device, sampler: Sampler, logits: np.ndarray, rows: SamplingRows, masks: Masks = None
-) -> int:
-    """Compare with the definition; returns the number of near-ties."""
-    tokens = draw(device, sampler, logits, rows, masks)
-    for row, allowed in (masks or {}).items():
-        logits = logits.copy()
-        logits[row, ~allowed] = -np.inf
-    assert ((tokens >= 0) & (tokens < logits.shape[1])).all()
-    expected = sample(logits, rows)
-    ties = 0
-    for row in np.flatnonzero(tokens != expected):
-        scores = noisy_scores(logits, rows, int(row))
-        gap = float(scores[expected[row]] - scores[tokens[row]])
-        assert gap < NEAR_TIE, f"row {row}: {tokens[row]} drawn, {expected[row]} is better by {gap:.3g}"
-        warnings.warn(f"near-tie: row {row}, {expected[row]} by {gap:.3g} over {tokens[row]}", stacklevel=2)
-        ties += 1
-    assert ties <= 1 + len(tokens) // 1000
-    return ties
-
-
-def make_sampler(device: Device, vocab: int) -> Sampler:
-    return Sampler(device, vocab, max_rows=2048)
-
-
-def random_logits(rng: np.random.Generator, count: int, vocab: int) -> np.ndarray:
-    spread = rng.uniform(0.3, 6, (count, 1))
-    return (rng.standard_normal((count, vocab)) * spread + rng.uniform(-30, 30, (count, 1))).astype(
-        np.float32
-    )
-
 
 SIZES = [(1, 1000), (7, 1003), (63, 513), (65, 4096), (1000, 1001), (1, 151_936), (7, 151_936), (600, 32_001)]
 
@@ -142,33 +45,8 @@ def test_equal_logits_are_drawn_fairly_and_greedily_the_first(device: Device) ->
     check(device, sampler, logits, rows)
 
 
-def _top_k(rng: np.random.Generator, rows: SamplingRows) -> None:
-    rows.parameters["top_k"] = rng.choice([1, 2, 20, 50, 500, 999, 100_000], len(rows.parameters))
-
-
-def _top_p(rng: np.random.Generator, rows: SamplingRows) -> None:
-    rows.parameters["top_p"] = rng.choice([1e-6, 0.1, 0.5, 0.9, 0.95, 0.999], len(rows.parameters))
-
-
-def _min_p(rng: np.random.Generator, rows: SamplingRows) -> None:
-    rows.parameters["min_p"] = rng.choice([0.001, 0.05, 0.3, 1.0], len(rows.parameters))
-
-
-def _greedy(rng: np.random.Generator, rows: SamplingRows) -> None:
-    rows.parameters["temperature"] = 0
-
-
-def _plain(rng: np.random.Generator, rows: SamplingRows) -> None:
-    rows.parameters["temperature"] = 0.9
-
-
-def _all(rng: np.random.Generator, rows: SamplingRows) -> None:
-    for change in (_top_k, _top_p, _min_p):
-        change(rng, rows)
-
-
 @pytest.mark.parametrize(("count", "vocab"), SIZES)
-@pytest.mark.parametrize("change", [_top_k, _top_p, _min_p, _all])
+@pytest.mark.parametrize("change", [top_k, top_p, min_p, everything])
 def test_filters(device: Device, count: int, vocab: int, change: Change) -> None:
     rng = np.random.default_rng(vocab + count)
     rows = make_rows(rng, count)
@@ -184,7 +62,7 @@ def test_penalties_with_everything(device: Device, vocab: int) -> None:
     rng = np.random.default_rng(7)
     count = 33
     sampler = make_sampler(device, vocab)
-    for change in (lambda *_: None, _all):
+    for change in (lambda *_: None, everything):
         rows = make_rows(rng, count)
         rows.parameters["temperature"] = rng.choice([0.0, 0.7, 1.0], count)
         change(rng, rows)
@@ -203,7 +81,7 @@ def test_distributions_that_do_not_fit_the_histogram(device: Device) -> None:
     masked = np.where(rng.random(vocab) < 0.999, -np.inf, rng.standard_normal(vocab))
     one = np.where(np.arange(vocab) == 777, 5.0, -np.inf)
     kinds = [equal, wide, coarse, narrow, masked, one]
-    for change in (_top_k, _top_p, _all):
+    for change in (top_k, top_p, everything):
         rows = make_rows(rng, len(kinds) * 8)
         change(rng, rows)
         logits = np.repeat(np.array(kinds, dtype=np.float32), 8, axis=0)
@@ -214,7 +92,7 @@ def test_more_filtered_rows_than_blocks(device: Device) -> None:
     rng = np.random.default_rng(7)
     count = 3 * device.multiprocessors + 5
     rows = make_rows(rng, count)
-    _all(rng, rows)
+    everything(rng, rows)
     rows.parameters["temperature"] = rng.choice([0.0, 0.7, 1.0], count)
     for name, off in (("top_k", 0), ("top_p", 1), ("min_p", 0)):
         rows.parameters[name][::3] = off  # rows in between that have no filter
@@ -234,7 +112,7 @@ def test_temperatures_near_zero(device: Device) -> None:
 
 
 @pytest.mark.parametrize(("count", "vocab"), [(1, 1003), (5, 151_936), (300, 4100), (700, 1000)])
-@pytest.mark.parametrize("change", [_greedy, _plain, _all])
+@pytest.mark.parametrize("change", [greedy, plain, everything])
 def test_masked_rows_draw_what_is_allowed_and_others_keep_their_bits(
     device: Device, count: int, vocab: int, change: Change
 ) -> None:
@@ -298,7 +176,7 @@ def test_unknown_tokens_come_from_their_slots(device: Device) -> None:
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("penalties", [False, True])
-@pytest.mark.parametrize("change", [_greedy, _plain, _all])
+@pytest.mark.parametrize("change", [greedy, plain, everything])
 @pytest.mark.parametrize(("count", "vocab"), [(5, 3001), (6, 151_936), (700, 1003), (700, 4096)])
 def test_a_row_that_is_not_a_number_is_told_and_changes_no_other(
     device: Device, poison: float, penalties: bool, change: Change, count: int, vocab: int
@@ -334,7 +212,7 @@ def test_a_token_of_minus_infinity_is_never_drawn_and_no_fault(device: Device) -
     rng = np.random.default_rng(21)
     vocab = 5003
     sampler = make_sampler(device, vocab)
-    for change in (_greedy, _plain, _all):
+    for change in (greedy, plain, everything):
         rows = make_rows(rng, 64)
         change(rng, rows)
         penalise_some(rng, rows, vocab)

@@ -38,14 +38,13 @@ from tests.gpu.oracles import (  # fmt: skip
     make_queries,
     poison_before,
 )
-from tests.gpu.test_kernels_rows import weights_of
 from tests.support.comparing import compare_logits
 from tests.support.cuda_runners import pretended_card
 from tests.support.driving import Chunk, Cuda, Pages, Reference, logits_of
 from tests.support.elements import BOTH_ELEMENTS, rounded
 from tests.support.fp8_pages import kept_by
 from tests.support.ggufs import write_model
-from tests.support.operands import cache_of, elements, pages_in
+from tests.support.operands import cache_of, elements, layer_of_heads, pages_in
 from tests.support.specs import dense_spec
 
 AWKWARD = [0.0, -0.0, 1e-7, 0.01, 1.0, 449.0, 57_344.0, 60_000.0, np.inf, np.nan]
@@ -79,7 +78,7 @@ def check_written(device: Device, head_dim: int) -> None:
     assert np.isfinite(expected).mean() > 0.5
     held, where = elements(device, qkv), device.upload(np.zeros(40, dtype=np.int32))  # which rotates nothing
     rotation = Rotation(device, attention, max_context=1)
-    unused = weights_of(ABSENT, [ABSENT, ABSENT])
+    unused = layer_of_heads(ABSENT, [ABSENT, ABSENT])
     for finished in (False, True):
         cache, places = cache_of(device, poison, poison), device.upload(rows)
         if finished:

@@ -24,13 +24,12 @@ from nightmill.worker.runners.gpu.rows.norms import Norms
 from nightmill.worker.runners.gpu.rows.rotation import Rotation
 from nightmill.worker.runners.gpu.shapes import Kind, Shape
 from nightmill.worker.runners.reference import ops
-from tests.gpu import test_kernels_sampling as sampling
+from tests.gpu import sampling_trials as sampling
 from tests.gpu.attending import make_sinks, run_decode, run_prefill
 from tests.gpu.latents import make_absorbed, make_latents, run_latent_decode, run_latent_prefill
 from tests.gpu.oracles import ATTENTION, LONG, attention_of, make_paged, make_queries, nmse
 from tests.gpu.test_fp8 import Rows
 from tests.gpu.test_kernels_rows import Normed, rows_of_all_sizes
-from tests.gpu.test_kernels_rows import weights_of as weights_of_heads
 from tests.support.cuda_runners import need_fp8
 from tests.support.elements import BOTH_ELEMENTS, ROUNDED_ONCE, rounded
 from tests.support.operands import (
@@ -40,6 +39,7 @@ from tests.support.operands import (
     elements,
     fetched,
     fp8_room,
+    layer_of_heads,
     matrix,
     poisoned,
     room,
@@ -145,7 +145,7 @@ def draws_are_the_definition_s(device: Device, count: int, vocab: int) -> None:
     """Compare greedy and random draws, with each filter and all of them, penalties, and a row of NaN."""
     sampler: Any = ReferenceSampler(device, vocab)
     rng = np.random.default_rng(vocab)
-    for change in (sampling._greedy, sampling._plain, sampling._top_k, sampling._top_p, sampling._all):
+    for change in (sampling.greedy, sampling.plain, sampling.top_k, sampling.top_p, sampling.everything):
         rows = sampling.make_rows(rng, count)
         rows.parameters["temperature"] = rng.choice([0.0, 0.7, 1.0], count)
         change(rng, rows)
@@ -273,7 +273,7 @@ def test_heads_are_those_of_the_reference(device: Device, style: RopeStyle) -> N
     cache, rows = cache_of(device, poison, poison), np.arange(ROWS, dtype=np.int32)
     statistics = poisoned(device, (ROWS, 2, 2), FLOAT)
     rotation = Rotation(device, attention, max_context=CONTEXT, statistics=statistics)
-    layer = weights_of_heads(given.bias, [given.q_norm, given.k_norm])
+    layer = layer_of_heads(given.bias, [given.q_norm, given.k_norm])
     rotation(given.qkv, layer, given.positions.address, device.upload(rows), cache, ROWS)
     limit = ROUNDED_ONCE[device.element]
     assert nmse(fetched(device, given.qkv)[:, :3], expected[:, :3]) < limit

@@ -82,7 +82,7 @@ def test_a_worker_whose_products_fail_serves_with_plain_ones(
         ids = client.enqueue_many(["Write a haiku about rain"] * 8, max_tokens=20, ignore_eos=True)
         client.wait(ids, timeout=PATIENCE)
         assert {job.state for job in client.results(ids)} == {JobState.SUCCEEDED}
-        (worker,) = client.serving()
+        (worker,) = client.worker_store.serving()
         assert (worker.note or "").startswith("plain products, slower than usual")
     said = log.read_text()
     reason = {"wrong": r"is wrong on this GPU", "trap": r"the GPU failed|ended before", "hang": r"GPU hang\?"}

@@ -172,7 +172,7 @@ class Schedule:
     def poison(self) -> None:
         """Fill the states that nobody may read with NaN, behind what is queued."""
         scheduler = self.engine._scheduler
-        places = list(scheduler._free_slots)
+        places = list(scheduler._holders._free_slots)
         if scheduler._sharing is not None:
             places += [self.runner.slots + place for place in scheduler._sharing._snapshots._free]
         if scheduler.drafter is not None and scheduler.drafter.copies is not None:

@@ -63,6 +63,11 @@ LARGE_HEADS = _model(
     _layer(replace(_LARGE_WHOLE, keys_of=1), _WIDE, _INPUTS),
 )
 """Heads as large as real ones, in few layers."""
+LARGE_EXPERTS = _model(
+    _layer(replace(_LARGE_LOCAL, kv_heads=4), _BESIDE, None),
+    _layer(replace(_LARGE_WHOLE, kv_heads=2, values_are_keys=True), _BESIDE, None),
+)
+"""The same beside experts, as 26B-A4B has them: KV heads are two queries' with a window, four's without."""
 
 _KEYS: dict[str, Any] = {
     "attention.key_length": 32, "attention.value_length": 32, "attention.key_length_swa": 16,

@@ -1,8 +1,9 @@
-"""Gemma 4 in sizes like those of E2B and of 26B-A4B, as specs with the types of tensors of Q4_K_M files."""
+"""Gemma 4 in the sizes of its models, as keys of a file and a spec, or in smaller ones."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
-from nightmill.worker.model.rope import Rope, RopeStyle
+from nightmill.worker.model.rope import Rope, RopeScaling, RopeStyle
 from nightmill.worker.model.spec import (
     Activation,
     Attention,
@@ -13,71 +14,135 @@ from nightmill.worker.model.spec import (
     ModelSpec,
     Norm,
 )
-from tests.support.quantised_models import kinds_of
 
-__all__ = ["GEMMA4_SHAPES", "quantised"]
+__all__ = ["GEMMA4_SHAPES", "Gemma4Shape"]
 
-_NORM = Norm(1e-6)
-_VOCAB = 262_144
-
-
-def _attention(heads: int, kv_heads: int, window: int | None) -> Attention:
-    """Heads of 256 with a window, or of 512, of which a quarter rotates, without."""
-    head = 512 if window is None else 256
-    divisors = (1.0,) * 64 + (1e30,) * 192 if window is None else ()
-    rope = Rope(style=RopeStyle.HALVES, dim=head, base=1e6 if window is None else 1e4, divisors=divisors)
-    return Attention(
-        heads=heads, kv_heads=kv_heads, head_dim=head, rope=rope, qk_norm=_NORM, value_norm=_NORM, scale=1.0,
-        window=window,
-    )  # fmt: skip
+_NORM = Norm(2**-20)
+_ROTATED: Final = 4  # one pair of so many, in layers without a window
+_STILL: Final = 2.0**100  # divides the angles of others
 
 
-def _layer(attention: Attention, network: FeedForward | Experts, inputs: LayerInputs | None) -> LayerSpec:
-    return LayerSpec(
-        attention_norm=_NORM, mixer=attention, attention_post_norm=_NORM, feed_forward_norm=_NORM,
-        feed_forward=network, feed_forward_post_norm=_NORM, inputs=inputs, output_scale=True,
-    )  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class Gemma4Shape:
+    """Sizes of a model.
+
+    period    one layer in so many has no window, the last of them
+    kv_heads  of layers with a window, and of those without, whose values are their keys if `one_kv`
+    heads_of  the sizes of heads in both
+    shared    so many last layers read keys of others, and have networks twice as wide if `doubled`
+    inputs    the width of layers' own inputs, if they have any
+    experts   beside a dense network: their number, how many a token goes through, and their width
+    """
+
+    layers: int
+    period: int
+    width: int
+    ffn: int
+    heads: int
+    kv_heads: tuple[int, int]
+    window: int
+    heads_of: tuple[int, int] = (256, 512)
+    one_kv: bool = False
+    shared: int = 0
+    doubled: bool = False
+    inputs: int | None = None
+    experts: tuple[int, int, int] | None = None
+    vocab: int = 262_144
+    context: int = 131_072
+
+    def file(self) -> tuple[str, dict[str, Any], ModelSpec]:
+        """The family, its keys, and the spec that they say."""
+        local, whole = self.heads_of
+        keys: dict[str, Any] = {
+            "block_count": self.layers, "context_length": self.context, "embedding_length": self.width,
+            "feed_forward_length": [self._ffn(index) for index in range(self.layers)],
+            "attention.head_count": self.heads, "attention.layer_norm_rms_epsilon": _NORM.eps,
+            "attention.head_count_kv": [self.kv_heads[not self._windowed(i)] for i in range(self.layers)],
+            "attention.key_length": whole, "attention.value_length": whole,
+            "attention.key_length_swa": local, "attention.value_length_swa": local,
+            "rope.dimension_count": whole, "rope.dimension_count_swa": local, "rope.freq_base": 1e6,
+            "rope.freq_base_swa": 1e4, "attention.sliding_window": self.window,
+            "attention.sliding_window_pattern": [self._windowed(index) for index in range(self.layers)],
+            "attention.shared_kv_layers": self.shared, "final_logit_softcapping": 30.0,
+        }  # fmt: skip
+        if self.inputs is not None:
+            keys["embedding_length_per_layer_input"] = self.inputs
+        if self.experts is not None:
+            names = ("expert_count", "expert_used_count", "expert_feed_forward_length")
+            keys |= dict(zip(names, self.experts, strict=True))
+        return "gemma4", keys, self.spec
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model."""
+        return ModelSpec(
+            family="gemma4", name="model", width=self.width, vocab=self.vocab, context_length=self.context,
+            layers=tuple(self._layer(index) for index in range(self.layers)), output_norm=_NORM,
+            tied_head=True, embedding_scale=self.width**0.5, logit_softcap=30.0, overflows_half=True,
+        )  # fmt: skip
+
+    def _windowed(self, index: int) -> bool:
+        return index % self.period != self.period - 1
+
+    def _ffn(self, index: int) -> int:
+        return self.ffn * (2 if self.doubled and index >= self.layers - self.shared else 1)
+
+    def _layer(self, index: int) -> LayerSpec:
+        return LayerSpec(
+            attention_norm=_NORM, mixer=self._attention(index), attention_post_norm=_NORM,
+            feed_forward_norm=_NORM, feed_forward=self._network(index), feed_forward_post_norm=_NORM,
+            inputs=None if self.inputs is None else LayerInputs(width=self.inputs, norm=_NORM),
+            output_scale=True,
+        )  # fmt: skip
+
+    def _network(self, index: int) -> FeedForward | Experts:
+        dense = FeedForward(width=self._ffn(index), activation=Activation.GELU)
+        if self.experts is None:
+            return dense
+        count, used, width = self.experts
+        return Experts(
+            count=count, used=used, width=width, activation=Activation.GELU, normalise=True, fused=True,
+            shared=dense, beside=_NORM, expert_scales=("down",),
+        )  # fmt: skip
+
+    def _attention(self, index: int) -> Attention:
+        windowed, kept = self._windowed(index), self.layers - self.shared
+        head = self.heads_of[not windowed]
+        rope = Rope(style=RopeStyle.HALVES, dim=head, base=1e4)
+        if not windowed:
+            turning = head // 2 // _ROTATED
+            divisors = (1.0,) * turning + (_STILL,) * (head // 2 - turning)
+            scaling = RopeScaling(original_context=self.context)
+            rope = replace(rope, base=1e6, divisors=divisors, scaling=scaling)
+        attention = Attention(
+            heads=self.heads, kv_heads=self.kv_heads[not windowed], head_dim=head, qk_norm=_NORM,
+            value_norm=_NORM, scale=1.0, window=self.window if windowed else None, rope=rope,
+        )  # fmt: skip
+        if index < kept:
+            return replace(attention, values_are_keys=self.one_kv and not windowed)
+        own = [one for one in range(kept) if self._windowed(one) is windowed]
+        return replace(attention, keys_of=own[-1])
 
 
-def _model(name: str, width: int, context: int, layers: list[LayerSpec]) -> ModelSpec:
-    return ModelSpec(
-        family="gemma4", name=name, width=width, vocab=_VOCAB, context_length=context, layers=tuple(layers),
-        output_norm=_NORM, tied_head=True, embedding_scale=width**0.5, logit_softcap=30.0,
-        overflows_half=True,
-    )  # fmt: skip
-
-
-def _e2b() -> ModelSpec:
-    """35 layers, one in five without a window; the last 20 have no keys, and networks twice as wide."""
-    narrow, inputs = FeedForward(width=6144, activation=Activation.GELU), LayerInputs(width=256, norm=_NORM)
-    layers = []
-    for index in range(35):
-        whole, own = index % 5 == 4, index < 15
-        attention = _attention(8, 1, None if whole else 512)
-        if not own:
-            attention = replace(attention, keys_of=14 if whole else 13)
-        layers.append(_layer(attention, narrow if own else replace(narrow, width=12_288), inputs))
-    return _model("gemma4-e2b", 1536, 131_072, layers)
-
-
-def _a4b() -> ModelSpec:
-    """30 layers, one in six without a window, whose values are keys; experts beside a dense network."""
-    dense = FeedForward(width=2112, activation=Activation.GELU)
-    experts = Experts(
-        count=128, used=8, width=704, activation=Activation.GELU, normalise=True, fused=True, shared=dense,
-        beside=_NORM, expert_scales=("down",),
-    )  # fmt: skip
-    whole = replace(_attention(16, 2, None), values_are_keys=True)
-    local = _attention(16, 8, 1024)
-    layers = [_layer(whole if index % 6 == 5 else local, experts, None) for index in range(30)]
-    return _model("gemma4-26b-a4b", 2816, 262_144, layers)
-
-
-GEMMA4_SHAPES = {spec.name: spec for spec in (_e2b(), _a4b())}
-
-
-def quantised(spec: ModelSpec, type_name: str = "Q4_K_M") -> ModelSpec:
-    """The same with the types of a file's tensors; a table of layers' embeddings is Q5_K."""
-    kinds = {name: kind.name for name, kind in kinds_of(spec, type_name).items()}
-    tables = {name: "Q5_K" for name in kinds if name.startswith("per_layer_token_embd")}
-    return replace(spec, tensor_types=kinds | tables)
+GEMMA4_SHAPES: Final = {
+    "gemma4-e2b": Gemma4Shape(
+        layers=35, period=5, width=1536, ffn=6144, heads=8, kv_heads=(1, 1), window=512, shared=20,
+        doubled=True, inputs=256,
+    ),
+    "gemma4-e4b": Gemma4Shape(
+        layers=42, period=6, width=2560, ffn=10_240, heads=8, kv_heads=(2, 2), window=512, shared=18,
+        inputs=256,
+    ),
+    "gemma4-12b": Gemma4Shape(
+        layers=48, period=6, width=3840, ffn=15_360, heads=16, kv_heads=(8, 1), window=1024, one_kv=True,
+        context=262_144,
+    ),
+    "gemma4-31b": Gemma4Shape(
+        layers=60, period=6, width=5376, ffn=21_504, heads=32, kv_heads=(16, 4), window=1024, one_kv=True,
+        context=262_144,
+    ),
+    "gemma4-26b-a4b": Gemma4Shape(
+        layers=30, period=6, width=2816, ffn=2112, heads=16, kv_heads=(8, 2), window=1024, one_kv=True,
+        experts=(128, 8, 704), context=262_144,
+    ),
+}  # fmt: skip

@@ -1,24 +1,38 @@
 """What a GPU's memory and arithmetic allow: tokens per second that no decoding and no workload exceeds.
 
 Products take as long as reading all weights, as they are kept, or as their FLOPs, whichever is longer;
-attention of drawn tokens takes as long as reading the keys and values of their contexts, that of prompts as
-its FLOPs. Of experts a step reads those that its tokens go to, if every expert is as likely as the others.
-A state is read and written for each drawn token; of prompts, its FLOPs count as they are with 64 tokens at
-once. All of these one after the other: who overlaps them may exceed it. Power is not counted.
+attention of drawn tokens takes as long as reading the keys and values of their contexts, in each layer that
+attends, as far as its window reaches, that of prompts as its FLOPs. Layers behind the last one that keeps
+anything compute of a prompt only what is drawn. Of experts a step reads those that its tokens go to, if
+every expert is as likely as the others. A state is read and written for each drawn token; of prompts, its
+FLOPs count as they are with 64 tokens at once. All of these one after the other: who overlaps them may exceed
+it. Power is not counted.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from nightmill.worker.model.spec import Attention, Experts, GatedDeltaNet, Mamba2, Mixer, ModelSpec, Role
+from nightmill.worker.model.spec import (
+    Attention,
+    Experts,
+    GatedDeltaNet,
+    LatentAttention,
+    LayerSpec,
+    Mamba2,
+    Mixer,
+    ModelSpec,
+    Role,
+    Weight,
+)
 from nightmill.worker.runners.base import STATE_CHUNK
-from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
+from nightmill.worker.runners.gpu.kinds import last_keeping
+from nightmill.worker.runners.gpu.kv_cache import PAGE, layer_page_bytes
 from nightmill.worker.runners.gpu.precision import HALF, Precision, WeightsFormat
 from nightmill.worker.runners.gpu.weights.layout import OF_EXPERTS, all_weights, layer_weights, runs_of
 
-__all__ = ["BYTES_PER_S", "FLOPS", "Limit", "flops_of_state"]
+__all__ = ["BYTES_PER_S", "FLOPS", "Limit", "flops_of_state", "seen_tokens"]
 
 BYTES_PER_S, FLOPS = 4.27e12, 760e12  # of a device copy and of a large FP16 product, as measured on an H200
 
@@ -35,39 +49,50 @@ class Limit:
     def decoding(self, sequences: int, context: float) -> float:
         """Tokens per second of so many sequences that all decode, over contexts of so many tokens each."""
         states = sequences * self._moving_states
-        return sequences / (self._products(1, sequences) + self._reading(sequences * context) + states)
+        reading = sequences * self._reading(lambda window: min(context, window))
+        return sequences / (self._products(1, sequences) + reading + states)
 
     def workload(self, prompts: Sequence[int], answers: Sequence[int], slots: int) -> float:
         """Seconds for all sequences, with these tokens of prompt and of answer, `slots` at once.
 
         The first token of an answer is drawn with the last one of its prompt.
         """
-        pairs = sum(prompt * (prompt + 1) // 2 for prompt in prompts)
-        mixers = [layer.mixer for layer in self.spec.layers]
-        queries = sum(mixer.queries for mixer in mixers if isinstance(mixer, Attention))
-        states = sum(prompts) * sum(map(flops_of_state, mixers))
-        computing = (
-            sum(prompts) * self._of_layers
-            + (2 * self._head * len(prompts) + 4 * queries * pairs + states) / self.flops
-        )
+        tokens, last, computing = sum(prompts), last_keeping(self.spec), 0.0
+        for index, layer in enumerate(self.spec.layers):
+            whole, mixer = index <= last, layer.mixer
+            computing += (tokens if whole else len(prompts)) * self._of_layer[index]
+            computing += tokens * flops_of_state(mixer) / self.flops
+            if isinstance(mixer, Attention):
+                window = mixer.window or math.inf
+                pairs = sum(seen_tokens(0, one, window) if whole else min(one, window) for one in prompts)
+                computing += 4 * mixer.queries * pairs / self.flops
+        computing += tokens * self._of_inputs + 2 * self._head * len(prompts) / self.flops
         drawn = [answer - 1 for answer in answers]
         steps = max(max(drawn), math.ceil(sum(drawn) / slots))
-        contexts = sum(
-            more * prompt + more * (more + 1) // 2 for prompt, more in zip(prompts, drawn, strict=True)
+        reading = self._reading(
+            lambda window: sum(
+                seen_tokens(prompt, more, window) for prompt, more in zip(prompts, drawn, strict=True)
+            )
         )
         moving = sum(drawn) * self._moving_states
-        return computing + self._products(steps, sum(drawn)) + self._reading(contexts) + moving
+        return computing + self._products(steps, sum(drawn)) + reading + moving
 
     def _products(self, steps: int, tokens: int) -> float:
         """Seconds of these steps with so many tokens in all, each of which is drawn."""
         read = self._kept + sum(
             size * (1 - (1 - share) ** (tokens / max(steps, 1))) for size, share in self._of_experts
         )
-        return max(steps * read / self.bytes_per_s, tokens * (self._of_layers + 2 * self._head / self.flops))
+        products = sum(self._of_layer) + self._of_inputs + 2 * self._head / self.flops
+        return max(steps * read / self.bytes_per_s, tokens * products)
 
-    def _reading(self, tokens: float) -> float:
-        """Seconds for their keys and values."""
-        return tokens * page_bytes(self.spec, self.precision.kv) / PAGE / self.bytes_per_s
+    def _reading(self, seen: Callable[[float], float]) -> float:
+        """Seconds for the keys and values of drawn tokens; `seen`: how many they see through a window."""
+        read = 0.0
+        for mixer in (layer.mixer for layer in self.spec.layers):
+            if isinstance(mixer, Attention | LatentAttention):
+                window = mixer.window if isinstance(mixer, Attention) else None
+                read += layer_page_bytes(mixer, self.precision.kv) / PAGE * seen(window or math.inf)
+        return read / self.bytes_per_s
 
     @property
     def _moving_states(self) -> float:
@@ -103,17 +128,36 @@ class Limit:
         return self.spec.vocab * self.spec.width
 
     @cached_property
-    def _of_layers(self) -> float:
-        """Seconds that a token's products in all layers take."""
-        every = sum(
-            math.prod(weight.shape)
-            for _, weight in self.spec.all_weights()
-            if weight.is_matrix or weight.is_matrices
-        )
-        idle = self.spec.parameters - self.spec.active_parameters
-        parameters = every - idle - self._head * (1 if self.spec.tied_head else 2)
-        fp8 = self.precision.weights is WeightsFormat.FP8
-        return 2 * parameters / (2 * self.flops if fp8 else self.flops)
+    def _of_layer(self) -> list[float]:
+        """Seconds that a token's products take in each layer, with those experts alone that it goes to."""
+        rate = 2 * self.flops if self.precision.weights is WeightsFormat.FP8 else self.flops
+        return [
+            2 * sum(_active(layer, role, one) for role, one in self.spec.layer_weights(index).items()) / rate
+            for index, layer in enumerate(self.spec.layers)
+        ]
+
+    @cached_property
+    def _of_inputs(self) -> float:
+        """Seconds that a token's product for layers' inputs of their own takes."""
+        made = self.spec.weights().get(Role.LAYER_PROJECTION)
+        return 0.0 if made is None else 2 * math.prod(made.shape) / self.flops
+
+
+def _active(layer: LayerSpec, role: Role, weight: Weight) -> int:
+    """Numbers of a matrix that a token is multiplied with."""
+    if not (weight.is_matrix or weight.is_matrices):
+        return 0
+    size, network = math.prod(weight.shape), layer.feed_forward
+    if isinstance(network, Experts) and role.startswith("experts_"):
+        return size // network.count * network.used
+    return size
+
+
+def seen_tokens(first: int, count: int, window: float) -> float:
+    """Return how many tokens so many behind the first ones see: each itself, and those before it."""
+    growing = min(count, max(0, int(min(window, first + count)) - first))
+    grown = 0 if growing == count else (count - growing) * window
+    return growing * first + growing * (growing + 1) // 2 + grown
 
 
 def flops_of_state(mixer: Mixer | None) -> int:

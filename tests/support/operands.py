@@ -22,7 +22,8 @@ from nightmill.worker.runners.gpu.products.packed.packed_few import PackedFew
 from nightmill.worker.runners.gpu.products.packed.packed_gemm import PackedProduct, PackedTiles
 from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.shapes import Kernel, Kind, Shape, padded_rows
-from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
+from nightmill.worker.runners.gpu.step_inputs import StepInputs, StepShape
+from nightmill.worker.runners.gpu.weights.layout import NO_NORM, LayerWeights
 from nightmill.worker.runners.kv_format import KvFormat
 from tests.support.elements import as_words, from_words
 from tests.support.fp8_pages import as_parts, from_parts
@@ -161,3 +162,12 @@ class ByLibrary:
 
     def close(self) -> None:
         self._products.close()
+
+
+def layer_of_heads(bias: Buffer, gains: list[Buffer]) -> LayerWeights:
+    """A layer that has what rotation reads: the bias of its heads, and the gains of queries and of keys."""
+    unused = Matrix(0, 0, 0)
+    return LayerWeights(
+        attn_norm=NO_NORM, qkv=unused, qkv_bias=bias, q_norm=gains[0], k_norm=gains[1], attn_output=unused,
+        ffn_norm=NO_NORM, gate_up=unused, ffn_down=unused,
+    )  # fmt: skip

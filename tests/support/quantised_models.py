@@ -5,14 +5,16 @@
     python -m tests.support.quantised_models qwen3-30b-a3b Q4_K_M q30-q4km.gguf
     python -m tests.support.quantised_models gpt-oss-20b MXFP4 oss20.gguf
     python -m tests.support.quantised_models glm-4.7-flash Q4_K_M flash.gguf
+    python -m tests.support.quantised_models gemma4-26b-a4b Q4_K_M g26-q4km.gguf
 
 Blocks are random bytes; only their scales are set, so that values have the deviation of the tests' models
 (`tests.support.ggufs`) and a mean near 0, and logits are spread. Quantising floats would take minutes.
 
 Q4_K_M and Q5_K_M are the mixtures of llama.cpp's `llama-quantize`. As there, a matrix whose rows are no
 multiple of 256 has another type: Q4_K becomes Q5_0, Q5_K Q5_1, Q6_K Q8_0, Q2_K and Q3_K IQ4_NL. In MXFP4
-are experts alone, as in the files of gpt-oss; other matrices are Q8_0. Routers are F32 in any, and send
-tokens to all experts as often; with --skew to one in eight 5 times as often as the mean.
+are experts alone, as in the files of gpt-oss; other matrices are Q8_0. Of Gemma 4's inputs of layers the
+table is Q5_K in mixtures, and the matrix of the product that it is added to BF16. Routers are F32 in any, and
+send tokens to all experts as often; with --skew to one in eight 5 times as often as the mean.
 """
 
 import argparse
@@ -31,10 +33,11 @@ from gguf.quants import dequantize
 from nightmill.worker.model.spec import ModelSpec, Role
 from tests.support.expert_shapes import EXPERT_SHAPES, ExpertShape
 from tests.support.family_models import MODELS, QWEN, Heads, Size, sized_keys, sized_spec
+from tests.support.gemma4_shapes import GEMMA4_SHAPES, Gemma4Shape
 from tests.support.ggufs import CHATML, add_keys
 from tests.support.hybrid_shapes import HYBRID_SHAPES, HybridShape
 
-__all__ = ["SHAPES", "TYPES", "Shape", "kinds_of", "write"]
+__all__ = ["SHAPES", "TYPES", "AnyShape", "Shape", "kinds_of", "quantised", "write"]
 
 Bytes = npt.NDArray[np.uint8]
 Kind = GGMLQuantizationType
@@ -74,6 +77,7 @@ SHAPES: Final = {
     ),
 }  # fmt: skip
 
+AnyShape = Shape | HybridShape | ExpertShape | Gemma4Shape
 MIXTURES: Final = {"Q4_K_M": Kind.Q4_K, "Q5_K_M": Kind.Q5_K}
 """By llama.cpp's name: the type of most matrices; the head, half of the values and of down are Q6_K."""
 FALLBACKS: Final = {
@@ -90,9 +94,11 @@ SCALES: Final = {
 }  # fmt: skip
 FLOATS: Final = (Kind.F16, Kind.BF16)
 TYPES: Final = (*MIXTURES, *(kind.name for kind in (*SCALES, Kind.MXFP4, *FLOATS)))
+_IN_MIXTURES: Final = {Role.LAYER_EMBEDDING: Kind.Q5_K, Role.LAYER_PROJECTION: Kind.BF16}
 _E2M1_DEVIATION: Final = 2.93  # of its numbers, each as likely
 POOL_BYTES: Final = 64 << 20
 _SKEW: Final = 4.0  # of 8 experts of 128, 5 are then among the 16 whose logits spread so much more
+_DIVISORS = "rope_freqs.weight"
 _SAMPLE = 4096  # blocks, of which the deviation is measured
 _THREADS = 16
 
@@ -101,13 +107,13 @@ def main() -> None:
     """Write the model that is asked for."""
     style = argparse.RawDescriptionHelpFormatter
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=style)
-    arguments.add_argument("shape", choices=[*SHAPES, *HYBRID_SHAPES, *EXPERT_SHAPES])
+    arguments.add_argument("shape", choices=[*SHAPES, *HYBRID_SHAPES, *EXPERT_SHAPES, *GEMMA4_SHAPES])
     arguments.add_argument("type", choices=TYPES)
     arguments.add_argument("path", type=Path, metavar="OUT.gguf")
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--skew", action="store_true", help="some experts are chosen more often")
     options = arguments.parse_args()
-    shapes: dict[str, Shape | HybridShape | ExpertShape] = {**SHAPES, **HYBRID_SHAPES, **EXPERT_SHAPES}
+    shapes: dict[str, AnyShape] = {**SHAPES, **HYBRID_SHAPES, **EXPERT_SHAPES, **GEMMA4_SHAPES}
     write(options.path, shapes[options.shape], options.type, seed=options.seed, skew=options.skew)
 
 
@@ -119,7 +125,9 @@ def kinds_of(spec: ModelSpec, type_name: str) -> dict[str, Kind]:
     for role, weight in spec.all_weights():
         for name, shape in weight.parts:
             multiplied = (weight.is_matrix and role is not Role.ROUTER) or weight.is_matrices
-            kind = base if multiplied else Kind.F32
+            kind = base if multiplied or role is Role.LAYER_EMBEDDING else Kind.F32
+            if type_name in MIXTURES and role in _IN_MIXTURES:
+                kind, multiplied = _IN_MIXTURES[role], False
             better = role is head or (_is_more(name) and _more_bits(name, len(spec.layers)))
             if type_name in MIXTURES and multiplied and better:
                 kind = Kind.Q6_K
@@ -129,6 +137,11 @@ def kinds_of(spec: ModelSpec, type_name: str) -> dict[str, Kind]:
                 kind = FALLBACKS[kind]
             kinds[name] = kind
     return kinds
+
+
+def quantised(spec: ModelSpec, type_name: str = "Q4_K_M") -> ModelSpec:
+    """Return a model with the types that its tensors would have in a file."""
+    return replace(spec, tensor_types={name: kind.name for name, kind in kinds_of(spec, type_name).items()})
 
 
 def _is_more(name: str) -> bool:
@@ -142,8 +155,8 @@ def _more_bits(name: str, layers: int) -> bool:
 
 
 def write(
-    path: Path, shape: Shape | HybridShape | ExpertShape, type_name: str, *, seed: int = 0,
-    pool_bytes: int = POOL_BYTES, skew: bool = False,
+    path: Path, shape: AnyShape, type_name: str, *, seed: int = 0, pool_bytes: int = POOL_BYTES,
+    skew: bool = False,
 ) -> Path:  # fmt: skip
     """Write the file and return `path`; matrices are cut from pools of so many random bytes.
 
@@ -151,12 +164,16 @@ def write(
     """
     family, keys, spec = shape.file()
     kinds = kinds_of(spec, type_name)
-    ends = _write_header(path, family, keys, spec, kinds)
+    divisors = next((rope.divisors for rope in spec.ropes if rope.divisors), ())
+    ends = _write_header(path, family, keys, spec, kinds, len(divisors))
     gains = {Role.EMBEDDING: 2.5, Role.HEAD: 2.5}
     noise = _Noise(seed, pool_bytes, _SKEW if skew else 1.0)
     with path.open("r+b") as file, ThreadPoolExecutor(_THREADS) as pool:
         file.truncate(max(end for _, end in ends.values()))
         written = []
+        if divisors:
+            held = np.array(divisors, dtype=np.float32).view(np.uint8)
+            written.append(pool.submit(_fill, file.fileno(), *ends[_DIVISORS], held, 0))
         for role, weight in spec.all_weights():
             for name, sizes in weight.parts:
                 if kinds[name] is not Kind.F32:
@@ -170,9 +187,13 @@ def write(
 
 
 def _write_header(
-    path: Path, family: str, keys: Mapping[str, Any], spec: ModelSpec, kinds: Mapping[str, Kind]
-) -> dict[str, tuple[int, int]]:
-    """Write all but the tensors; returns where in the file each of them begins and ends."""
+    path: Path, family: str, keys: Mapping[str, Any], spec: ModelSpec, kinds: Mapping[str, Kind],
+    divisors: int = 0,
+) -> dict[str, tuple[int, int]]:  # fmt: skip
+    """Write all but the tensors; returns where in the file each of them begins and ends.
+
+    divisors  of angles that the file has
+    """
     writer = GGUFWriter(path, family)
     add_keys(writer, family, keys)
     writer.add_string("tokenizer.chat_template", CHATML)
@@ -183,6 +204,9 @@ def _write_header(
             stored = (*shape[:-1], shape[-1] // numbers * block)
             sizes[name] = int(np.prod(stored))
             writer.add_tensor_info(name, stored, np.dtype(np.uint8), sizes[name], kinds[name])
+    if divisors:
+        sizes[_DIVISORS] = 4 * divisors
+        writer.add_tensor_info(_DIVISORS, (divisors,), np.dtype(np.float32), 4 * divisors)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -235,7 +259,10 @@ class _Noise:
             values *= 1.5 * shape[1] ** -0.5
             values[: shape[0] // 8 * shape[1]] *= self._skew
         else:
-            values = (1.0 if role.endswith("norm") else 0.0) + 0.1 * values
+            around_one = role.endswith("norm") or role in (Role.LAYER_SCALE, Role.EXPERTS_DOWN_SCALE)
+            values = (1.0 if around_one else 0.0) + 0.1 * values
+            if role is Role.ROUTER_NORM:  # what the router reads is divided by that
+                values *= shape[0] ** 0.5
         return values.astype(np.float32).view(np.uint8)
 
     def _floats(self, kind: Kind, deviation: float) -> Bytes:

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.support.expert_shapes import EXPERT_SHAPES
+from tests.support.gemma4_shapes import GEMMA4_SHAPES
 from tests.support.hybrid_shapes import HYBRID_SHAPES
 from tests.support.limits import Limit
 from tests.support.specs import dense_spec
@@ -57,3 +58,40 @@ def test_limit_of_a_workload_is_that_of_its_prompts_and_of_its_steps() -> None:
     alone = limit.workload([512] * 256, [256] * 256, slots=1)
     assert alone == pytest.approx(prompts + 256 * 255 / limit.decoding(1, 640), rel=0.002)
     assert limit.workload([1024] * 8, [1] * 8, slots=8) < limit.workload([1024] * 8, [2] * 8, slots=8)
+
+
+# By hand, 26B-A4B: 25 layers with 8 KV heads of 256 see 1,024 tokens, 5 with 2 of 512 see all.
+def test_windows_bound_what_is_read() -> None:
+    limit = Limit(GEMMA4_SHAPES["gemma4-26b-a4b"].spec)
+    local, whole = 25 * 2 * 8 * 256 * 2, 5 * 2 * 2 * 512 * 2
+    for context in (512, 1024, 8192):
+        read = min(context, 1024) * local + context * whole
+        took = 1 / limit.decoding(1, context) - 1 / limit.decoding(1, 0)
+        assert took == pytest.approx(read / 4.27e12)
+    drawn = limit.workload([1000], [201], 1) - limit.workload([1000], [1], 1)
+    assert drawn == pytest.approx(sum(1 / limit.decoding(1, 1000 + more) for more in range(1, 201)))
+    pairs = sum(min(seen, 1024) for seen in range(1, 5001))
+    longer = limit.workload([5000], [1], 1) - 5000 * limit.workload([1], [1], 1)
+    assert longer == pytest.approx(
+        4 * (16 * 256 * 25 * (pairs - 5000) + 16 * 512 * 5 * (5000 * 5001 // 2 - 5000)) / 760e12
+        - 4999 * 2 * 262_144 * 2816 / 760e12
+    )
+
+
+# By hand: the first 15 layers of E2B keep keys and values, the other 20 nothing.
+def test_of_prompts_layers_that_keep_nothing_compute_what_is_drawn() -> None:
+    spec = GEMMA4_SHAPES["gemma4-e2b"].spec
+    limit = Limit(spec)
+    network, inputs = 3 * 1536 * 6144, 2 * 1536 * 256
+    local, whole = (1536 * size * (2 * 8 + 2) for size in (256, 512))
+    before = 15 * (network + inputs) + 12 * local + 3 * whole + 1536 * 35 * 256
+    behind = 20 * (2 * network + inputs) + 16 * 2 * 8 * 256 * 1536 + 4 * 2 * 8 * 512 * 1536
+    pairs = 8 * 256 * (12 * (512 * 513 // 2 + 512 * 512) + 16 * 512)
+    pairs += 8 * 512 * (3 * 1024 * 1025 // 2 + 4 * 1024)
+    flops = 1024 * 2 * before + 2 * behind + 2 * 262_144 * 1536 + 4 * pairs
+    assert limit.workload([1024], [1], 1) == pytest.approx(flops / 760e12)
+    assert 1 / limit.decoding(1, 0) == pytest.approx(
+        2 * (before + behind + 262_144 * 1536) / 4.27e12, rel=1e-3
+    )
+    read = 2 * (28 * 2 * 256 * 512 + 7 * 2 * 512 * 4096) / 4.27e12
+    assert 1 / limit.decoding(1, 4096) - 1 / limit.decoding(1, 0) == pytest.approx(read)

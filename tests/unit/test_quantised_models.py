@@ -14,6 +14,7 @@ from nightmill.worker.runners.gpu.catalogue import check_spec
 from nightmill.worker.runners.reference.experts import choose
 from tests.support.expert_shapes import EXPERT_SHAPES
 from tests.support.family_models import Heads, Size
+from tests.support.gemma4_shapes import GEMMA4_SHAPES
 from tests.support.hybrid_shapes import HYBRID_SHAPES
 from tests.support.quantised_models import SHAPES, TYPES, Shape, kinds_of, write
 
@@ -112,6 +113,35 @@ def test_a_file_of_latent_attention_and_experts_says_what_it_was_made_of(tmp_pat
     with GgufFile.open(write(tmp_path / "m.gguf", shape, "Q4_K_M", pool_bytes=1 << 19)) as file:
         assert replace(read_spec(file), name="model") == shape.file()[2]
         check_spec(read_spec(file))
+
+
+PUBLISHED = {
+    "gemma4-e2b": 5.12e9, "gemma4-e4b": 8.0e9, "gemma4-12b": 11.96e9, "gemma4-31b": 30.7e9,
+    "gemma4-26b-a4b": 26e9,
+}  # fmt: skip
+"""Parameters, up to a tenth of them for images and sounds."""
+
+
+@pytest.mark.parametrize("name", GEMMA4_SHAPES)
+def test_files_of_gemma_4_say_what_they_were_made_of(name: str, tmp_path: Path) -> None:
+    """In small, with heads as large as the real one's; the real one is as large as it is said to be."""
+    real = GEMMA4_SHAPES[name]
+    assert 0.9 < real.spec.parameters / PUBLISHED[name] < 1.001
+    check_spec(real.spec)
+    shape = replace(
+        real, layers=2 * real.period, shared=min(real.shared, real.period), width=256, ffn=512, vocab=512,
+        heads=max(real.kv_heads), window=100, context=512, experts=real.experts and (8, 2, 256),
+    )  # fmt: skip
+    path = write(tmp_path / "m.gguf", shape, "Q4_K_M", pool_bytes=1 << 19)
+    with GgufFile.open(path) as file:
+        spec = read_spec(file)
+        assert replace(spec, name="model") == replace(shape.spec, tensor_types=spec.tensor_types)
+        kinds = {name: info.kind for name, info in file.tensors.items()}
+        assert kinds | {"rope_freqs.weight": Kind.F32} == kinds_of(spec, "Q4_K_M") | kinds
+        if real.inputs is not None:
+            assert kinds["per_layer_token_embd.weight"] is Kind.Q5_K
+            assert kinds["per_layer_model_proj.weight"] is Kind.BF16
+        assert file.array("blk.1.layer_output_scale.weight")[0] == pytest.approx(1, abs=0.5)
 
 
 @pytest.mark.parametrize(("skew", "often"), [(False, 1.0), (True, 5.0)])

@@ -96,12 +96,13 @@ def context_length(settings: Settings, spec: ModelSpec, defaults: DeviceDefaults
 
 def runner_sizes(settings: Settings, spec: ModelSpec) -> RunnerSizes:
     """Sizes that a GPU's runner is asked for, also where there is no GPU; raises as `context_length` does."""
-    slots = settings.max_sequences or GPU.sequences
+    slots, context = settings.max_sequences or GPU.sequences, context_length(settings, spec, GPU)
+    tokens = GPU.tokens_of_a_step(slots)
     return RunnerSizes(
         slots,
-        context_length(settings, spec, GPU),
+        context,
         depth=GPU_DEPTH,
-        max_tokens=GPU.tokens_of_a_step(slots),
+        max_tokens=tokens if spec.encoder is None else max(tokens, context),
         gpu_memory=settings.gpu_memory,
     )
 

@@ -129,8 +129,8 @@ def _look_at_servers(client: Client) -> Iterator[Finding]:
         pooled = _POOLED if client.database.pooled else ""
         said = f"{settings.safe_database_url}, schema {client.database.revision()}"
         yield Finding("database", True, "; ".join(filter(None, (said, verified, pooled))))
-        serving = ", ".join(sorted({_serving(worker) for worker in client.serving()})) or "none is running"
-        yield Finding("workers", None, serving)
+        serving = sorted({_serving(worker) for worker in client.worker_store.serving()})
+        yield Finding("workers", None, ", ".join(serving) or "none is running")
     except NightmillError as error:
         yield Finding("database", False, str(error))
     try:

@@ -72,6 +72,7 @@ _CALLS: Final = {
     CallFormat.PYTHONIC: "[NAME(KEY=VALUE)]",
     CallFormat.LFM2: "<|tool_call_start|>[NAME(KEY=VALUE)]<|tool_call_end|>",
     CallFormat.GRANITE: '<|tool_call|>[{"name": NAME, "arguments": OBJECT}]',
+    CallFormat.GIGACHAT: '<|function_call|>{"name": NAME, "arguments": OBJECT}',
     CallFormat.PHI: '<|tool_call|>[{"name": NAME, "arguments": OBJECT}]<|/tool_call|>',
     CallFormat.NEMOTRON: '<TOOLCALL>[{"name": NAME, "arguments": OBJECT}]</TOOLCALL>',
     CallFormat.TOOL_CALLS: '<tool_calls>[{"name": NAME, "arguments": OBJECT}]</tool_calls>',

@@ -77,11 +77,9 @@ class WorkerKeeper:
     @property
     def served(self) -> bool:
         """True if any worker serves the model, on the device that the settings ask for."""
-        settings = self._client.settings
-        in_turn = [worker for worker in self._client.could_serve(self._model) if not worker.rests]
-        return any(
-            is_asked_for(worker, settings) for worker in (*self._client.serving(self._model), *in_turn)
-        )
+        settings, workers = self._client.settings, self._client.worker_store
+        in_turn = [worker for worker in workers.could_serve(self._model) if not worker.rests]
+        return any(is_asked_for(worker, settings) for worker in (*workers.serving(self._model), *in_turn))
 
     def end(self, *, at_once: bool) -> str:
         """Let our own worker end, without waiting for it; returns what will happen."""

@@ -286,6 +286,6 @@ def _slots(settings: Settings, model: "OpenModel", memory: "Forecast | None", en
 def live_workers(client: Client, model: str) -> int:
     """Workers that serve the model; 1 if there is none, or no database to ask."""
     try:
-        return max(1, len(client.serving(model)))
+        return max(1, len(client.worker_store.serving(model)))
     except DatabaseError:
         return 1

@@ -108,7 +108,7 @@ class WorkerProcess:
         """Read its row, once it has one."""
         if self._served:
             return
-        worker = self._client.worker(self.id)
+        worker = self._client.worker_store.get(self.id)
         if worker is None:
             return
         self._served = worker.has_served

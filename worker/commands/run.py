@@ -211,7 +211,7 @@ def run(
                     check_model=lambda _: None,  # a worker for it is about to be started
                     outputs=outputs,
                     on_rows=on_rows,
-                    on_entered=client.webhook_of(webhook),
+                    on_entered=client.courier.webhook_of(webhook),
                 )
             if batch.renamed:
                 say(_renamed_note(source.label, batch.renamed, model))

@@ -43,7 +43,8 @@ class ServedFile:
         return (known if known in names else self._own), batch
 
     def _live_name(self, names: set[str]) -> str:
-        live = [one for one in self._client.serving() if is_asked_for(one, self._client.settings)]
+        settings, serving = self._client.settings, self._client.worker_store.serving()
+        live = [worker for worker in serving if is_asked_for(worker, settings)]
         if any(worker.model == self._own for worker in live):
             return self._own
         return next((one.model for one in live if one.model in names and self._has_file(one)), self._own)

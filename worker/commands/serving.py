@@ -196,7 +196,7 @@ def resume(workers: tuple[str, ...]) -> None:
 
 def _change(workers: Sequence[str], *, paused: bool) -> None:
     with Client() as client:
-        changed = client.pause_workers(None if "all" in workers else workers, paused=paused)
+        changed = client.worker_store.pause(None if "all" in workers else workers, paused=paused)
     for one in changed:
         echo(f"{one.id[:8]}: {'paused' if paused else 'resumed'}, {one.model} on {one.host}")
     if not changed:

@@ -23,21 +23,13 @@ the rest. One that waits for pages that a running sequence is computing keeps it
 gets neither the slot nor the pages that it will need.
 """
 
-import heapq
-from bisect import bisect_left, insort
-from collections import deque
-from itertools import takewhile
-
+from nightmill.worker.engine.admitting import Admitter
 from nightmill.worker.engine.drafting import Draft, Drafter
+from nightmill.worker.engine.holders import Holders
 from nightmill.worker.engine.kv_cache import CacheIntegrityError, PagePool
-from nightmill.worker.engine.page_tables import KindTable
 from nightmill.worker.engine.plan import Chunk, StepPlan, next_chunk, whole_prompt
-from nightmill.worker.engine.prefix_tree import PrefixNode
 from nightmill.worker.engine.request import Sequence, SequenceState
 from nightmill.worker.engine.sharing import PrefixSharing
-from nightmill.worker.runners.base import NO_PAGE
-
-Rank = tuple[int, int, int]
 
 INTERACTIVE_TOKENS = 2048
 """Most prompt tokens of a step while there are interactive sequences: they take 45 ms (a 7B on an H200).
@@ -48,13 +40,12 @@ LINGER_STEPS = 256  # after the last interactive sequence: the next is likely to
 
 
 class Scheduler:
-    """Owns the waiting and running sequences, their slots and their pages.
+    """Plans steps: who is admitted, who computes how much, who gives way.
 
     `token_budget` bounds the tokens of a step and must cover one token of each of `max_sequences`.
     `max_given`: tokens of prompts that a step may be asked about if all sequences draw. `prompt_grid`: pieces
     of a prompt end at multiples of so many positions, or with it; 0: it is computed in one step.
-    `snapshots`: of states that the runner keeps. `collected` is the number of the newest launch that is over;
-    launches are numbered from 1.
+    `snapshots`: of states that the runner keeps. Launches are numbered from 1.
     """
 
     def __init__(
@@ -76,34 +67,29 @@ class Scheduler:
             )
         self._pool = pool
         self._windowed = pool.needs.windowed
-        self._trimmed: list[Sequence] = []  # since the last plan
-        self._sharing = PrefixSharing(pool, grid=prompt_grid, snapshots=snapshots) if prefix_sharing else None
+        sharing = PrefixSharing(pool, grid=prompt_grid, snapshots=snapshots) if prefix_sharing else None
+        self._sharing = sharing
+        self._holders = Holders(pool, sharing, max_sequences)
+        self._admitter = Admitter(pool, self._holders, sharing, interactive_slots)
         self._token_budget = token_budget
         self._max_sequences = max_sequences
         self._max_given = max_given
         self._grid = prompt_grid
         self._whole_prompts = prompt_grid == 0
-        self._waiting: list[tuple[Rank, Sequence]] = []  # a heap; may hold finished sequences
-        self._waiting_count = 0
-        self._running: list[Sequence] = []  # by rank
-        self._leaving: list[Sequence] = []  # no longer running, but launches may still use their pages
-        self._free_slots = list(range(max_sequences - 1, -1, -1))
-        self._interactive_slots = interactive_slots
         self._interactive = 0  # sequences that wait or run
         self._linger = 0  # steps for which prompts are still computed in short pieces
         self.drafter: Drafter | None = None
         self.preemptions = 0
-        self.collected = 0
 
     @property
     def waiting(self) -> int:
         """Sequences that wait for a slot, the preempted included."""
-        return self._waiting_count
+        return self._admitter.waiting
 
     @property
     def running(self) -> int:
         """Sequences that have a slot and are not finished."""
-        return len(self._running)
+        return len(self._holders.running)
 
     @property
     def shared_tokens(self) -> int:
@@ -112,18 +98,16 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
-        self._waiting_count += 1
         self._interactive += sequence.request.interactive
-        heapq.heappush(self._waiting, (sequence.rank, sequence))
+        self._admitter.add(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it stands."""
         if sequence.state is not SequenceState.FINISHED:
             self._interactive -= sequence.request.interactive
         if sequence.state is SequenceState.WAITING:
-            self._waiting_count -= 1
+            self._admitter.finish()
         elif sequence.state is SequenceState.RUNNING:
-            del self._running[bisect_left(self._running, sequence.rank, key=_rank)]
             self._leave(sequence)
         sequence.state = SequenceState.FINISHED
 
@@ -136,7 +120,7 @@ class Scheduler:
         if self._sharing is None:
             return False
         if len(sequence.tokens) >= self._pool.needs.segment:
-            self._sharing.drop(sequence, [*self._running, *self._leaving])
+            self._sharing.drop(sequence, self._holders.all)
         if sequence.unshared or not sequence.has_shared_pages:
             return False
         sequence.unshared = True
@@ -149,25 +133,7 @@ class Scheduler:
 
     def release(self) -> None:
         """Take back the pages and slots of sequences that left and that no launch touches any more."""
-        if not self._leaving:
-            return
-        leaving, self._leaving = self._leaving, []
-        for sequence in leaving:
-            if sequence.last_launch > self.collected:
-                self._leaving.append(sequence)
-                continue
-            if self._sharing is not None:
-                self._sharing.leave(sequence)
-            for table in sequence.tables:
-                self._pool.release(table.held)
-            assert sequence.slot is not None
-            self._free_slots.append(sequence.slot)
-            sequence.tables = []
-            sequence.slot = None
-            sequence.computed = sequence.room = 0
-            sequence.decoding = False
-            if sequence.state is SequenceState.WAITING:
-                heapq.heappush(self._waiting, (sequence.rank, sequence))
+        self._admitter.bring(self._holders.release())
 
     def plan(self) -> StepPlan:
         """Choose the next step."""
@@ -178,7 +144,10 @@ class Scheduler:
         preempted: list[Sequence] = []
         urgent = self._make_way(preempted)
         settling = self._settling()
-        admitted = [] if settling else self._admit(self._token_budget - len(self._running), interactive=True)
+        running = self._holders.running
+        admitted: list[Sequence] = []
+        if self._interactive and not settling:
+            admitted = self._admitter.admit(self._token_budget - len(running), interactive=True)
         self._grow(decodes, grown, preempted, urgent)
         if self.drafter is not None:
             decodes, drafts = self._drafts(decodes)
@@ -187,11 +156,11 @@ class Scheduler:
         drafted = sum(draft.spare_rows for draft in drafts)
         budget = self._prompt_budget(self._token_budget - len(decodes) - len(drafts) - drafted)
         if not preempted and not settling:
-            admitted += self._admit(budget)
+            admitted += self._admitter.admit(budget)
         chunks: list[Chunk] = []
-        spare = self._max_sequences - len(self._running) - drafted
+        spare = self._max_sequences - len(running) - drafted
         given = spare + self._max_given
-        for sequence in [sequence for sequence in self._running if not sequence.decoding]:
+        for sequence in [sequence for sequence in running if not sequence.decoding]:
             if budget < 1:
                 break
             if self._whole_prompts:
@@ -206,8 +175,7 @@ class Scheduler:
             chunks.append(chunk)
             budget -= chunk.length
             spare -= bool(chunk.of_prompt) + chunk.length - chunk.of_prompt - 1
-        trimmed, self._trimmed = self._trimmed, []
-        return StepPlan(decodes, chunks, admitted, grown, preempted, drafts, trimmed)
+        return StepPlan(decodes, chunks, admitted, grown, preempted, drafts, self._holders.take_trimmed())
 
     def launched(self, plan: StepPlan, number: int) -> None:
         """The step is queued as launch `number`: advance what it computes."""
@@ -231,13 +199,11 @@ class Scheduler:
             if self._sharing is not None:
                 self._sharing.advance(chunk)
             if self._windowed:
-                self._give_back(sequence)
+                self._holders.trim(sequence)
 
-    def _give_back(self, sequence: Sequence) -> None:
-        """Release the pages that hold nothing which launches after the queued ones read."""
-        for pages in self._pool.needs.unseen(sequence.tables, sequence.computed):
-            self._pool.release(pages)
-            self._trimmed.append(sequence)
+    def collected(self, number: int) -> None:
+        """All launches up to that one are over."""
+        self._holders.collected = number
 
     def _prompt_budget(self, tokens: int) -> int:
         """Return how many prompt tokens to compute in a step that has room for `tokens`.
@@ -259,23 +225,19 @@ class Scheduler:
 
         True while launches still use those pages: until then they are kept for it.
         """
-        sequence = self._first_waiting()
-        if sequence is None or not sequence.request.interactive or not self._free_slots:
+        sequence = self._admitter.first()
+        if sequence is None or not sequence.request.interactive or not self._holders.free_slots:
             return False
         needed = self._pool.pages_for(len(sequence.tokens))
         if needed <= self._pool.free:
             return False
-        coming = self._pool.free + sum(leaving.held_pages for leaving in self._leaving)
-        while needed > coming and self._running and not self._running[-1].request.interactive:
-            coming += self._running[-1].held_pages
+        running = self._holders.running
+        coming = self._pool.free + self._holders.leaving_pages
+        while needed > coming and running and not running[-1].request.interactive:
+            coming += running[-1].held_pages
             self._preempt(preempted)
         self.release()
-        return any(leaving.last_launch > self.collected for leaving in self._leaving)
-
-    def _first_waiting(self) -> Sequence | None:
-        while self._waiting and self._waiting[0][1].state is not SequenceState.WAITING:
-            heapq.heappop(self._waiting)
-        return self._waiting[0][1] if self._waiting else None
+        return self._holders.awaits_launches
 
     def _grow(
         self, decodes: list[Sequence], grown: list[Sequence], preempted: list[Sequence], urgent: bool
@@ -285,20 +247,18 @@ class Scheduler:
         urgent: only interactive ones may have further pages
         """
         needs = self._pool.needs
-        for sequence in self._running:  # which becomes shorter at its end where sequences give way
+        for sequence in self._holders.running:  # which becomes shorter at its end where sequences give way
             if not sequence.decoding or sequence.computed >= sequence.reach:
                 continue  # the latter waits for the token that is being drawn, or that is its last
             if sequence.computed == sequence.room:
                 if urgent and not sequence.request.interactive:
                     continue
                 if self._windowed:
-                    self._give_back(sequence)
+                    self._holders.trim(sequence)
                 lacking = needs.lacking(sequence.tables, sequence.computed)
                 if self._pool.free < len(lacking) and not self._make_room(sequence, len(lacking), preempted):
                     continue
-                for table in lacking:
-                    table.pages += self._pool.allocate(1)
-                sequence.room = needs.room(sequence.tables)
+                self._holders.extend(sequence, lacking)
                 grown.append(sequence)
             decodes.append(sequence)
 
@@ -308,9 +268,9 @@ class Scheduler:
         Nobody gives way for a guess: it has the pages that are there, or of those that nobody needs now.
         """
         assert self.drafter is not None
-        running, needs = len(self._running), self._pool.needs
+        running, needs = self.running, self._pool.needs
         room = min(self._max_sequences - running, self._token_budget - running - 1)
-        rows = min(self.drafter.rows(running, self._waiting_count), room)
+        rows = min(self.drafter.rows(running, self.waiting), room)
         plain: list[Sequence] = []
         drafts: list[Draft] = []
         self.drafter.ask(decodes, rows)
@@ -327,9 +287,7 @@ class Scheduler:
                 lacking = needs.lacking(sequence.tables, sequence.room)
                 if self._pool.free < running + len(lacking):
                     break
-                for table in lacking:
-                    table.pages += self._pool.allocate(1)
-                sequence.room = needs.room(sequence.tables)
+                self._holders.extend(sequence, lacking)
             draft = draft.within(sequence.room)
             rows -= draft.spare_rows
             room -= draft.spare_rows
@@ -340,7 +298,7 @@ class Scheduler:
         """Return whether states have to be taken back, which takes rows: nobody gets a slot until then."""
         if self.drafter is None or self.drafter.copies is None:
             return False
-        return any(sequence.stale for sequence in self._running)
+        return any(sequence.stale for sequence in self._holders.running)
 
     def _make_room(self, sequence: Sequence, pages: int, preempted: list[Sequence]) -> bool:
         """Preempt from the lowest rank up until so many pages are free.
@@ -348,7 +306,7 @@ class Scheduler:
         False where `sequence` gave way itself, or has to wait for pages that launches still use.
         """
         while self._pool.free < pages:
-            if any(leaving.last_launch > self.collected for leaving in self._leaving):
+            if self._holders.awaits_launches:
                 return False
             victim = self._preempt(preempted)  # ranks no higher than `sequence`: it is not in this plan yet
             self.release()
@@ -358,7 +316,7 @@ class Scheduler:
 
     def _preempt(self, preempted: list[Sequence]) -> Sequence:
         """Have the lowest-ranked running sequence wait again."""
-        victim = self._running[-1]
+        victim = self._holders.running[-1]
         self._wait_again(victim)
         preempted.append(victim)
         self.preemptions += 1
@@ -366,135 +324,24 @@ class Scheduler:
 
     def _wait_again(self, sequence: Sequence) -> None:
         """Take a sequence's slot and pages, once no launch uses them; its tokens are kept."""
-        del self._running[bisect_left(self._running, sequence.rank, key=_rank)]
         sequence.state = SequenceState.WAITING
         sequence.holds = False
         sequence.let_run()
-        self._waiting_count += 1
+        self._admitter.expect()
         self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
-        self._leaving.append(sequence)
+        self._holders.leave(sequence)
         if self.drafter is not None and self.drafter.copies is not None:
             self.drafter.copies.leave(sequence)
-        if self._sharing is not None:
-            self._sharing.stop(sequence)
-
-    def _admit(self, budget: int, *, interactive: bool = False) -> list[Sequence]:
-        """Give slots and pages to waiting sequences in order of rank; the first that does not fit ends it.
-
-        So does one that could not begin in this step, since those that rank above it have `budget` tokens of
-        prompts to compute: a thousand that come at once delay no step, and keep no slots from their betters.
-
-        One page of each kind for each running sequence is kept back, so that what is admitted now is not
-        preempted at the next page border. Where nothing runs there is nothing to keep back for; an
-        interactive sequence is not preempted for what ranks below it.
-
-        interactive: only such sequences
-        """
-        if interactive and not self._interactive:
-            return []
-        admitted: list[Sequence] = []
-        following: list[Sequence] = []  # each has a slot and `promised` its pages kept for it
-        promised = 0
-        above = deque(sequence for sequence in self._running if not sequence.decoding)
-        while (sequence := self._first_waiting()) is not None:
-            if interactive and not sequence.request.interactive:
-                break
-            if len(following) + self._kept(sequence) >= len(self._free_slots):
-                break
-            while above and above[0].rank < sequence.rank:
-                budget -= _uncomputed(above.popleft())
-            if budget < 1:
-                break
-            pages = self._pool.pages_for(len(sequence.tokens))
-            nodes = [] if self._sharing is None else self._sharing.find(sequence)
-            if nodes is None:
-                assert sequence.follows is not None
-                promised += pages - self._pool.pages_for(sequence.follows[1] * self._pool.needs.segment)
-                following.append(heapq.heappop(self._waiting)[1])
-                continue
-            taken = pages - self._pool.pages_for(len(nodes) * self._pool.needs.segment)
-            if self._sharing is not None:
-                taken += self._sharing.idle_pages(nodes)
-            kept = 0 if sequence.request.interactive else len(self._running) + len(following)
-            kept *= len(self._pool.needs.kinds)
-            if taken + promised + kept > self._pool.free:
-                break
-            heapq.heappop(self._waiting)
-            self._give_place(sequence, nodes)
-            budget -= _uncomputed(sequence)
-            admitted.append(sequence)
-        for sequence in following:
-            heapq.heappush(self._waiting, (sequence.rank, sequence))
-        return admitted
-
-    def _kept(self, sequence: Sequence) -> int:
-        """Free slots that this sequence may not have."""
-        if sequence.request.interactive or not self._interactive_slots:
-            return 0
-        interactive = takewhile(lambda one: one.request.interactive, self._running)
-        return max(0, self._interactive_slots - sum(1 for _ in interactive))
-
-    def _give_place(self, sequence: Sequence, nodes: list[PrefixNode]) -> None:
-        self._waiting_count -= 1
-        sequence.state = SequenceState.RUNNING
-        sequence.slot = self._free_slots.pop()
-        sequence.unsettled = sequence.stale = False
-        needs = self._pool.needs
-        sequence.tables = [KindTable() for _ in needs.kinds]
-        if self._sharing is not None:
-            sequence.tables = self._sharing.adopt(sequence, nodes)
-        for kind, table in zip(needs.kinds, sequence.tables, strict=True):
-            table.pages += self._pool.allocate(-(-len(sequence.tokens) // kind.tokens) - len(table.pages))
-        sequence.room = needs.room(sequence.tables)
-        sequence.computed = len(nodes) * needs.segment
-        if sequence.cached is None:
-            sequence.cached = min(sequence.computed, sequence.prompt_length)
-        insort(self._running, sequence, key=_rank)
 
     def check_integrity(self) -> None:
         """Audit pages, slots and states; raises CacheIntegrityError."""
-        holders = self._running + self._leaving
-        self._pool.check_integrity(table.held for sequence in holders for table in sequence.tables)
-        if self._sharing is not None:
-            self._sharing.check_integrity(holders)
+        self._holders.check_integrity()
+        self._admitter.check_integrity()
+        holders = self._holders.all
         if self.drafter is not None and self.drafter.copies is not None:
             self.drafter.copies.check_integrity(holders)
-        slots = sorted(self._free_slots + [s.slot for s in holders if s.slot is not None])
-        if slots != list(range(self._max_sequences)):
-            raise CacheIntegrityError(f"slots are lost or given twice: {slots}")
-        for sequence in holders:
-            if sequence.room != self._pool.needs.room(sequence.tables):
-                raise CacheIntegrityError(f"{sequence.request.job_id} miscounts its pages")
-            for kind, table in enumerate(sequence.tables):
-                if table.first > self._pool.needs.first_page(kind, sequence.computed):
-                    raise CacheIntegrityError(f"{sequence.request.job_id} gave pages back that it needs")
-                if any((page == NO_PAGE) != (place < table.first) for place, page in enumerate(table.pages)):
-                    raise CacheIntegrityError(f"{sequence.request.job_id} has gaps between its pages")
-            if sequence.computed > sequence.room:
-                raise CacheIntegrityError(
-                    f"{sequence.request.job_id} has computed more tokens than it has pages for"
-                )
-            if sequence.computed > sequence.reach:
-                raise CacheIntegrityError(f"{sequence.request.job_id} runs further ahead than it may")
-        if [s.rank for s in self._running] != sorted(s.rank for s in self._running):
-            raise CacheIntegrityError("the running sequences are not in order of rank")
-        queued = sum(s.state is SequenceState.WAITING for _, s in self._waiting)
-        queued += sum(s.state is SequenceState.WAITING for s in self._leaving)
-        live = [sequence for _, sequence in self._waiting] + holders
-        if (
-            sum(s.request.interactive for s in live if s.state is not SequenceState.FINISHED)
-            != self._interactive
-        ):
+        live = (one for one in holders if one.state is not SequenceState.FINISHED)
+        if self._admitter.interactive() + sum(one.request.interactive for one in live) != self._interactive:
             raise CacheIntegrityError("interactive sequences are miscounted")
-        if queued != self._waiting_count:
-            raise CacheIntegrityError(f"{queued} sequences wait, {self._waiting_count} are counted")
-
-
-def _rank(sequence: Sequence) -> Rank:
-    return sequence.rank
-
-
-def _uncomputed(sequence: Sequence) -> int:
-    return len(sequence.tokens) - sequence.computed

@@ -28,7 +28,7 @@ def calls_asked(tools: Tools, written: CallFormat, form: Constrained | None = No
         for tool in tools.functions
         if tools.function in (None, tool["function"]["name"])
     ]
-    several = tools.parallel and tools.function is None
+    several = tools.parallel and tools.function is None and written not in _ALONE
     said = {
         "written": str(written), "free": not tools.required and form is None, "several": several,
         "functions": functions,
@@ -146,6 +146,7 @@ _MARKS: Final = {
     CallFormat.GEMMA: "<|tool_call>",
     CallFormat.LFM2: "<|tool_call_start|>",
     CallFormat.GRANITE: "<|tool_call|>",
+    CallFormat.GIGACHAT: "<|function_call|>",
     CallFormat.PHI: "<|tool_call|>",
     CallFormat.NEMOTRON: "<TOOLCALL>",
     CallFormat.TOOL_CALLS: "<tool_calls>",
@@ -166,6 +167,7 @@ _AROUND_ARGUMENTS: Final = {
     CallFormat.MISTRAL_NAMED: ("[TOOL_CALLS]NAME[ARGS]", ""),
     CallFormat.JSON: ('{"name": NAME, "arguments": ', "}"),
     CallFormat.GRANITE: ('{"name": NAME, "arguments": ', "}"),
+    CallFormat.GIGACHAT: ('{"name": NAME, "arguments": ', "}"),
     CallFormat.PHI: ('{"name": NAME, "arguments": ', "}"),
     CallFormat.NEMOTRON: ('{"name": NAME, "arguments": ', "}"),
     CallFormat.TOOL_CALLS: ('{"name": NAME, "arguments": ', "}"),
@@ -183,6 +185,8 @@ _BARE_NAMES: Final = frozenset(
     {CallFormat.MISTRAL_NAMED, CallFormat.DEEPSEEK, CallFormat.DEEPSEEK_R1, CallFormat.KIMI}
 )
 """Formats in which names are written without quotation marks."""
+_ALONE: Final = frozenset({CallFormat.GIGACHAT})
+"""Formats that have no place for a second call."""
 _AROUND_CALLS: Final = {
     CallFormat.QWEN_XML: ("", "\n", ""),
     CallFormat.GLM_XML: ("", "\n", ""),
@@ -190,6 +194,7 @@ _AROUND_CALLS: Final = {
     CallFormat.LFM2: ("<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),
     CallFormat.PYTHONIC: ("[", ", ", "]"),
     CallFormat.GRANITE: ("<|tool_call|>[", ", ", "]"),
+    CallFormat.GIGACHAT: ("<|function_call|>", "", ""),
     CallFormat.PHI: ("<|tool_call|>[", ", ", "]<|/tool_call|>"),
     CallFormat.NEMOTRON: ("<TOOLCALL>[", ", ", "]</TOOLCALL>"),
     CallFormat.TOOL_CALLS: ("<tool_calls>[", ", ", "]</tool_calls>"),

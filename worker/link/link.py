@@ -7,18 +7,14 @@ killed and reported as failed.
 
 import logging
 import select
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from nightmill.jobs.base.arithmetic import Arithmetic
-from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.base.silence import Silence
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.engine.request import Completion, Delta, DrawnTokens, Request
@@ -28,7 +24,6 @@ from nightmill.worker.link.messages import (
     Answer,
     Answered,
     Ask,
-    Begin,
     Cancel,
     Command,
     Completed,
@@ -44,12 +39,6 @@ from nightmill.worker.watched import watched_thread
 
 log = logging.getLogger(__name__)
 
-ENGINE_COMMAND = (
-    sys.executable,
-    "-P",
-    "-m",
-    "nightmill.worker.link.process",
-)  # -P: not from the working folder
 _PING_SECONDS = 5.0  # at least so often it is asked for a sign of life
 _PATIENCE_SECONDS = 10.0  # for an answer that somebody waits for
 _LESS_PATIENCE_SECONDS = 1.0  # where the one before has waited in vain
@@ -334,71 +323,3 @@ class EngineLink:
                 self._stats = answer.stats
                 if answer.number != _PING:
                     self._answers.put(answer)
-
-
-class _Process:
-    """A child process as a host."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
-
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait for the end; a process that does not come to it in time is killed."""
-        try:
-            self._process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            if timeout is None or timeout > 0.0:
-                log.error("the engine's process does not end; it is killed")
-            self.kill()
-            try:
-                self._process.wait(_PATIENCE_SECONDS)
-            except subprocess.TimeoutExpired:
-                log.error("the engine's process is stuck in the system and cannot be killed")
-
-    def kill(self) -> None:
-        """End the process, whatever it does."""
-        self._process.kill()
-
-
-def launch_engine(
-    settings: Settings, command: Sequence[str] | None = None, *, hang_seconds: float
-) -> EngineLink:
-    """Start the engine's process, which begins to load the model at once.
-
-    It ends when the pipe does, however this process ends.
-    """
-
-    def begun(*, plain_products: bool) -> tuple[Connection, _Process]:
-        ours, theirs = Pipe()
-        try:
-            process = subprocess.Popen(
-                [*(command or ENGINE_COMMAND), str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C in a terminal is the worker's to handle
-            )
-        finally:
-            theirs.close()
-        ours.send(Begin(settings, logging.getLogger().getEffectiveLevel(), plain_products))
-        return ours, _Process(process)
-
-    may_be_packed = settings.weights in ("auto", "file") and not settings.reference
-    connection, host = begun(plain_products=False)
-    return EngineLink(
-        connection,
-        host,
-        hang_seconds=hang_seconds,
-        about=_about(settings),
-        again=(lambda: begun(plain_products=True)) if may_be_packed else None,
-    )
-
-
-def _about(settings: Settings) -> str:
-    """Name the model, weights and GPU of an engine, for messages."""
-    gpu = "the first GPU" if settings.gpu is None else f"GPU {settings.gpu}"
-    if settings.reference:
-        gpu = "NumPy"
-    return f"model {settings.model}, weights {settings.weights}, {gpu}"

@@ -74,6 +74,7 @@ class Sleeper:
         self._beaten_at = -heartbeat_seconds
         self._choose_at = 0.0
         self._complaint = ""
+        self._falls_asleep = True
 
     def look(self, now: float) -> bool:
         """Beat if it is time to; return True once the worker is to wake.
@@ -81,6 +82,10 @@ class Sleeper:
         now  seconds of a monotonic clock
         """
         try:
+            if self._falls_asleep:  # the worker could not say so while its database was away
+                self._hand_back()
+                self._heart.beat(WorkerState.SLEEPING)
+                self._falls_asleep = False
             # It has been without jobs for as long as it sleeps, which is long enough.
             reason = self._rule.reason(float("inf"))
             if reason is None and self._turning is not None:

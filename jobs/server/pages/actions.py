@@ -121,7 +121,7 @@ class Actions:
         Limits.of(limits)
         settings |= limits
         if defaults.model is not None:
-            await self._service.run(self._service.client.check_model, defaults.model)
+            await self._service.run(self._service.client.enqueueing.check_model, defaults.model)
         if form.get("name"):
             check_option("batch", form["name"])
         asked = HttpBatch(

@@ -195,9 +195,9 @@ class Views:
 
     def _models(self) -> list[str]:
         """Return the models that live workers serve, or load in turn, sorted."""
-        client = self.service.client
-        in_turn = {str(model) for worker in client.could_serve() for model in worker.models or ()}
-        return sorted({worker.model for worker in client.serving()} | in_turn)
+        workers = self.service.client.worker_store
+        in_turn = {str(model) for worker in workers.could_serve() for model in worker.models or ()}
+        return sorted({worker.model for worker in workers.serving()} | in_turn)
 
     async def playground(self, request: Request) -> Response:
         """GET /try: the form for one prompt."""

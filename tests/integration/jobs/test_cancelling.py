@@ -37,8 +37,8 @@ def test_a_batch_is_cancelled_whole(client: Client) -> None:
 
 
 def test_jobs_of_a_request_are_cancelled_together_but_for_those_that_have_ended(client: Client) -> None:
-    request = client.enqueue_request([JobSpec.parse("prompt")] * 4, owner="alice")
-    other = client.enqueue_request([JobSpec.parse("prompt")], owner="alice")
+    request = client.enqueueing.enqueue_request([JobSpec.parse("prompt")] * 4, owner="alice")
+    other = client.enqueueing.enqueue_request([JobSpec.parse("prompt")], owner="alice")
     assert other.job_ids == [other.request_id]
     claims = Claims(client.database, "a" * 32)
     ended, running, *queued = request.job_ids

@@ -13,8 +13,8 @@ from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.main import main
 from nightmill.jobs.errors import BrokerError, BrokerUnreachableError, DatabaseUnreachableError
 from nightmill.jobs.messages.broker import Broker
+from nightmill.jobs.sql.declared import METADATA
 from nightmill.jobs.sql.probing import try_writing
-from nightmill.jobs.sql.tables import Base
 from tests.support.servers import worker_env
 
 
@@ -34,7 +34,7 @@ def test_nothing_is_left_of_what_is_written(settings: Settings) -> None:
         client.broker.try_writing(worker=True)
         assert client.list_jobs(limit=5) == []
         with client.database.read() as connection:
-            for table in Base.metadata.sorted_tables:
+            for table in METADATA.sorted_tables:
                 assert connection.execute(table.select()).all() == [], table.name
         with client.broker.connection() as connection:
             assert not [key for key in connection.default_channel.client.scan_iter() if b"probe" in key]

@@ -430,7 +430,9 @@ def test_a_job_is_known_by_the_id_of_its_answer(prefix: str, run: Run, cli_clien
 
 
 def test_a_request_with_several_prompts_is_known_by_its_id(run: Run, cli_client: Client) -> None:
-    request, ids = cli_client.enqueue_request([JobSpec.parse("one"), JobSpec.parse("two")], owner="a")
+    request, ids = cli_client.enqueueing.enqueue_request(
+        [JobSpec.parse("one"), JobSpec.parse("two")], owner="a"
+    )
     assert request not in ids
     shown = [json.loads(line)["id"] for line in run("show", f"cmpl-{request}", "--json").stdout.splitlines()]
     assert shown == ids

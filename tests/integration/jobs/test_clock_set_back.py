@@ -30,20 +30,20 @@ def _worker(client: Client, name: str = "dead") -> Claims:
 def test_a_dead_worker_serves_no_longer_than_another(client: Client, clock: Clock) -> None:
     _worker(client)
     clock.advance(-DAY)
-    assert len(client.serving()) == 1  # it may be about to beat
+    assert len(client.worker_store.serving()) == 1  # it may be about to beat
     clock.advance(client.settings.stale_seconds + 1)
-    assert client.serving() == []
+    assert client.worker_store.serving() == []
 
 
 def test_a_live_worker_beats_on(client: Client, clock: Clock) -> None:
     claims = _worker(client)
     clock.advance(-DAY)
     for _ in range(10):
-        assert len(client.serving()) == 1
+        assert len(client.worker_store.serving()) == 1
         clock.advance(client.settings.stale_seconds / 2)
         claims.beat(WorkerState.READY)
         assert Sweep(client.database).rescue(STALE) == []
-    assert client.serving()[0].state is WorkerState.READY
+    assert client.worker_store.serving()[0].state is WorkerState.READY
 
 
 def test_the_jobs_of_a_dead_worker_are_rescued(client: Client, clock: Clock) -> None:
@@ -77,7 +77,7 @@ def test_times_by_postgresqls_own_clock_are_settled(postgres_settings: Settings)
         with client.database.write() as connection:
             connection.execute(update(WorkerRow).values(heartbeat_at=ahead))
             connection.execute(update(JobRow).values(sent_at=ahead))
-        assert len(client.serving()) == 1
+        assert len(client.worker_store.serving()) == 1
         assert Sweep(client.database).unanswered(None, timedelta(0), 0) == []
         with client.database.read() as connection:
             beat: datetime = connection.execute(select(WorkerRow.heartbeat_at)).scalar_one()

@@ -12,8 +12,9 @@ from nightmill.jobs.client.client import Client
 from nightmill.jobs.request.spec import JobSpec
 from nightmill.jobs.sql.claims import Claims
 from nightmill.jobs.sql.flows import Announcement, Flows
+from nightmill.jobs.sql.http_tables import HttpBatchRow
 from nightmill.jobs.sql.sweep import Sweep
-from nightmill.jobs.sql.tables import HttpBatchRow, JobRow
+from nightmill.jobs.sql.tables import JobRow
 from tests.integration.jobs.batches.rows import jobs_of
 from tests.support.servers import Clock
 
@@ -80,7 +81,7 @@ def test_owners_share_by_weight_whatever_they_hand_in(client: Client, clock: Clo
     with Client(small_messages, clock=clock) as ours:
         for owner in ("alice", "bob"):
             specs = [JobSpec.parse(f"{owner} {number}") for number in range(300)]
-            ours.enqueue_request(specs, owner=owner)
+            ours.enqueueing.enqueue_request(specs, owner=owner)
         ours.enqueue_many(f"nobody's {number}" for number in range(300))
         claims = Claims(ours.database, "a" * 32)
         claims.register("host", 1, "model", None)

@@ -225,9 +225,9 @@ def test_who_sleeps_with_several_models_wakes_for_the_one_that_has_rows(client: 
     (worker,) = client.workers()
     assert worker.wakes_for_jobs and worker.models == [*MODELS]
     enqueue(client, "c")
-    client.pause_workers()
+    client.worker_store.pause()
     assert not sleeper.look(1.0) and sleeper.turn is None
-    client.pause_workers(paused=False)
+    client.worker_store.pause(paused=False)
     assert sleeper.look(1000.0) and sleeper.turn == "c"
     assert client.workers()[0].model == "c"
 
@@ -236,12 +236,12 @@ def test_models_that_a_worker_could_load_are_known_and_served_by_nobody_yet(clie
     claims, turning = in_turn(client, "a")
     enqueue(client, "b")  # known, though no worker has ever had it loaded
     assert load(client, claims, turning) == "b"
-    assert [worker.model for worker in client.serving("b")] == ["b"]
-    assert client.serving("c") == []
-    assert [worker.id for worker in client.could_serve("c")] == [claims.worker_id]
-    assert client.could_serve("d") == []
+    assert [worker.model for worker in client.worker_store.serving("b")] == ["b"]
+    assert client.worker_store.serving("c") == []
+    assert [worker.id for worker in client.worker_store.could_serve("c")] == [claims.worker_id]
+    assert client.worker_store.could_serve("d") == []
     claims.sign_off()
-    assert client.could_serve("c") == []
+    assert client.worker_store.could_serve("c") == []
 
 
 def test_a_turn_ends_when_its_rows_have_and_reads_the_next_weights_before(

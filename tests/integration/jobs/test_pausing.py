@@ -1,6 +1,9 @@
 """Workers that sleep: their hours by a stepped clock, pauses by hand, and a row that stays the same."""
 
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -10,6 +13,7 @@ from nightmill.jobs.commands.printing import describe_status
 from nightmill.jobs.errors import InvalidRequestError
 from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.jobs.sql.sweep import Sweep
+from nightmill.worker.app import EngineStep
 from nightmill.worker.service.heart import Heart
 from nightmill.worker.service.resting import RestRule
 from nightmill.worker.service.sleeping import Sleeper
@@ -27,23 +31,23 @@ def test_who_is_paused_sleeps_until_resumed_and_others_do_not_notice(client: Cli
     one, other = registered(client, "a"), registered(client, "b", "other")
     rules = [RestRule(claims, client.settings, (None, "model")) for claims in (one, other)]
     assert [rule.reason(0.0) for rule in rules] == [None, None]
-    assert [worker.id for worker in client.pause_workers(["aaa"])] == [one.worker_id]
+    assert [worker.id for worker in client.worker_store.pause(["aaa"])] == [one.worker_id]
     assert [rule.reason(0.0) for rule in rules] == ["paused, until it is resumed", None]
-    assert client.pause_workers(["aaa"]) == []  # it is already
-    assert [worker.id for worker in client.pause_workers()] == [other.worker_id]
+    assert client.worker_store.pause(["aaa"]) == []  # it is already
+    assert [worker.id for worker in client.worker_store.pause()] == [other.worker_id]
     assert {worker.paused for worker in client.workers()} == {True}
-    assert len(client.pause_workers(paused=False)) == 2
+    assert len(client.worker_store.pause(paused=False)) == 2
     assert [rule.reason(0.0) for rule in rules] == [None, None]
     for bad, said in {"c": "is not the id of a live worker; alive are ", "": "is not the id"}.items():
         with pytest.raises(InvalidRequestError, match=said):
-            client.pause_workers([bad])
+            client.worker_store.pause([bad])
 
 
 def test_a_sleeping_worker_is_alive_but_serves_nobody_and_wakes_with_its_row(client: Client) -> None:
     claims = registered(client, "a")
     claims.beat(WorkerState.SLEEPING, "idle, until there are jobs")
-    assert client.serving() == []
-    assert [worker.state for worker in client._workers.serving("model", sleeping=True)] == [
+    assert client.worker_store.serving() == []
+    assert [worker.state for worker in client.worker_store.serving("model", sleeping=True)] == [
         WorkerState.SLEEPING
     ]
     claims.register("host", 2, "model", None)
@@ -78,7 +82,7 @@ def test_who_sleeps_hands_back_what_it_could_not_when_it_fell_asleep(client: Cli
     claims = registered(client, "a")
     job_id = client.enqueue("Once")
     (claim,) = claims.claim([job_id])
-    client.pause_workers()
+    client.worker_store.pause()
     rule = RestRule(claims, client.settings, (None, "model"))
     sleeper = Sleeper(rule, claims, Heart(claims, 30.0), Sweep(client.database), 5.0)
     assert client.get(job_id).state is JobState.RUNNING
@@ -87,6 +91,62 @@ def test_who_sleeps_hands_back_what_it_could_not_when_it_fell_asleep(client: Cli
     assert (job.state, job.attempt, claims.running()) == (JobState.QUEUED, claim.attempt, {})
     client.cancel(job_id)
     assert not sleeper.look(6.0)
+
+
+def test_who_wakes_at_once_hands_that_back_before_and_is_shown_as_sleeping(client: Client) -> None:
+    """Its database was away when its turn ended, so its row says that it drains; it wakes with that row."""
+    claims = registered(client, "a")
+    job_id = client.enqueue("Once")
+    assert claims.claim([job_id])
+    claims.beat(WorkerState.DRAINING)
+    rule = RestRule(claims, client.settings, (None, "model"))
+    sleeper = Sleeper(rule, claims, Heart(claims, 30.0), Sweep(client.database), 5.0)
+    assert sleeper.look(0.0), "there is no reason to sleep"
+    assert (client.get(job_id).state, claims.running()) == (JobState.QUEUED, {})
+    claims.register("host", 2, "model", None)
+    assert [(worker.id, worker.pid) for worker in client.workers()] == [(claims.worker_id, 2)]
+
+
+def step_of(client: Client, claims: Claims, **options: Any) -> EngineStep:
+    """A worker's step that has nothing but its row."""
+    step: Any = EngineStep(SimpleNamespace(), **options)
+    step.claims, step.database = claims, client.database
+    step.service = step.courier = step.housekeeper = step.interactive = step.broker = MagicMock()
+    return cast(EngineStep, step)
+
+
+def test_a_worker_falls_asleep_with_empty_hands(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results that an outage has kept from being written are computed again, by others, too."""
+    claims = registered(client, "a")
+    job_id = client.enqueue("Once")
+    assert claims.claim([job_id])
+    step = step_of(client, claims)
+    step.rest_reason = "bytes is next"
+    held = []
+    beat = claims.beat
+
+    def seen(state: WorkerState, *said: Any) -> bool:
+        held.append((state, claims.running()))
+        return beat(state, *said)
+
+    monkeypatch.setattr(claims, "beat", seen)
+    monkeypatch.setattr(client.database, "close", lambda: None)
+    step.stop(None)
+    assert held == [(WorkerState.SLEEPING, {})]
+    assert client.get(job_id).state is JobState.QUEUED
+    (worker,) = client.workers()
+    assert (worker.state, worker.detail) == (WorkerState.SLEEPING, "bytes is next")
+
+
+def test_a_worker_that_is_ended_while_it_loads_is_forgotten_unless_it_has_slept(client: Client) -> None:
+    """Callers were told that it would serve its models in turn: they are not refused meanwhile."""
+    for letter, options in (("a", {}), ("b", {"worker_id": "b" * 32})):
+        claims = registered(client, letter, f"first-{letter}")
+        claims.register_models([f"first-{letter}", f"second-{letter}"], swap_for_interactive=False)
+        step_of(client, claims, **options)._not_loaded(KeyboardInterrupt())
+    assert client._workers.models() == ["first-b", "second-b"]
+    client.enqueue("in turn", model="second-b")
+    assert [worker.state for worker in client.workers()] == [WorkerState.STOPPED]
 
 
 def test_an_idle_worker_wakes_for_jobs_that_are_due_and_its_own(client: Client, clock: Clock) -> None:
@@ -124,5 +184,5 @@ def test_forecasts_count_the_hours_of_those_who_serve(client: Client, clock: Clo
     status = batch.status()
     assert (status.estimated_end, status.wakes_at) == (None, datetime(2026, 1, 2, 22, 0, tzinfo=UTC))
     assert "when the hours of its workers begin" in describe_status(status)
-    client.pause_workers()
+    client.worker_store.pause()
     assert batch.status().wakes_at is None  # nobody knows

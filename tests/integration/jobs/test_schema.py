@@ -24,10 +24,11 @@ from nightmill.jobs.reply.logprobs import TokenLogprob, pack
 from nightmill.jobs.sql import database as database_module
 from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.jobs.sql.database import Database, migrations_dir
+from nightmill.jobs.sql.declared import METADATA
 from nightmill.jobs.sql.files import FileStore, StoredFile
 from nightmill.jobs.sql.http_batches import HttpBatch, HttpBatchStore
 from nightmill.jobs.sql.jobs import Selection, Store
-from nightmill.jobs.sql.tables import SCHEMA_REVISION, Base
+from nightmill.jobs.sql.tables import SCHEMA_REVISION
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -54,7 +55,7 @@ def _differences(database: Database) -> list[object]:
         context = MigrationContext.configure(
             connection, opts={"compare_type": True, "compare_server_default": True}
         )
-        return list(compare_metadata(context, Base.metadata))
+        return list(compare_metadata(context, METADATA))
 
 
 def _indexes(database: Database) -> dict[str, str]:
@@ -75,8 +76,8 @@ def test_migrated_schema_is_the_declared_schema(empty_database: Database) -> Non
     migrated = _indexes(empty_database)
     assert {name.split("_")[0] for name in migrated} >= {"ix", "uq"}
     with empty_database.engine.begin() as connection:
-        Base.metadata.drop_all(connection)
-        Base.metadata.create_all(connection)
+        METADATA.drop_all(connection)
+        METADATA.create_all(connection)
     assert _indexes(empty_database) == migrated
 
 

@@ -41,14 +41,14 @@ def test_an_owners_second_enqueue_after_the_deadline_is_the_job_that_was_in_time
 ) -> None:
     dawn = clock() + timedelta(hours=8)
     spec = JobSpec.parse({"prompt": "prompt", "deadline": dawn, "idempotency_key": "k"})
-    kept = sqlite_client.enqueue_spec(spec, owner="alice")
-    assert sqlite_client.enqueue_spec(spec, owner="alice") == kept
-    assert sqlite_client.enqueue_spec(spec, owner="bob") != kept
+    kept = sqlite_client.enqueueing.enqueue_spec(spec, owner="alice")
+    assert sqlite_client.enqueueing.enqueue_spec(spec, owner="alice") == kept
+    assert sqlite_client.enqueueing.enqueue_spec(spec, owner="bob") != kept
     clock.advance(9 * 3600)
-    assert sqlite_client.enqueue_spec(spec, owner="alice") == kept
+    assert sqlite_client.enqueueing.enqueue_spec(spec, owner="alice") == kept
     for owner in ("carol", None):  # whose key is another, though it reads alike
         with pytest.raises(InvalidParameterError, match=r"^deadline: .* has passed"):
-            sqlite_client.enqueue_spec(spec, owner=owner)
+            sqlite_client.enqueueing.enqueue_spec(spec, owner=owner)
 
 
 def test_a_model_nobody_serves_is_refused_with_a_suggestion(client: Client) -> None:

@@ -16,7 +16,7 @@ from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.main import main
 from nightmill.jobs.errors import InvalidParameterError
 from nightmill.jobs.sql.claims import Claims, Outcome
-from nightmill.jobs.sql.tables import WebhookRow
+from nightmill.jobs.sql.http_tables import WebhookRow
 from nightmill.jobs.sql.webhooks import WebhookStore
 from nightmill.jobs.webhooks.delivering import PAUSES
 from tests.support.receiver import Received, Receiver, receiving

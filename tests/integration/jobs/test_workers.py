@@ -18,10 +18,10 @@ def test_workers_that_beat_and_do_not_drain_serve_their_model(client: Client, cl
         claims.register("host", 1, "demo", None, "loading")
         claims.beat(state)
     Claims(client.database, "d" * 32).register("host", 1, "other", None)
-    assert {worker.id[0] for worker in client.serving("demo")} == {"a", "b"}
-    assert {worker.id[0] for worker in client.serving()} == {"a", "b", "d"}
+    assert {worker.id[0] for worker in client.worker_store.serving("demo")} == {"a", "b"}
+    assert {worker.id[0] for worker in client.worker_store.serving()} == {"a", "b", "d"}
     clock.advance(client.settings.stale_seconds + 1)
-    assert client.serving() == []
+    assert client.worker_store.serving() == []
     assert {worker.id[0]: worker.state for worker in client.workers()} == states | {"d": "starting"}
 
 

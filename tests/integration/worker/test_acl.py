@@ -52,7 +52,7 @@ def test_the_documented_rights_are_enough(quick: Settings, redis_server: RedisSe
                 "prompt": "Once",
                 "max_tokens": 40,
                 "ignore_eos": True,
-                "model": client.serving()[0].model,
+                "model": client.worker_store.serving()[0].model,
             }
             with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
                 pieces = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
@@ -85,7 +85,7 @@ def test_a_redis_that_takes_nothing_is_found_and_nobody_waits_for_it(
     settings = quick.model_copy(update={"broker_url": redis_server.url})
     body = {"prompt": "Once", "max_tokens": 4}
     with Client(settings) as client, running_worker(client, tmp_path / "worker.log", []):
-        body["model"] = client.serving()[0].model
+        body["model"] = client.worker_store.serving()[0].model
         with serving(settings, tmp_path / "serve.log") as (http, _), redis_server.client() as redis_client:
             assert http.get("/ready").json()["broker"] is True
             redis_client.execute_command("REPLICAOF", "127.0.0.1", "1")

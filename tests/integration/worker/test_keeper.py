@@ -38,7 +38,7 @@ def test_a_worker_that_was_ready_and_died_between_two_looks_is_buried_and_replac
     wait_until(lambda: ended(keeper))  # before anybody saw it ready
     monkeypatch.setenv("STUB_WORKER_DEATH", "starting 1")
     assert keeper.check(0) == "loading the model"
-    buried = jobs_client.worker(first.id)
+    buried = jobs_client.worker_store.get(first.id)
     assert buried is not None and buried.state == "lost"
     assert keeper.own is not None and keeper.own.id != first.id
     wait_until(lambda: ended(keeper))

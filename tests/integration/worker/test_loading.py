@@ -33,11 +33,11 @@ def test_a_slow_load_is_seen_outlasts_the_stale_time_and_can_be_stopped(
     worker = WorkerProcess(jobs_client, tmp_path / "slow.log", command=SLOW_WORKER)
     try:
         wait_until(lambda: reading(worker), PATIENCE)
-        first = jobs_client.worker(worker.id)
+        first = jobs_client.worker_store.get(worker.id)
         assert first is not None and first.state == "starting" and first.pid == worker.popen.pid
 
         def older() -> bool:
-            row = jobs_client.worker(worker.id)
+            row = jobs_client.worker_store.get(worker.id)
             return row is not None and row.heartbeat_at - first.started_at > 2 * stale
 
         wait_until(older, PATIENCE)
@@ -47,7 +47,7 @@ def test_a_slow_load_is_seen_outlasts_the_stale_time_and_can_be_stopped(
         keeper.close()
         (tmp_path / "gate").touch()
         worker.wait_until_ready()
-        served = jobs_client.worker(worker.id)
+        served = jobs_client.worker_store.get(worker.id)
         assert served is not None and (served.state, served.detail) == ("ready", None)
     finally:
         worker.close()
@@ -56,6 +56,6 @@ def test_a_slow_load_is_seen_outlasts_the_stale_time_and_can_be_stopped(
     wait_until(lambda: reading(stopped), PATIENCE)
     stopped.close()  # SIGTERM, and waits
     assert stopped.exit_code == 0
-    assert jobs_client.worker(stopped.id) is None
+    assert jobs_client.worker_store.get(stopped.id) is None
     with pytest.raises(NightmillError, match="the worker did not start"):
         stopped.wait_until_ready()

@@ -1,6 +1,7 @@
 """A worker's real processes: awake, asleep without an engine, awake again under the same ids."""
 
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -11,6 +12,16 @@ from tests.integration.worker.conftest import StartWorker, on_sqlite
 from tests.support.servers import wait_until
 
 PATIENCE = 120.0
+
+
+def engines(worker: psutil.Process) -> list[psutil.Process]:
+    """The process of its engine, if it has one."""
+    found = []
+    for child in worker.children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if "nightmill.worker.link.process" in child.cmdline():
+                found.append(child)
+    return found
 
 
 @on_sqlite
@@ -25,7 +36,9 @@ def test_a_worker_sleeps_when_idle_and_when_paused_and_serves_again(
         first = jobs_client.enqueue("Write a haiku about rain", seed=1, max_tokens=8)
         jobs_client.wait(first, timeout=PATIENCE)
         worker = psutil.Process(process.pid)
+        assert engines(worker)
         wait_until(lambda: state() is WorkerState.SLEEPING, PATIENCE)
+        assert not engines(worker), "it is shown as sleeping while its engine still has a GPU"
         wait_until(lambda: "nightmill.worker.service.sleeping" in worker.cmdline(), PATIENCE)
         wait_until(lambda: not worker.children(recursive=True), PATIENCE)  # no engine, no renderer
 
@@ -35,12 +48,12 @@ def test_a_worker_sleeps_when_idle_and_when_paused_and_serves_again(
         assert worker.is_running() and process.poll() is None
 
         # On a busy machine it may be silent for longer than is usual here, while it falls asleep again.
-        (paused,) = wait_until(jobs_client.pause_workers, PATIENCE)
+        (paused,) = wait_until(jobs_client.worker_store.pause, PATIENCE)
         wait_until(lambda: "nightmill.worker.service.sleeping" in worker.cmdline(), PATIENCE)
         waiting = jobs_client.enqueue("Write a haiku about snow", max_tokens=8)
         wait_until(lambda: jobs_client.workers()[0].detail == "paused, until it is resumed", PATIENCE)
         assert jobs_client.get(waiting).state is JobState.QUEUED
-        assert [one.id for one in jobs_client.pause_workers(paused=False)] == [paused.id]
+        assert [one.id for one in jobs_client.worker_store.pause(paused=False)] == [paused.id]
         jobs_client.wait(waiting, timeout=PATIENCE)
 
         wait_until(lambda: "nightmill.worker.service.sleeping" in worker.cmdline(), PATIENCE)

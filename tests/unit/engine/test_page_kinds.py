@@ -183,7 +183,7 @@ def test_the_audit_notices_pages_that_were_given_back_too_early() -> None:
     engine.submit(make_request("j", tuple(range(9)), max_tokens=30, ignore_eos=True))
     for _ in range(5):
         engine.step()
-    (sequence,) = engine._sequences.values()
+    (sequence,) = engine._live
     seen = engine._pool.needs.first_page(1, sequence.computed)
     engine._pool.release(sequence.tables[1].drop(seen + 1))
     with pytest.raises(CacheIntegrityError, match="gave pages back that it needs"):

@@ -35,8 +35,9 @@ def shape(plan: StepPlan) -> list[tuple[str, int, int]]:
 
 def carry_out(made: Scheduler, plan: StepPlan) -> None:
     """What the engine does around a launch that is collected at once."""
-    made.launched(plan, made.collected + 1)
-    made.collected += 1
+    number = made._holders.collected + 1
+    made.launched(plan, number)
+    made.collected(number)
     for sequence in [*plan.decodes, *(chunk.sequence for chunk in plan.chunks)]:
         if sequence.computed == len(sequence.tokens):
             sequence.tokens.append(0)
@@ -141,7 +142,7 @@ def test_pages_of_a_sequence_in_flight_are_kept_until_its_launch_is_done() -> No
         assert len(step(made)) == 1
     assert step(made) == []  # j1 waits for a page; nobody else has to go
     assert (first.state, made.preemptions) == (SequenceState.RUNNING, 1)
-    last.last_launch = made.collected
+    last.last_launch = made._holders.collected
     assert step(made) == [("j1", 12, 1)]
     assert last.slot is None
 
@@ -185,9 +186,9 @@ def test_slots_are_kept_for_interactive_sequences_which_may_have_any() -> None:
         made.add(interactive(order, 4))
     assert step(made)[-1] == ("i10", 0, 4)
     assert (made.running, made.waiting) == (4, 3)
-    made.finish(made._running[-1])
+    made.finish(made._holders.running[-1])
     assert step(made)[-1] == ("i11", 0, 4)  # before j4, though the kept slot is taken
-    for one in made._running[:2]:
+    for one in made._holders.running[:2]:
         assert one.request.interactive
         made.finish(one)
     step(made)
@@ -226,7 +227,7 @@ def test_who_ranks_last_gives_way_to_an_interactive_sequence_and_nobody_takes_it
     plan = made.plan()
     assert (plan.preempted, plan.empty) == ([last], True)  # of two free pages none is for j1
     assert made.plan().empty
-    last.last_launch = made.collected
+    last.last_launch = made._holders.collected
     plan = made.plan()
     assert (plan.admitted, shape(plan)) == ([urgent], [("j1", 8, 1), ("i9", 0, 9)])
     carry_out(made, plan)

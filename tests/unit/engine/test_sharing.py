@@ -219,10 +219,7 @@ def test_when_the_leader_leaves_a_follower_computes_the_rest(leaves: str) -> Non
         made.finish(leader)
         assert step(made) == [("j2", 20, 20)]
     else:
-        made._running.remove(leader)
-        leader.state = follower.state
-        made._waiting_count += 1
-        made._leave(leader)
+        made._wait_again(leader)
         assert step(made) == [("j1", 20, 20)]  # it comes back first, and leads again
         assert follower.slot is None
     made.check_integrity()

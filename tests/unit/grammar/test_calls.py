@@ -103,6 +103,7 @@ WRITTEN = {
     CallFormat.MISTRAL_NAMED: ("I see.[TOOL_CALLS]NAME[ARGS]", ""),
     CallFormat.JSON: ('{"name": "NAME", "arguments": ', "}"),
     CallFormat.GRANITE: ('I see.<|tool_call|>[{"name": "NAME", "arguments": ', "}]"),
+    CallFormat.GIGACHAT: ('I see.<|function_call|>{"name": "NAME", "arguments": ', "}"),
     CallFormat.PHI: ('I see.<|tool_call|>[{"name": "NAME", "arguments": ', "}]<|/tool_call|>"),
     CallFormat.NEMOTRON: ('I see.<TOOLCALL>[{"name": "NAME", "arguments": ', "}]</TOOLCALL>"),
     CallFormat.TOOL_CALLS: ('I see.<tool_calls>[{"name": "NAME", "arguments": ', "}]</tool_calls>"),

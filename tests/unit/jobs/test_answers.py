@@ -9,6 +9,7 @@ from nightmill.jobs.errors import InvalidParameterError
 from nightmill.jobs.reply.answers import answer_id, answer_seed, split_answer_id
 from nightmill.jobs.reply.job import Answer
 from nightmill.jobs.request.parameters import MAX_ANSWERS, MAX_SEED, GenerationParams
+from nightmill.jobs.request.stored_parameters import stored
 from tests.unit.formats.files import job
 
 SEEDS = st.integers(0, MAX_SEED)
@@ -50,7 +51,7 @@ def test_answers_of_a_job_are_bounded(asked: dict[str, int], said: str) -> None:
     with pytest.raises(InvalidParameterError) as caught:
         GenerationParams.parse(asked)
     assert str(caught.value).startswith(said)
-    assert GenerationParams.parse({"n": 128, "max_tokens": 8192}).stored()["n"] == 128
+    assert stored(GenerationParams.parse({"n": 128, "max_tokens": 8192}))["n"] == 128
 
 
 def test_a_job_has_its_answers_in_any_case_and_their_values_if_they_are_json() -> None:

@@ -15,6 +15,7 @@ from nightmill.jobs.base.contract import FINAL_STATES, JobState, StopReason, uns
 from nightmill.jobs.errors import InvalidParameterError, InvalidPromptError, InvalidRequestError
 from nightmill.jobs.request.parameters import MAX_SEED, GenerationParams
 from nightmill.jobs.request.spec import JobSpec
+from nightmill.jobs.request.stored_parameters import from_stored, stored
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 NUL, SURROGATE = "a\x00b", "ab\ud800"
@@ -235,7 +236,7 @@ def test_minus_one_is_off_for_top_k_and_any_seed_for_seed() -> None:
 def test_no_token_may_be_asked_for_beside_an_echo() -> None:
     params = JobSpec.parse({"prompt": "p", "max_tokens": 0, "echo": True, "min_tokens": 3}).params
     assert params.only_echo and not GenerationParams(max_tokens=1, echo=True).only_echo
-    assert GenerationParams.read(params.stored()) == params
+    assert from_stored(stored(params)) == params
 
 
 def test_whole_numbers_are_good_where_fractions_are_and_one_stop_string_needs_no_list() -> None:
@@ -295,10 +296,10 @@ def test_a_row_says_nothing_of_what_came_later_unless_it_is_asked_for() -> None:
         "stop",
         "ignore_eos",
     }
-    assert GenerationParams(seed=1).stored().keys() == first
+    assert stored(GenerationParams(seed=1)).keys() == first
     asked = GenerationParams(stop_token_ids=(4, 2), min_tokens=3, seed=1)
-    assert asked.stored().items() >= {("min_tokens", 3)}
-    assert GenerationParams.parse(asked.stored() | {"seed": 1}) == asked
+    assert stored(asked).items() >= {("min_tokens", 3)}
+    assert GenerationParams.parse(stored(asked) | {"seed": 1}) == asked
 
 
 def test_one_id_stands_for_a_list_of_one() -> None:

@@ -93,6 +93,8 @@ CASES: list[tuple[CallFormat, str, str, list[tuple[str, object]]]] = [
     (CallFormat.PYTHONIC, "[gossip()]", "[gossip()]", []),
     (CallFormat.PYTHONIC, "[1, 2]", "[1, 2]", []),
     (CallFormat.GRANITE, f"<|tool_call|>[{CALL}]", "", [BONN]),
+    (CallFormat.GIGACHAT, f"Well. <|function_call|>{CALL}", "Well.", [BONN]),
+    (CallFormat.GIGACHAT, "<|function_call|>Bonn", "<|function_call|>Bonn", []),
     (CallFormat.PHI, f"<|tool_call|>[{CALL}, {CALL}]<|/tool_call|>", "", [BONN, BONN]),
     (CallFormat.NEMOTRON, f"<TOOLCALL>[{CALL}]</TOOLCALL>", "", [BONN]),
     (CallFormat.TOOL_CALLS, f"<tool_calls>\n{CALL}\n{CALL}\n</tool_calls>", "", [BONN, BONN]),

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nightmill.jobs.errors import ModelFileError, RunnerError
+from nightmill.jobs.errors import ModelFileError
 from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.options import Detokenizer, EngineSizes
@@ -37,10 +37,7 @@ def test_a_file_of_an_encoder_is_read(tmp_path: Path) -> None:
     )
     assert (spec.encoder.positions, spec.encoder.token_types) == (CONTEXT, 2)
     assert [layer.mixer.causal for layer in spec.layers] == [False, False]
-    with pytest.raises(
-        RunnerError, match="do not take an encoder, whose tokens see those behind them; `--ref"
-    ):
-        check_spec(spec)
+    check_spec(spec)  # the CUDA kernels take it
 
 
 @pytest.mark.parametrize(

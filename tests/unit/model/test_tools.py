@@ -12,11 +12,13 @@ from nightmill.jobs.base.contract import CallFormat, Markup, Rendering, Tools
 from nightmill.jobs.errors import ChatTemplateError
 from nightmill.jobs.reply.parsing import read_reply
 from nightmill.jobs.reply.reasoning import CHANNELS
+from nightmill.jobs.reply.tool_calls import _STYLES
 from nightmill.worker.model.chat import ChatTemplate
 from nightmill.worker.model.chat.template import thinking_marks
 from nightmill.worker.model.chat.tools import tool_use
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.tokenizer import Tokenizer
+from nightmill.worker.model.tokenizer.vocabulary import _MARKS
 from tests.support.ggufs import CHATML, byte_vocabulary, write_model
 from tests.support.needs import Need, missing
 from tests.unit.model.conftest import DOWNLOADED
@@ -44,10 +46,12 @@ WRITTEN = {
     "mistralai-Mistral-Nemo-Instruct-2407": MISTRAL,
     "unsloth-mistral-Devstral-Small-2507": NAMED,
     "Apriel-1.6-15b-Thinker-fixed": CallFormat.TOOL_CALLS,
+    "GigaChat3.1-10B-A1.8B": CallFormat.GIGACHAT,
     "GLM-4.6": CallFormat.GLM_XML,
     "GLM-4.7-Flash": CallFormat.GLM_XML,
     "LFM2-8B-A1B": CallFormat.LFM2,
     "LFM2.5-8B-A1B": CallFormat.LFM2,
+    "LFM2.5-Instruct": CallFormat.LFM2,
     "MiniMax-M1": CallFormat.TOOL_CALLS,
     "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": CallFormat.QWEN_XML,
     "NVIDIA-Nemotron-Nano-v2": CallFormat.NEMOTRON,
@@ -116,7 +120,7 @@ CALLED: list[list[tuple[str, dict[str, Any]]]] = [
 ]
 TURN_END = re.compile(
     r"\s*(</s>|<\|(im_end|eot_id|eom_id|end_of_text|endoftext|end|role_end)\|>|<turn\|>|</assistant>"
-    r"|<SPECIAL_1\d>|<sep>|\[e~\[|<｜end▁of▁sentence｜>|<end_of_sentence>|<seed:eos>|<\|END_OF_TURN_TOKEN\|>)\s*$"
+    r"|<SPECIAL_1\d>|<sep>|\[e~\[|<｜end▁of▁sentence｜>|<end_of_sentence>|<seed:eos>|<\|END_OF_TURN_TOKEN\|>|<\|message_sep\|>)\s*$"
 )
 """What ends the model's turn, which its texts do not hold."""
 FULL = {
@@ -173,7 +177,7 @@ def goes_round(render: Any, use: Any) -> int:
         tag = whole.rfind("<", 0, shared)
         shared = tag if tag >= 0 and ">" not in whole[tag:shared] else shared  # not in the middle of a tag
         written = TURN_END.sub("", whole[shared:])
-        if use.calls is CallFormat.HARMONY:
+        if use.calls in (CallFormat.HARMONY, CallFormat.GIGACHAT):
             called = called[:1]  # the template shows the first alone
         reply = read_reply(written, Markup(use.calls), TYPED, "j")
         assert [(one.name, one.parsed) for one in reply.tool_calls] == called, written
@@ -422,6 +426,12 @@ def test_marks_of_a_template_are_shown_in_texts(tmp_path: Path) -> None:
         tokenizer = Tokenizer.from_gguf(file)
     ids = [tokenizer.markers[text] for text in ("[TOOL_CALLS]", "[ARGS]", "<|im_end|>")]
     assert tokenizer.decode(ids) == "[TOOL_CALLS]"  # the others mean nothing to this template's model
+
+
+def test_what_begins_and_ends_calls_is_shown_in_texts() -> None:
+    """Whoever reads a text looks for these marks, which are control tokens of some vocabularies."""
+    marks = {mark for style in _STYLES.values() for mark in (style.begin, style.end) if mark}
+    assert len(marks) > 15 and marks <= _MARKS
 
 
 def test_the_end_of_a_step_is_shown_and_ends_no_text(tmp_path: Path) -> None:

@@ -11,12 +11,11 @@ import bisect
 import ctypes
 import itertools
 import re
-import struct
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -27,6 +26,8 @@ import pytest
 from nightmill.worker.runners.gpu import self_test
 from nightmill.worker.runners.gpu.device import compiler as compilers
 from nightmill.worker.runners.gpu.device import functions
+from tools.cubins import compile_quickly, read_kernels
+from tools.kernel_record import LOCAL, RECORD, Line, digest_of, keep, read_lines
 
 # Of a block, by compute capability; (8, 0) stands for all from there on: 8.6, 8.9 and 12.0 have least.
 MOST_SHARED = {(9, 0): 227 << 10, (8, 0): 99 << 10}
@@ -35,7 +36,7 @@ UNASKED_SHARED = 48 << 10
 MOST_THREADS = 1024
 MULTIPROCESSORS = 16
 _SIZES = {"P": 8, "i": 4, "I": 4, "q": 8, "Q": 8, "f": 4, "d": 8}
-_PARAMETER = 0x17  # EIATTR_KPARAM_INFO
+_QUIET = "-diag-suppress=177"
 _PLAIN = "CU_TENSOR_MAP_SWIZZLE_NONE"
 _MAXIMUM_SHARED = "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
 
@@ -181,7 +182,7 @@ class RecordedDriver:
         ):  # fmt: skip
             setattr(driver, name, _Names())
         driver.cuGetErrorString = lambda status: (0, b"not found")
-        driver.cuModuleLoadData = lambda cubin: (0, read_kernels(cubin) if cubin else None)
+        driver.cuModuleLoadData = lambda cubin: (0, recorded_kernels(cubin) if cubin else None)
         driver.cuModuleGetFunction = _find
         driver.cuFuncSetAttribute = self._set_attribute
         driver.cuFuncGetAttribute = lambda attribute, kernel: (0, 0 if kernel is None else kernel.declared)
@@ -352,52 +353,40 @@ def _compile(
     text: str, nvcc: str, options: Sequence[str], no_extern_c: bool, arch: str, code: str | None,
     cache_dir: bool, include_dirs: Sequence[str],
 ) -> bytes:  # fmt: skip
-    """As `pycuda.compiler.compile`; optimised code would take thrice as long. Empty without nvcc."""
+    """As `pycuda.compiler.compile`: what the record has, or a cubin made quickly. Empty without nvcc.
+
+    What the record lacks is noted for whoever writes it next.
+    """
     if not nvcc:
         return b""
-    wanted = [option for option in options if option not in ("-O3", "-lineinfo")]
-    include = [f"-I{place}" for place in include_dirs]
-    # Tiles of FP8 need so many registers that there are not enough where they are given out carelessly.
-    careless = [] if "-DKERNELS=FP8" in " ".join(options) else ["-Xcicc", "-O1", "-Xptxas", "-O0"]
-    target = [f"-arch={arch}", *([] if code is None else [f"-code={code}"])]
-    command = [nvcc, "-cubin", *target, *careless, *wanted, *include]
-    command += ["-x", "cu", "-o", "/dev/stdout", "-"]
-    done = subprocess.run(command, input=text.encode(), capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr.decode()
-    return done.stdout
+    assert set(compilers.COMMON_OPTIONS) <= set(options)
+    source = Path(text.partition("\n")[0].removeprefix('#line 1 "').removesuffix('"'))
+    given = [option for option in options if option not in (*compilers.COMMON_OPTIONS, _QUIET)]
+    target = arch if code is None else f"{arch}/{code}"
+    version = compilers.compiler_version(nvcc)
+    digest = digest_of(source, (*compilers.COMMON_OPTIONS, *given), target, version)
+    if (line := recorded_lines().get(digest)) is not None:
+        return str(line).encode()
+    cubin = compile_quickly(nvcc, source, given, target)
+    keep(Line.of_quick(source.stem, target, digest, read_kernels(cubin), given), LOCAL)
+    return cubin
 
 
-def read_kernels(cubin: bytes) -> dict[str, Kernel]:
-    """The kernels of a cubin (ELF), by sections .nv.info.NAME (parameters) and .nv.shared.NAME."""
-    (table,) = struct.unpack_from("<Q", cubin, 0x28)
-    size, count, named = struct.unpack_from("<HHH", cubin, 0x3A)
-    sections = [struct.unpack_from("<IIQQQQ", cubin, table + index * size) for index in range(count)]
-    texts = sections[named][4]
-    found: dict[str, list[int]] = {}
-    shared: dict[str, int] = {}
-    for name_at, _, _, _, start, length in sections:
-        name = cubin[texts + name_at : cubin.index(b"\0", texts + name_at)].decode()
-        if name.startswith(".nv.info."):
-            found[name.removeprefix(".nv.info.")] = _parameters(cubin[start : start + length])
-        elif name.startswith(".nv.shared."):
-            shared[name.removeprefix(".nv.shared.")] = length
-    return {name: Kernel(name, sizes, shared.get(name, 0)) for name, sizes in found.items()}
+@cache
+def recorded_lines() -> dict[str, Line]:
+    """What nvcc has made, by digest."""
+    return read_lines(RECORD, LOCAL)
 
 
-def _parameters(info: bytes) -> list[int]:
-    """Bytes of each, in order."""
-    sizes: dict[int, int] = {}
-    at = 0
-    while at < len(info):
-        form, attribute, length = struct.unpack_from("<BBH", info, at)
-        at += 4
-        if form != 4:  # only form 4 has its value behind the header
-            continue
-        if attribute == _PARAMETER:
-            _, ordinal, _, packed = struct.unpack_from("<IHHI", info, at)
-            sizes[ordinal] = packed >> 18
-        at += length
-    return [sizes[ordinal] for ordinal in sorted(sizes)]
+def recorded_kernels(cubin: bytes) -> dict[str, Kernel]:
+    """The kernels of what `_compile` has given."""
+    if cubin.startswith(b"\x7fELF"):
+        found = list(read_kernels(cubin).items())
+    else:
+        line = Line.read(cubin.decode())
+        assert line is not None
+        found = [(name, kernel) for arch, name, kernel in line.kernels() if arch == line.architecture]
+    return {name: Kernel(name, kernel.parameters, kernel.shared) for name, kernel in found}
 
 
 def install_uncompiled(

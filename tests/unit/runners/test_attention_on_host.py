@@ -3,6 +3,7 @@
 So what they compute is known without a GPU, but for timing; `tests/gpu` holds what nvcc makes of them.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,15 @@ from nightmill.worker.runners.gpu.attention.pieces import decode_pieces
 from nightmill.worker.runners.gpu.attention.prefill import HopperPrefill, PortablePrefill
 from nightmill.worker.runners.gpu.device.element import Element
 from tests.gpu.attending import decode_oracle, make_sinks, prefill_oracle, run_decode, run_prefill, run_split
-from tests.gpu.oracles import ATTENTION, assert_close, attention_of, make_paged, make_queries, poison_before
+from tests.gpu.oracles import (
+    ATTENTION,
+    Paged,
+    assert_close,
+    attention_of,
+    make_paged,
+    make_queries,
+    poison_before,
+)
 from tests.unit.runners.host_kernels import HostDevice, run_on_host
 
 pytestmark = pytest.mark.heavy
@@ -33,6 +42,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     return run_on_host(monkeypatch, folder)
+
+
+def only(paged: Paged, sequence: int) -> Paged:
+    """One of the sequences, in the same cache."""
+    return replace(paged, tables=paged.tables[sequence : sequence + 1])
 
 
 @pytest.mark.parametrize(
@@ -125,6 +139,36 @@ def test_prefill_in_chunks_gives_the_bits_of_the_whole(
         piece = run_prefill(device, prefill, attention, qkv[part], paged, [first], [chunk])
         np.testing.assert_array_equal(piece, whole[part])
     assert launched == {"hopper_attention" if launcher is HopperPrefill else "prefill_attention"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "scores"),
+    [
+        ((4, 4, 64), {}),
+        ((3, 1, 64), {"window": 90}),
+        ((2, 2, 32), {}),
+        ((2, 1, 40), {"window": 21, "sinks": True}),
+    ],
+    ids=str,
+)
+def test_tokens_of_an_encoder_see_those_behind_them(
+    launched: set[str], shape: Shape, scores: dict[str, Any]
+) -> None:
+    """Whole texts, with NaN behind the end of each in its last page."""
+    device: Any = HostDevice()
+    attention = attention_of(shape, causal=False, **scores)
+    rng = np.random.default_rng(4)
+    texts = [200, 1, 64, 65]
+    paged = make_paged(rng, texts, attention.kv_heads, attention.head_dim)
+    qkv = make_queries(rng, sum(texts), attention)
+    paged.sinks = make_sinks(rng, attention) if attention.sinks else None
+    assert not HopperPrefill.suits(attention, hopper=True)
+    prefill: Any = PortablePrefill(device, attention)
+    whole = run_prefill(device, prefill, attention, qkv, paged, texts, texts)
+    assert_close(whole, prefill_oracle(attention, qkv, paged, texts, texts), ATTENTION)
+    alone = run_prefill(device, prefill, attention, qkv[201:265], only(paged, 2), [64], [64])
+    np.testing.assert_array_equal(alone, whole[201:265])
+    assert launched == {"prefill_attention" if shape[2] in (32, 64) else "prefill_attention_any"}
 
 
 def test_attention_in_bfloat16(launched: set[str]) -> None:

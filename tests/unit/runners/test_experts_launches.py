@@ -1,8 +1,5 @@
 """The launches of models with mixtures of experts, on a driver that computes nothing."""
 
-import json
-import runpy
-import sys
 from contextlib import closing
 from dataclasses import replace
 from itertools import product
@@ -16,7 +13,7 @@ from nightmill.worker.model.spec import Experts
 from nightmill.worker.runners.gpu.device.operands import Format
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from tests.support.cuda_runners import cuda_runner
-from tests.support.driving import Chunk, Pages
+from tests.support.driving import Pages
 from tests.support.expert_cases import GPU_EXPERT_FILES
 from tests.support.expert_shapes import EXPERT_SHAPES
 from tests.support.family_cases import file_of
@@ -24,6 +21,7 @@ from tests.support.quantised_models import write
 from tests.support.thinning import thinned
 from tests.tiny import unpacked
 from tests.unit.runners.recorded_cuda import RecordedDriver
+from tests.unit.runners.recorded_steps import benchmarked, take_steps, two_sequences
 
 pytestmark = pytest.mark.heavy  # kernels are compiled where nvcc is
 
@@ -38,18 +36,10 @@ FAMILIES = [
 
 def launch(file: GgufFile, weights: WeightsFormat) -> dict[str, set[Format]]:
     """Steps of prompts and of drawn tokens; the formats of matrices of experts, and of shared ones."""
-    tokens, pages = [1] * CONTEXT, Pages(2, CONTEXT // 16)
-    steps = [
-        [Chunk(0, tokens, 0, 64), Chunk(1, tokens, 0, 9)],
-        [Chunk(1, tokens, 9, 1, 1, True), Chunk(0, tokens, 64, 30)],
-        [Chunk(1, tokens, 10, 1, 1, True), Chunk(0, tokens, 94, 1, 1, True)],
-    ]
     options = {"slots": 2, "context": CONTEXT, "kv_pages": 32, "max_tokens": 128}
     runner = cuda_runner(file, read_spec(file), precision=Precision(weights=weights), **options)
     with closing(runner):
-        for step in steps:
-            runner.launch(pages.batch(step, admit=step is steps[0], kinds=runner.page_kinds))
-            assert runner.collect() is not None
+        take_steps(runner, Pages(2, CONTEXT // 16), two_sequences(CONTEXT, 64))
         own = [one.weights.experts for one in runner._model.layers if one.weights.experts is not None]
         return {
             "experts": {one.format for mixture in own for one in (mixture.gate_up, mixture.down)},
@@ -97,19 +87,11 @@ def test_benchmarks_count_experts(
         context=2048,
     )  # fmt: skip
     path = str(write(tmp_path / "m.gguf", shape, "Q4_K_M", pool_bytes=1 << 19))
-    report = tmp_path / "report.json"
-    asked = ["--context", "64", "--batch", "4", "--prefill", "2048", "--weights", "file"]
-    monkeypatch.setattr(sys, "argv", ["budget", path, *asked, "--json", str(report)])
-    runpy.run_module("benchmarks.budget", run_name="__main__")
-    lines = json.loads(report.read_text())
+    options = ("--weights", "file")
+    steps, printed = benchmarked(path, tmp_path / "report.json", monkeypatch, capsys, *options)
     for step, touched in (("decode 4", 1 - 0.75**4), ("prefill", 1.0)):
-        found = {line["operation"]: line for line in lines[step]}
+        found = steps[step]
         assert {"router", "route", "experts gate_up", "experts down", "combine"} <= found.keys()
         packed = 8 * 8 * 256 * 512 // 256 * 144
         assert found["experts gate_up"]["bytes"] >= touched * packed
-    capsys.readouterr()
-    monkeypatch.setattr(sys, "argv", ["engine", path, "single", "prefill128", "--quick", "--repeat", "1"])
-    runpy.run_module("benchmarks.engine", run_name="__main__")
-    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [one["workload"] for one in printed] == ["single", "prefill128"]
-    assert all(one["weights"] == "file" and one["of_limit"] > 0 for one in printed)
+    assert {one["weights"] for one in printed} == {"file"}

@@ -13,9 +13,11 @@ from nightmill.worker.runners.gpu.device.operands import Format
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.products.fp8.hopper_fp8 import FP8_TILES, fp8_tiles
 from nightmill.worker.runners.gpu.shapes import Kind
-from nightmill.worker.runners.gpu.weights.layout import formats_in, weight_bytes
+from nightmill.worker.runners.gpu.weights.layout import formats_in, layer_weights, runs_of, weight_bytes
+from nightmill.worker.runners.reference.loading import load_layer
 from nightmill.worker.runners.reference.rounding import as_fp8, to_fp8
 from tests.support.driving import BLOCK, Chunk, Pages, Reference, logits_of
+from tests.support.family_cases import FILES, file_of
 from tests.support.ggufs import write_model
 from tests.support.specs import dense_spec
 
@@ -67,6 +69,29 @@ def test_matrices_of_layers_are_fp8_and_their_scales_are_counted() -> None:
     shapes = [weight.shape for role, weight in spec.all_weights() if role in inner]
     saved = sum(rows * columns - 4 * rows for rows, columns in shapes)
     assert abs(weight_bytes(spec, half) - weight_bytes(spec, fp8) - saved) <= 256 * len(shapes)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_reference_rounds_the_matrices_that_a_gpu_keeps_in_fp8(name: str, tmp_path: Path) -> None:
+    keys, like = FILES[name]
+    file, fp8 = file_of(tmp_path, keys, like), Precision(weights=WeightsFormat.FP8)
+    spec = read_spec(file)
+    for index, layer in enumerate(spec.layers):
+        exact, rounding = (
+            load_layer(file, layer, spec.layer_weights(index), fp8=rounds) for rounds in (False, True)
+        )
+        rounded = {role for role, weight in exact.items() if not _same(weight, rounding[role])}
+        kept = {
+            role
+            for role, weight in layer_weights(spec, index).items()
+            if weight.is_matrix and {run.format for run in runs_of(spec, role, weight, fp8)} == {Format.FP8}
+        }
+        assert rounded == kept - {Role.ATTN_GATE}  # which are rows of QKV with NumPy
+
+
+def _same(weight: np.ndarray, other: np.ndarray) -> bool:
+    """True if a weight is the other, or has its first outputs: further ones are kept apart."""
+    return np.array_equal(weight[..., : other.shape[-1]], other)
 
 
 def test_the_reference_rounds_and_a_row_does_not_depend_on_others(tmp_path: Path) -> None:

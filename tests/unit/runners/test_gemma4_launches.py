@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from nightmill.worker.model.families import read_spec
-from nightmill.worker.model.spec import Role
+from nightmill.worker.model.spec import ModelSpec, Role
 from nightmill.worker.runners.base import PageKind
+from nightmill.worker.runners.gpu import feed_forward
 from nightmill.worker.runners.gpu.attention.pieces import NO_PIECES
 from nightmill.worker.runners.gpu.attention.plans import AttentionPlans
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import Format
+from nightmill.worker.runners.gpu.experts import room
 from nightmill.worker.runners.gpu.kv_cache import kinds_layout
 from nightmill.worker.runners.gpu.layers import Layer
 from nightmill.worker.runners.gpu.memory import RunnerSizes
@@ -23,17 +25,20 @@ from nightmill.worker.runners.gpu.mixers import AttentionMixer
 from nightmill.worker.runners.gpu.planning import RunnerPlanner
 from nightmill.worker.runners.gpu.precision import HALF, Precision, WeightsFormat
 from nightmill.worker.runners.gpu.runner import CudaRunner
-from nightmill.worker.runners.gpu.steps import StepInputs, StepShape, drawing_rows
+from nightmill.worker.runners.gpu.step_inputs import StepInputs, StepShape
+from nightmill.worker.runners.gpu.steps import drawing_rows
 from nightmill.worker.runners.gpu.weights.layout import runs_of, weight_bytes
 from nightmill.worker.runners.kv_format import KvFormat
 from tests.support.cuda_runners import cuda_runner
 from tests.support.driving import Chunk, Pages
 from tests.support.family_cases import file_of
-from tests.support.gemma4_cases import GEMMA4_FILES, LARGE_HEADS
-from tests.support.gemma4_shapes import GEMMA4_SHAPES, quantised
+from tests.support.gemma4_cases import GEMMA4_FILES, LARGE_EXPERTS, LARGE_HEADS
+from tests.support.gemma4_shapes import GEMMA4_SHAPES
 from tests.support.parts import file_of_halves, file_of_q8_0
+from tests.support.quantised_models import quantised
 from tests.support.specs import GEMMAS
 from tests.unit.runners.recorded_cuda import RecordedDriver
+from tests.unit.runners.recorded_steps import take_steps
 
 pytestmark = pytest.mark.heavy  # kernels are compiled where nvcc is
 
@@ -44,10 +49,7 @@ OPTIONS: dict[str, Any] = {"slots": 2, "context": CONTEXT, "kv_pages": 64, "max_
 
 def launch(runner: CudaRunner, *steps: list[Chunk]) -> None:
     """Run steps, of which the first has new sequences."""
-    pages = Pages(2, CONTEXT // 16)
-    for step in steps:
-        runner.launch(pages.batch(step, admit=step is steps[0], kinds=runner.page_kinds))
-        assert runner.collect() is not None
+    take_steps(runner, Pages(2, CONTEXT // 16), [*steps])
 
 
 def test_layers_with_other_heads_have_tiles_of_their_own(
@@ -124,6 +126,26 @@ def test_a_step_that_draws_nothing_ends_with_the_last_layer_that_keeps_something
         assert (new["qkv_rope_write"], new["prefill_attention_any"], new["gate_inputs"]) == (4, 4, 4)
 
 
+def test_what_a_network_experts_and_their_router_read_is_normed_in_one_launch(
+    hopper: RecordedDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all tokens of a step go through experts at once; else by slices, each apart."""
+    for module in (room, feed_forward):
+        monkeypatch.setattr(module, "SLICE", 64)
+    file = file_of(tmp_path, *GEMMA4_FILES["gemma4, with experts"])
+    with closing(cuda_runner(file, read_spec(file), graphs=False, **OPTIONS)) as runner:
+        for chunk, together, apart in (
+            (Chunk(0, [1] * CONTEXT, 0, 60), 3, 0), (Chunk(0, [1] * CONTEXT, 60, 1, drawn=True), 3, 0),
+            (Chunk(1, [1] * CONTEXT, 0, 70), 1, 2),  # the last layer has the row that draws alone
+        ):  # fmt: skip
+            launched = hopper.launches.copy()
+            launch(runner, [chunk])
+            new = hopper.launches - launched
+            norms = 1 + 2 * apart * 2  # the first, and two in two slices
+            assert (new["residual_three_1"], new["residual_1"], new["rms_norm_1"]) == (together, apart, norms)
+    assert hopper.launches.keys() - {"library"} <= hopper.checked
+
+
 @pytest.mark.parametrize(
     "weights",
     [
@@ -149,14 +171,17 @@ def test_a_table_of_layers_embeddings_stays_as_it_is_in_the_file(
 
 
 @pytest.mark.slow
-def test_layers_with_large_heads_have_fast_attention_each(hopper: RecordedDriver, tmp_path: Path) -> None:
+@pytest.mark.parametrize("spec", [LARGE_HEADS, LARGE_EXPERTS], ids=["", "beside experts"])
+def test_layers_with_large_heads_have_fast_attention_each(
+    hopper: RecordedDriver, spec: ModelSpec, tmp_path: Path
+) -> None:
     """Those with a window that of other models, those without that of heads of 512; also in a graph."""
-    file = file_of_halves(tmp_path, LARGE_HEADS)
-    with closing(cuda_runner(file, LARGE_HEADS, **OPTIONS)) as runner:
+    file, each = file_of_halves(tmp_path, spec), len(spec.layers) // 2
+    with closing(cuda_runner(file, spec, **OPTIONS)) as runner:
         launched = hopper.launches.copy()
         launch(runner, [Chunk(0, [1] * CONTEXT, 0, 100)], [Chunk(0, [1] * CONTEXT, 100, 1, drawn=True)])
         new = hopper.launches - launched
-        assert (new["hopper_attention"], new["hopper_wide"]) == (2, 2)
+        assert (new["hopper_attention"], new["hopper_wide"]) == (each, each)
         assert hopper.launches["wide_decode_2"] > 0
         assert any(name.startswith("decode_attention_8") for name in hopper.launches)
         assert len(runner._plans) == 2
@@ -230,7 +255,7 @@ def test_every_division_of_a_step_has_a_graph() -> None:
 
 
 def test_a_model_like_e2b_fits_a_card_of_8_gb() -> None:
-    spec, in_file = quantised(GEMMA4_SHAPES["gemma4-e2b"]), Precision(weights=WeightsFormat.FILE)
+    spec, in_file = quantised(GEMMA4_SHAPES["gemma4-e2b"].spec), Precision(weights=WeightsFormat.FILE)
     table = spec.weights()[Role.LAYER_EMBEDDING]
     packed = 262_144 * 35 * 256 * 176 // 256
     for precision in (in_file, HALF):
@@ -249,7 +274,7 @@ def test_a_model_like_e2b_fits_a_card_of_8_gb() -> None:
 
 def test_a_model_like_26b_a4b_is_as_large_as_its_file_and_keeps_little_of_long_texts() -> None:
     """Its parameters are those of its name, of which a token is computed with 4 billion."""
-    spec = quantised(GEMMA4_SHAPES["gemma4-26b-a4b"])
+    spec = quantised(GEMMA4_SHAPES["gemma4-26b-a4b"].spec)
     assert round(spec.parameters / 1e9) == 25 and round(spec.active_parameters / 1e9) == 4
     assert 15.5 < weight_bytes(spec, Precision(weights=WeightsFormat.FILE)) / 2**30 < 15.8
     layout = kinds_layout(spec)

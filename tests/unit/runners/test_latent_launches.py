@@ -1,8 +1,5 @@
 """A random model with latent attention is read as what it was written for."""
 
-import json
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ from nightmill.worker.runners.gpu.catalogue import check_spec
 from tests.support.latent_shapes import LatentShape
 from tests.support.quantised_models import write
 from tests.unit.runners.recorded_cuda import RecordedDriver
+from tests.unit.runners.recorded_steps import benchmarked
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_K_M"])
@@ -33,23 +31,12 @@ def test_benchmarks_count_latents(
     """Nothing is computed, but all operations have a line, and attention reads one row a token."""
     shape = LatentShape(layers=2, vocab=512, width=256, ffn=512, query_latent=256, context=2048)
     path = str(write(tmp_path / "m.gguf", shape, "F16", pool_bytes=1 << 19))  # type: ignore[arg-type]
-    report = tmp_path / "report.json"
-    asked = ["--context", "64", "--batch", "4", "--prefill", "2048", "--json", str(report)]
-    monkeypatch.setattr(sys, "argv", ["budget", path, *asked])
-    runpy.run_module("benchmarks.budget", run_name="__main__")
-    lines = json.loads(report.read_text())
+    steps, _ = benchmarked(path, tmp_path / "report.json", monkeypatch, capsys)
     for step, attention in (("decode 4", "decode_attention"), ("prefill", "prefill_attention")):
-        found = {line["operation"]: line for line in lines[step]}
+        found = steps[step]
         counted = {one for one, line in found.items() if line["bytes"]}
         assert {"kv_down", "q_down", "q_up", "keep", "products of heads", attention, "output"} <= counted
         assert counted >= {one for one in found if one not in ("step", "gather_tokens", "scale_logits")}
     rows, queries = 4 * 65 * 576 * 2, 4 * 20 * (576 + 512) * 2
-    assert {one["operation"]: one for one in lines["decode 4"]}["decode_attention"]["bytes"] == 2 * (
-        rows + queries
-    )
+    assert steps["decode 4"]["decode_attention"]["bytes"] == 2 * (rows + queries)
     assert {"wide_decode_3", "hopper_wide", "latent_keep", "latent_product_8"} <= hopper.launches.keys()
-    monkeypatch.setattr(sys, "argv", ["engine", path, "single", "prefill128", "--quick", "--repeat", "1"])
-    runpy.run_module("benchmarks.engine", run_name="__main__")
-    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
-    assert [one["workload"] for one in printed] == ["single", "prefill128"]
-    assert all(one["of_limit"] > 0 for one in printed)

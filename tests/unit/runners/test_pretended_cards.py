@@ -31,14 +31,15 @@ from tests.support.cuda_runners import cuda_runner
 from tests.support.driving import Chunk, Pages
 from tests.support.family_cases import GPU_FILES
 from tests.support.specs import dense_spec
+from tests.unit.runners import recorded_cuda
 from tests.unit.runners.recorded_cuda import (
     HOPPER,
     RecordedDriver,
     install_uncompiled,
     nvcc_is_there,
-    read_kernels,
     record,
 )
+from tools.kernel_record import read_lines
 
 MODEL = Path(__file__).parents[3] / "models" / "nightmill-demo.gguf"
 TARGETS = {
@@ -212,12 +213,16 @@ def test_tests_of_a_gpu_are_run_as_the_card_that_a_variable_names() -> None:
 @pytest.mark.heavy
 @pytest.mark.skipif(not nvcc_is_there(), reason="needs nvcc")
 def test_nvcc_makes_machine_code_of_the_gpu_from_code_of_the_card(
-    monkeypatch: pytest.MonkeyPatch, cubins: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    record(HOPPER, monkeypatch, cubins)
+    monkeypatch.setattr(recorded_cuda, "recorded_lines", dict)  # so that it is compiled
+    monkeypatch.setattr(recorded_cuda, "LOCAL", tmp_path / "compiled.txt")
+    record(HOPPER, monkeypatch, tmp_path)
     with Device(pretended=KNOWN_CARDS["rtx3090"]) as device:
         path, options = source_of("logits")
         cubin = compiler.compile_kernels(path, options, device.architecture)
     flags = int.from_bytes(cubin[0x30:0x34], "little")  # e_flags of the ELF header
     assert 90 in (flags & 0xFF, flags >> 8 & 0xFF)
-    assert read_kernels(cubin)
+    assert recorded_cuda.recorded_kernels(cubin)
+    (line,) = read_lines(tmp_path / "compiled.txt").values()
+    assert line.architecture == "compute_86/sm_90" and line.quick

@@ -13,6 +13,7 @@ from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import Format
 from nightmill.worker.runners.gpu.rows.activate import COMPUTED
 from tests.gpu import test_kernels_pooling
+from tests.gpu import test_kernels_rotation as rotation_on_gpu
 from tests.gpu import test_kernels_rows as on_gpu
 from tests.unit.runners.host_kernels import HostDevice, run_rows_on_host
 
@@ -77,6 +78,12 @@ def test_either_kernel_gives_the_bits_of_an_rms_norm(launched: set[str], device:
     assert launched == {f"{name}_{pieces}" for name in ("rms_norm", "residual") for pieces in (1, 2, 4)}
 
 
+def test_three_norms_of_a_row(launched: set[str], device: Any) -> None:
+    on_gpu.test_three_norms_of_a_row_have_the_bits_that_they_have_apart(device)
+    names = ("rms_norm", "residual", "residual_three")
+    assert launched == {f"{name}_{pieces}" for name in names for pieces in (1, 2, 4)}
+
+
 def test_rows_rounded_to_fp8_alone_and_as_they_are_normed(
     monkeypatch: pytest.MonkeyPatch, launched: set[str]
 ) -> None:
@@ -93,20 +100,29 @@ def test_activations(launched: set[str], device: Any, bias: bool) -> None:
     for activation in COMPUTED:
         for gated in (True, False):
             on_gpu.test_activations(device, 1000, activation, gated, bias)
-    assert launched == {"swiglu", "geglu", "silu", "gelu", "reglu_squared", "relu_squared"}
+    assert launched == {
+        "swiglu",
+        "geglu",
+        "silu",
+        "gelu",
+        "reglu_squared",
+        "relu_squared",
+        "geglu_erf",
+        "gelu_erf",
+    }
 
 
 @pytest.mark.parametrize("style", RopeStyle)
-@pytest.mark.parametrize("kind", on_gpu.KINDS)
+@pytest.mark.parametrize("kind", rotation_on_gpu.KINDS)
 def test_what_is_done_to_heads(launched: set[str], kind: str, style: RopeStyle) -> None:
     device: Any = HostDevice()
-    on_gpu.test_qkv_is_normed_rotated_and_written(device, kind, style, 3, 1, 40, normed=True)
+    rotation_on_gpu.test_qkv_is_normed_rotated_and_written(device, kind, style, 3, 1, 40, normed=True)
     assert launched - {"qk_statistics"} == {"qkv_rope_write", "rope_table"}
 
 
 @pytest.mark.parametrize("heads", [(3, 1, 40), (4, 2, 512)], ids=str)
-@pytest.mark.parametrize("kind", on_gpu.OTHERS)
+@pytest.mark.parametrize("kind", rotation_on_gpu.OTHERS)
 def test_heads_that_a_layer_does_not_make(launched: set[str], kind: str, heads: tuple[int, int, int]) -> None:
     device: Any = HostDevice()
-    on_gpu.test_heads_that_a_layer_does_not_make(device, kind, heads)
+    rotation_on_gpu.test_heads_that_a_layer_does_not_make(device, kind, heads)
     assert launched == {"qkv_rope_write", "rope_table"}

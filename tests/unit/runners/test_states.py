@@ -66,7 +66,7 @@ class Schedule:
     def poison(self) -> None:
         """Fill what nobody may read with NaN."""
         scheduler = self.engine._scheduler
-        for slot in scheduler._free_slots:
+        for slot in scheduler._holders._free_slots:
             self.runner.states.fill(slot, np.nan)
         if scheduler._sharing is not None:
             for place in scheduler._sharing._snapshots._free:

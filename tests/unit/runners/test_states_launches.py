@@ -1,8 +1,5 @@
 """The launches of models whose layers hold states, on a driver that computes nothing."""
 
-import json
-import runpy
-import sys
 from contextlib import closing
 from dataclasses import replace
 from itertools import product
@@ -24,6 +21,7 @@ from tests.support.quantised_models import write
 from tests.support.thinning import thinned
 from tests.tiny import FILES, unpacked
 from tests.unit.runners.recorded_cuda import RecordedDriver
+from tests.unit.runners.recorded_steps import benchmarked, take_steps, two_sequences
 
 pytestmark = pytest.mark.heavy  # kernels are compiled where nvcc is
 
@@ -37,18 +35,10 @@ def test_every_family_is_launched_as_it_was_compiled(
     tmp_path: Path,
 ) -> None:
     file = file_of(tmp_path, *GPU_HYBRID_FILES[name])
-    tokens, pages = [1] * CONTEXT, Pages(2, CONTEXT // 16)
-    steps = [
-        [Chunk(0, tokens, 0, 64), Chunk(1, tokens, 0, 9)],
-        [Chunk(1, tokens, 9, 1, 1, True), Chunk(0, tokens, 64, 30)],
-        [Chunk(1, tokens, 10, 1, 1, True), Chunk(0, tokens, 94, 1, 1, True)],
-    ]
     options = {"slots": 2, "context": CONTEXT, "kv_pages": 16, "max_tokens": 128}
     spec = read_spec(file)
     with closing(cuda_runner(file, spec, **options)) as runner:  # type: ignore[arg-type]
-        for step in steps:
-            runner.launch(pages.batch(step, admit=step is steps[0]))
-            assert runner.collect() is not None
+        take_steps(runner, Pages(2, CONTEXT // 16), two_sequences(CONTEXT, 64))
     assert driver.launches.keys() - {"library"} <= driver.checked
     plain = all(one.residual_scale == 1 and one.mixer and one.feed_forward.width for one in spec.layers)
     assert ("few_input_1" in driver.launches) == plain
@@ -62,12 +52,12 @@ def test_weights_in_all_formats_are_launched_as_they_were_compiled(
 ) -> None:
     """Controls are elements in any; a self-test looks at the products of the others."""
     file = GgufFile.open(unpacked(name, tmp_path))
-    spec, tokens, pages = read_spec(file), [1] * CONTEXT, Pages(2, CONTEXT // 16)
+    spec, tokens = read_spec(file), [1] * CONTEXT
     options = {"slots": 2, "context": CONTEXT, "kv_pages": 32, "max_tokens": 256, "tune": False}
     with closing(cuda_runner(file, spec, precision=Precision(weights=weights), **options)) as runner:
-        for start, length, drawn in ((0, 128, False), (128, 70, False), (198, 1, True)):
-            runner.launch(pages.batch([Chunk(0, tokens, start, length, 1, drawn)], admit=not start))
-            assert runner.collect() is not None
+        chunks = ((0, 128, False), (128, 70, False), (198, 1, True))
+        steps = [[Chunk(0, tokens, start, length, 1, drawn)] for start, length, drawn in chunks]
+        take_steps(runner, Pages(2, CONTEXT // 16), steps)
         layer = runner._model.layers[0].weights
         kept = {"lfm2": Format.F16, "qwen35": Format.Q8_0 if "q8_0" in name else Format.F16}[spec.family]
         expected = Format.FP8 if weights is WeightsFormat.FP8 else kept
@@ -89,22 +79,13 @@ def test_benchmarks_count_states(
         attends=(3, 7), context=2048,
     )  # fmt: skip
     path = str(write(tmp_path / "m.gguf", shape, "F16", pool_bytes=1 << 19))
-    report = tmp_path / "report.json"
-    asked = ["--context", "64", "--batch", "4", "--prefill", "2048", "--json", str(report)]
-    monkeypatch.setattr(sys, "argv", ["budget", path, *asked])
-    runpy.run_module("benchmarks.budget", run_name="__main__")
-    lines = json.loads(report.read_text())
+    steps, printed = benchmarked(path, tmp_path / "report.json", monkeypatch, capsys)
     states = 2 * shape.file()[2].state_bytes
     for step, sequences in (("decode 4", 4), ("prefill", 2)):
-        found = {line["operation"]: line for line in lines[step]}
+        found = steps[step]
         (mixer,) = (found[one.title] for one in (GatedDeltaNet, Mamba2, ShortConv) if one.title in found)
         assert mixer["bytes"] > sequences * states
         counted = {one for one, line in found.items() if line["bytes"]}
         assert {"mixer input", "output", "down", "head", "qkv"} <= counted
         assert counted >= {one for one in found if one not in ("step", "gather_tokens", "scale_logits")}
-    capsys.readouterr()
-    monkeypatch.setattr(sys, "argv", ["engine", path, "single", "prefill128", "--quick", "--repeat", "1"])
-    runpy.run_module("benchmarks.engine", run_name="__main__")
-    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [one["workload"] for one in printed] == ["single", "prefill128"]
-    assert all(one["of_limit"] > 0 and one["slots"] in (1, 128) for one in printed)
+    assert all(one["slots"] in (1, 128) for one in printed)

@@ -38,7 +38,8 @@ from nightmill.worker.runners.gpu.rows.logits import LogitScale
 from nightmill.worker.runners.gpu.rows.norms import Norms
 from nightmill.worker.runners.gpu.shapes import Kind
 from nightmill.worker.runners.gpu.states.memory import States
-from nightmill.worker.runners.gpu.steps import StepBounds, StepBuffers, StepShape, drawing_rows
+from nightmill.worker.runners.gpu.step_inputs import StepShape
+from nightmill.worker.runners.gpu.steps import StepBounds, StepBuffers, drawing_rows
 from nightmill.worker.runners.gpu.weights.layout import padded_vocab
 from nightmill.worker.runners.page_layout import PageLayout
 from nightmill.worker.runners.reference import ops

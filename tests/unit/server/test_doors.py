@@ -266,13 +266,13 @@ def test_an_outage_is_told_without_where_the_servers_are(
     def away(*args: Any) -> Any:
         raise DatabaseUnreachableError(f"the database at {where} does not answer")
 
-    monkeypatch.setattr(server.client, "serving", away)
+    monkeypatch.setattr(server.client.worker_store, "serving", away)
     with server.http() as http:
         for answer in (http.get("/v1/models"), http.post("/v1/completions", json=ASKED)):
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
             assert error_of(answer)["code"] == "unavailable"
             assert where not in answer.text
-        monkeypatch.setattr(server.client, "serving", lambda *args: 1 / 0)
+        monkeypatch.setattr(server.client.worker_store, "serving", lambda *args: 1 / 0)
         answer = http.get("/v1/models")
         assert (answer.status_code, error_of(answer)["code"]) == (500, "internal_error")
         assert "Traceback" not in answer.text and "division" not in json.dumps(answer.json())

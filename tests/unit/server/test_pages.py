@@ -30,7 +30,8 @@ from nightmill.jobs.sql import dashboard_queries
 from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.jobs.sql.dashboard_queries import DashboardQueries, Minute, RowFilter
 from nightmill.jobs.sql.database import Database
-from nightmill.jobs.sql.tables import JobRow, ServerSecretRow
+from nightmill.jobs.sql.http_tables import ServerSecretRow
+from nightmill.jobs.sql.tables import JobRow
 from tests.support.servers import Clock, wait_until
 from tests.unit.server.conftest import ALICE, BOB, EVE, KEYS, OPS, Server, listening
 
@@ -68,7 +69,7 @@ def alone(start: Start) -> Any:
 
 def test_without_a_key_nothing_is_seen_and_each_key_sees_its_own(start: Start) -> None:
     with start(worker=False) as server:
-        mine = server.client.enqueue_spec(JobSpec.parse("secret of alice"), owner="alice")
+        mine = server.client.enqueueing.enqueue_spec(JobSpec.parse("secret of alice"), owner="alice")
         for path in ("/", "/batch?name=x", f"/job?id={mine}", "/hand-in", "/try", f"/job/events?id={mine}"):
             answer = Browser(server).http.get(path, follow_redirects=False)
             assert answer.status_code == 303, path
@@ -402,7 +403,7 @@ def test_what_a_job_is_repeated_with_is_what_it_was_asked(client: Client) -> Non
     ):
         chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "It is"}]
         other = client.get(client.enqueue(chat, **more))
-        again = client.get(client.enqueue_spec(_again(other), owner=None))
+        again = client.get(client.enqueueing.enqueue_spec(_again(other), owner=None))
         for name in ("messages", "rendering", "constrained", "params", "seed", "model"):
             assert getattr(again, name) == getattr(other, name), name
 

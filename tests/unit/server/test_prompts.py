@@ -148,7 +148,7 @@ def test_a_key_of_idempotency_is_that_of_all_prompts_together(server: Server) ->
 def test_all_prompts_of_a_request_are_queued_or_none(start: Callable[..., Any]) -> None:
     with start(limits=ServerLimits(queued=3), worker=False) as server:
         specs = [JobSpec.parse("later")] * 2
-        server.client.enqueue_request(specs, owner="alice")
+        server.client.enqueueing.enqueue_request(specs, owner="alice")
         with pytest.raises(openai.RateLimitError, match="3 jobs that a key may have queued"):
             server.openai().completions.create(**PLAIN, prompt=["a", "b"])
         with pytest.raises(openai.BadRequestError, match="4 prompts, and a key may have 3 jobs queued"):
@@ -159,8 +159,8 @@ def test_all_prompts_of_a_request_are_queued_or_none(start: Callable[..., Any]) 
 def test_a_request_is_listed_and_cancelled_by_its_id(start: Callable[..., Any]) -> None:
     with start(worker=False) as server:
         specs = [JobSpec.parse(prompt) for prompt in ("a", "b", "c")]
-        request_id, job_ids = server.client.enqueue_request(specs, owner="alice")
-        other = server.client.enqueue_request(specs[:2], owner="alice")
+        request_id, job_ids = server.client.enqueueing.enqueue_request(specs, owner="alice")
+        other = server.client.enqueueing.enqueue_request(specs[:2], owner="alice")
         server.client.cancel(job_ids[1])
         wanted = {"request": request_id}
         for key, status in ((BOB, 404), (EVE, 403)):

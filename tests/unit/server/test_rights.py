@@ -13,7 +13,8 @@ from nightmill.jobs.request.spec import JobSpec
 from nightmill.jobs.server.app import make_app
 from nightmill.jobs.server.files import PREFIX
 from nightmill.jobs.server.keys import ApiKeys
-from nightmill.jobs.sql.tables import FileRow, HttpBatchRow, JobRow
+from nightmill.jobs.sql.http_tables import FileRow, HttpBatchRow
+from nightmill.jobs.sql.tables import JobRow
 from tests.support.servers import wait_until
 from tests.unit.server.conftest import Server
 from tests.unit.server.test_batches import submit
@@ -45,10 +46,10 @@ def rows(server: Server) -> list[list[str]]:
 
 def test_a_key_that_may_only_read_is_refused_on_all_paths_that_change_something(server: Server) -> None:
     client = server.client
-    job = client.enqueue_spec(JobSpec.parse("of bob"), owner="bob")
-    ended = client.enqueue_spec(JobSpec.parse("of bob"), owner="bob")
+    job = client.enqueueing.enqueue_spec(JobSpec.parse("of bob"), owner="bob")
+    ended = client.enqueueing.enqueue_spec(JobSpec.parse("of bob"), owner="bob")
     client.cancel(ended)
-    response = client.enqueue_spec(read_response({"input": "of bob"}, JobSpec()).spec, owner="bob")
+    response = client.enqueueing.enqueue_spec(read_response({"input": "of bob"}, JobSpec()).spec, owner="bob")
     owner = server.openai(OWNS)
     batch = submit(owner, {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": PROMPT})
     wait_until(lambda: owner.batches.retrieve(batch.id).status == "in_progress")
@@ -107,7 +108,7 @@ def test_a_key_that_may_only_read_is_refused_on_all_paths_that_change_something(
 
 
 def test_the_other_key_of_the_name_may_change_what_is_the_names(server: Server) -> None:
-    job = server.client.enqueue_spec(JobSpec.parse("of bob"), owner="bob")
+    job = server.client.enqueueing.enqueue_spec(JobSpec.parse("of bob"), owner="bob")
     with server.http(READS) as http:
         assert http.get(f"/v1/jobs/{job}").status_code == 200
     with server.http(OWNS) as http:

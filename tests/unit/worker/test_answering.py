@@ -75,8 +75,8 @@ def test_a_job_that_is_stopped_keeps_what_its_answers_had(build: Callable[..., B
         bench.client.cancel(job_id)
         bench.service.poll_cancellations()
     else:
-        for sequence in bench.engine._sequences.values():
-            bench.engine._deadlines.append((0.0, sequence.order, sequence))
+        for sequence in bench.engine._live:
+            bench.engine._live._deadlines.append((0.0, sequence.order, sequence))
     runner.gate.set()
     thread.join(30)
     job = bench.client.get(job_id)

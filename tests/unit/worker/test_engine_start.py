@@ -9,7 +9,8 @@ import pytest
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.link import link as engine_link
-from nightmill.worker.link.link import EngineLink, launch_engine
+from nightmill.worker.link.launching import launch_engine
+from nightmill.worker.link.link import EngineLink
 from nightmill.worker.runners.starting import StartStep
 
 pytestmark = pytest.mark.heavy

@@ -52,7 +52,7 @@ def test_a_worker_beats_while_it_loads_and_tells_how_far_it_is(
 def test_a_worker_that_never_served_leaves_no_row(sqlite_client: Client, claims: Claims) -> None:
     claims.withdraw()
     assert sqlite_client.workers() == []
-    assert sqlite_client.worker("a" * 32) is None
+    assert sqlite_client.worker_store.get("a" * 32) is None
 
 
 def test_others_are_found_dead_only_by_who_has_lived_for_as_long(claims: Claims, clock: Clock) -> None:

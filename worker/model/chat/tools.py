@@ -41,6 +41,7 @@ _SHAPES: Final[tuple[tuple[CallFormat, re.Pattern[str]], ...]] = (
     ),
     (CallFormat.PHI, re.compile(rf"<\|tool_call\|>\s*\[?\s*{_CALL}\s*\}}\s*\]?\s*<\|/tool_call\|>")),
     (CallFormat.GRANITE, re.compile(rf"<\|tool_call\|>\s*\[?\s*{_CALL}")),
+    (CallFormat.GIGACHAT, re.compile(rf"<\|function_call\|>\s*{_CALL}")),
     (CallFormat.NEMOTRON, re.compile(rf"<TOOLCALL>\s*\[?\s*{_CALL}")),
     (CallFormat.TOOL_CALLS, re.compile(rf"<tool_calls>\s*\[?\s*{_CALL}")),
     (CallFormat.DEEPSEEK, re.compile(rf"<｜tool▁call▁begin｜>{_NAME}<｜tool▁sep｜>\s*\{{")),
@@ -98,6 +99,7 @@ _SHAPES_OF_ARGUMENTS: Final[tuple[tuple[CallFormat, re.Pattern[str]], ...]] = (
 _SIGNS: Final = (
     ("<|tool_call|>", CallFormat.GRANITE),
     ("<|tool_list_start|>", CallFormat.LFM2),
+    ("\nList of tools: [", CallFormat.LFM2),  # LFM2.5
 )
 """Signs in templates that show no calls of earlier messages, with the format that each tells of."""
 _BARE = re.compile(rf"\s*(?:<\|python_tag\|>)?{_CALL}\s*\}}")

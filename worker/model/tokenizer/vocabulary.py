@@ -37,7 +37,7 @@ _MARKS: Final = frozenset(
         "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>",
         "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|tool_call>", "<tool_call|>", '<|"|>',
         "<|tool_call_start|>", "<|tool_call_end|>", "<|tool_call|>", "<|/tool_call|>", "<|python_start|>",
-        "<|python_end|>", "<TOOLCALL>", "</TOOLCALL>", "<tool_calls>", "</tool_calls>",
+        "<|python_end|>", "<|function_call|>", "<TOOLCALL>", "</TOOLCALL>", "<tool_calls>", "</tool_calls>",
         "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>",
         "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
         "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>",

@@ -32,7 +32,8 @@ _POOLED_ROWS = 1024  # the same where whole prompts are pooled, which takes no l
 def most_draws(slots: int, prompt_grid: int = 1, *, pools: bool = False) -> int:
     """Tokens that a step may draw, or tell the log-probability of, if so many sequences run at once.
 
-    prompt_grid  pieces of prompts, each token of which may be asked about, are at least so long
+    prompt_grid  pieces of prompts, each token of which may be asked about, are at least so long; of encoders
+                 all tokens of a step, since texts are not divided
     pools        embeddings of the model are made of all tokens of their texts
     """
     return slots + max(_POOLED_ROWS if pools else _GIVEN_ROWS, prompt_grid)

@@ -21,8 +21,6 @@ def refusal(spec: ModelSpec) -> str | None:
 
 def _lacking(spec: ModelSpec) -> Iterator[str]:
     """List what whole layers have that no kernel computes."""
-    if spec.encoder is not None:
-        yield "an encoder, whose tokens see those behind them"
     if any(layer.inputs is not None for layer in spec.layers) and spec.layer_inputs is None:
         yield "some layers with inputs of their own"
 
@@ -46,12 +44,14 @@ def _computed(spec: ModelSpec) -> ModelSpec:
         logit_softcap=spec.logit_softcap,
         suppressed=spec.suppressed,
         tensor_types=spec.tensor_types,
+        encoder=spec.encoder,
     )
 
 
 def _computed_layer(layer: LayerSpec) -> LayerSpec:
     return LayerSpec(
         attention_norm=layer.attention_norm,
+        attention_norm_name=layer.attention_norm_name,
         mixer=_computed_attention(layer.mixer) if isinstance(layer.mixer, Attention) else layer.mixer,
         attention_post_norm=layer.attention_post_norm,
         feed_forward_norm=layer.feed_forward_norm,
@@ -59,10 +59,17 @@ def _computed_layer(layer: LayerSpec) -> LayerSpec:
         feed_forward=_computed_network(layer.feed_forward),
         feed_forward_post_norm=layer.feed_forward_post_norm,
         residual_scale=layer.residual_scale,
+        norms_behind=layer.norms_behind and _takes_norms_behind(layer),
         parallel=layer.parallel and not isinstance(layer.feed_forward, Experts),
         inputs=layer.inputs,
         output_scale=layer.output_scale,
     )
+
+
+def _takes_norms_behind(layer: LayerSpec) -> bool:
+    """Whether norms may stand behind what is added: there are two additions, and a norm for each."""
+    plain = isinstance(layer.mixer, Attention) and isinstance(layer.feed_forward, FeedForward)
+    return plain and not layer.parallel and layer.inputs is None and not layer.output_scale
 
 
 def _computed_network(network: FeedForward | Experts) -> FeedForward | Experts:
@@ -118,6 +125,7 @@ def _computed_attention(attention: Attention) -> Attention:
         sinks=attention.sinks,
         value_norm=attention.value_norm if alike else None,
         values_are_keys=attention.values_are_keys and split and own,
+        causal=attention.causal,
         keys_of=attention.keys_of if split else None,
     )
 

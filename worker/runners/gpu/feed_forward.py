@@ -25,6 +25,7 @@ from nightmill.worker.runners.gpu.weights.layout import (
     OF_EXPERTS,
     ExpertWeights,
     LayerWeights,
+    NormWeight,
     formats_in,
 )
 
@@ -128,35 +129,45 @@ class Mixture:
             )
             self._shared_down = products.of(Kind.ADDEND, width, shared.width, own.shared_down.format)
 
+    def beside(self, own: ExpertWeights) -> tuple[tuple[NormWeight, Buffer], ...]:
+        """Norms of the residual stream that its router and its experts read, if these are their own.
+
+        Whoever norms the stream for it may compute them (`Ending.beside`).
+        """
+        if self._experts.beside is None:
+            return ()
+        return (own.router_norm, self._room.routing), (own.routed_norm, self._room.read)
+
     def __call__(
         self, entering: Buffer, layer: LayerWeights, x: Buffer, ending: Ending, out: Buffer, rows: int,
-        slots: int,
+        slots: int, *, normed: bool = False,
     ) -> None:  # fmt: skip
         """Queue it for entering (rows, width) elements: x gets the sum, and out its norm.
 
-        slots  address of the slots of these tokens; 0: none is of padding
+        slots   address of the slots of these tokens; 0: none is of padding
+        normed  norms `beside` are computed
         """
         for first in range(0, rows, SLICE):
             count = min(SLICE, rows - first)
             part, stream, own = entering.from_row(first), x.from_row(first), layer.experts
             assert own is not None
-            self._queue(part, stream, layer, own, count, slots and slots + 4 * first)
+            self._read_beside(stream, own, count, normed=normed)
+            self._queue(part, layer, own, count, slots and slots + 4 * first)
             self._launchers.combine.add(
                 self._experts, self._room, self._gates, ending, stream, out.from_row(first), count,
                 Branches(own.routed_post_norm, own.shared_post_norm),
             )  # fmt: skip
 
-    def _queue(
-        self, x: Buffer, stream: Buffer, layer: LayerWeights, own: ExpertWeights, rows: int, slots: int
-    ) -> None:
-        """Queue all of a slice, but what is added to the residual stream in the end."""
+    def _read_beside(self, stream: Buffer, own: ExpertWeights, rows: int, *, normed: bool) -> None:
+        """Queue the norms `beside`, if there are such and nobody has."""
+        for norm, out in () if normed else self.beside(own):
+            self._launchers.norms(stream, norm, out, rows)
+
+    def _queue(self, x: Buffer, layer: LayerWeights, own: ExpertWeights, rows: int, slots: int) -> None:
+        """Queue all of a slice, but norms beside, and what is added to the residual stream in the end."""
         experts, at = self._experts, self._room
         tile = self._tile(experts, rows)
-        routing = read = x
-        if experts.beside is not None:
-            routing, read = at.routing, at.read
-            self._launchers.norms(stream, own.router_norm, routing, rows)
-            self._launchers.norms(stream, own.routed_norm, read, rows)
+        routing, read = (x, x) if experts.beside is None else (at.routing, at.read)
         self._router(routing, own.router, at.logits, rows)
         self._routing(
             own.router_bias, own.selection_bias, at, rows, tile, slots=slots,

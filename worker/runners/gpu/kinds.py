@@ -137,5 +137,11 @@ def kinds_of(spec: ModelSpec) -> frozenset[Kind]:
 
 
 def _added(layer: LayerSpec, after: Norm | None, *, bias: bool) -> Kind:
-    plain = after is None and not bias and layer.residual_scale == 1.0 and not layer.output_scale
+    plain = (
+        after is None
+        and not bias
+        and not layer.norms_behind
+        and layer.residual_scale == 1.0
+        and not layer.output_scale
+    )
     return Kind.RESIDUAL if plain else Kind.ADDEND

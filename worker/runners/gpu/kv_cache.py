@@ -16,7 +16,10 @@ from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, Buffer
 from nightmill.worker.runners.kv_format import KvFormat
 from nightmill.worker.runners.page_layout import LayerPart, PageLayout, page_layout
 
-__all__ = ["PAGE", "KvCache", "LayerCache", "kinds_layout", "page_bytes", "part_numbers", "pool_page_bytes"]
+__all__ = [
+    "PAGE", "KvCache", "LayerCache", "kinds_layout", "layer_page_bytes", "page_bytes", "part_numbers",
+    "pool_page_bytes",
+]  # fmt: skip
 
 PAGE = 16
 """Tokens in a page, as in `kv_cache.cuh`."""
@@ -121,8 +124,12 @@ def pool_page_bytes(spec: ModelSpec, kv: KvFormat = KvFormat.ELEMENT) -> int:
 
 def page_bytes(spec: ModelSpec, kv: KvFormat = KvFormat.ELEMENT) -> int:
     """Bytes of `PAGE` tokens: keys and values of all layers, and the tokens."""
-    parts = (part for mixer in spec.caches for part in _parts(mixer))
-    return sum(heads * part_numbers(size, kv) for heads, size in parts) * _NUMBERS[kv].itemsize + 4 * PAGE
+    return sum(layer_page_bytes(mixer, kv) for mixer in spec.caches) + 4 * PAGE
+
+
+def layer_page_bytes(mixer: Mixer | None, kv: KvFormat = KvFormat.ELEMENT) -> int:
+    """Bytes of the keys and values of `PAGE` tokens that a layer's mixer reads."""
+    return sum(heads * part_numbers(size, kv) for heads, size in _parts(mixer)) * _NUMBERS[kv].itemsize
 
 
 def part_numbers(head_dim: int, kv: KvFormat) -> int:

@@ -18,7 +18,7 @@ from nightmill.worker.runners.gpu.mixers import LayerMixer, Mixers
 from nightmill.worker.runners.gpu.products.chooser import Product, Products
 from nightmill.worker.runners.gpu.products.elements.few_rows import FewRows
 from nightmill.worker.runners.gpu.rows.activate import Activate
-from nightmill.worker.runners.gpu.rows.norms import Ending, Norms
+from nightmill.worker.runners.gpu.rows.norms import Ending, Norms, three_alike
 from nightmill.worker.runners.gpu.shapes import Kind
 from nightmill.worker.runners.gpu.states.memory import States
 from nightmill.worker.runners.gpu.states.operands import LayerStates
@@ -81,6 +81,7 @@ class Layer:
     combined       the same of experts
     given          the same of its own input
     parallel       both read what attention's norm gives
+    norms_behind   norms stand behind what is added
     at             buffers as wide as it needs
     """
 
@@ -93,6 +94,7 @@ class Layer:
     combined: Ending | None
     given: Addition | None
     parallel: bool
+    norms_behind: bool
     at: Activations
 
     @property
@@ -103,6 +105,8 @@ class Layer:
     @property
     def first_norm(self) -> NormWeight:
         """The norm of what enters it."""
+        if self.norms_behind:
+            return NO_NORM
         return self.weights.ffn_norm if self.attended is None else self.weights.attn_norm
 
 
@@ -163,6 +167,12 @@ def bind_layers(
             then = Ending(own.attn_post_norm, scale, *inner)
             if feeds:
                 then = replace(then, factor=ABSENT, before=None if layer.parallel else own.ffn_norm)
+            if layer.norms_behind:
+                then = replace(then, before=own.attn_norm, behind=True)
+            if kernels.mixture is not None and kinds.output is Kind.ADDEND and own.experts is not None:
+                beside = kernels.mixture.beside(own.experts)
+                if three_alike(own.ffn_norm, *(norm for norm, _ in beside)):
+                    then = replace(then, beside=beside)
             attended = Addition(
                 kernels.output, own.attn_output, norms, at.added if kinds.output is Kind.ADDEND else None,
                 own.attn_output_bias, then,
@@ -170,7 +180,8 @@ def bind_layers(
         if kernels.down is not None:
             fed = Addition(
                 kernels.down, own.ffn_down, norms, at.added if kinds.down is Kind.ADDEND else None,
-                own.ffn_down_bias, Ending(own.ffn_post_norm, scale, *inner),
+                own.ffn_down_bias,
+                Ending(own.ffn_post_norm, scale, *inner, behind=layer.norms_behind),
             )  # fmt: skip
         if kernels.mixture is not None:
             combined = Ending(own.ffn_post_norm, scale, *inner)
@@ -183,7 +194,7 @@ def bind_layers(
         kept = mixer.keys_of if isinstance(mixer, Attention) and mixer.keys_of is not None else index
         return Layer(
             kernels, own, cache.layers[kept], states.layers[index], attended, fed, combined, given,
-            layer.parallel, at.of(layer),
+            layer.parallel, layer.norms_behind, at.of(layer),
         )  # fmt: skip
 
     fuses = all(
@@ -194,4 +205,7 @@ def bind_layers(
     each = list(zip(spec.layers, weights.layers, strict=True))
     entered = [own.ffn_norm if layer.mixer is None else own.attn_norm for layer, own in each]
     entered.append(weights.output_norm)
+    for index, (layer, own) in enumerate(each[:-1]):  # the model's norm is the last of its last layer
+        if layer.norms_behind:
+            entered[index + 1] = own.ffn_norm
     return tuple(bound(index, layer, own) for index, (layer, own) in enumerate(each))

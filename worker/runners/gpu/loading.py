@@ -130,6 +130,11 @@ class _Loader:
             layer_embedding=self._matrix(own, Role.LAYER_EMBEDDING),
             layer_projection=self._matrix(own, Role.LAYER_PROJECTION),
             layer_projection_norm=self._norm(own, Role.LAYER_PROJECTION_NORM, inputs),
+            positions=self._vector(own, Role.POSITIONS),
+            text_types=self._vector(own, Role.TEXT_TYPES),
+            embedding_norm=self._norm(
+                own, Role.EMBEDDING_NORM, None if spec.encoder is None else spec.encoder.norm
+            ),
         )
 
     def _layer(self, index: int) -> LayerWeights:

@@ -26,7 +26,7 @@ from nightmill.worker.runners.gpu.shapes import Kind
 from nightmill.worker.runners.gpu.states.choice import state_mixer
 from nightmill.worker.runners.gpu.states.operands import LayerStates
 from nightmill.worker.runners.gpu.states.operands import Mixer as StateLauncher
-from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
+from nightmill.worker.runners.gpu.step_inputs import StepInputs, StepShape
 from nightmill.worker.runners.gpu.weights.layout import LatentWeights, LayerWeights
 
 __all__ = ["AttentionMixer", "LatentMixer", "LayerMixer", "MixedLayer", "Mixers", "StateMixer"]

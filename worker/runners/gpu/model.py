@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.base import DRAW
 from nightmill.worker.runners.gpu.activations import LOGIT_ROWS, Activations
-from nightmill.worker.runners.gpu.device.operands import Buffer
+from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer
 from nightmill.worker.runners.gpu.kinds import last_keeping
 from nightmill.worker.runners.gpu.layers import Layer, LayerKernels
 from nightmill.worker.runners.gpu.products.chooser import Product, Products
@@ -24,11 +24,11 @@ from nightmill.worker.runners.gpu.products.elements.few_rows import MAX_ROWS
 from nightmill.worker.runners.gpu.rows.embedding import Embedding
 from nightmill.worker.runners.gpu.rows.layer_inputs import LayerInputRows
 from nightmill.worker.runners.gpu.rows.logits import LogitScale
-from nightmill.worker.runners.gpu.rows.norms import Norms
+from nightmill.worker.runners.gpu.rows.norms import Ending, Norms
 from nightmill.worker.runners.gpu.sampling.masks import StagedMasks
 from nightmill.worker.runners.gpu.sampling.sampler import ChunkPages, Sampler
 from nightmill.worker.runners.gpu.shapes import Kind
-from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
+from nightmill.worker.runners.gpu.step_inputs import StepInputs, StepShape
 from nightmill.worker.runners.gpu.weights.layout import NO_NORM, Weights
 
 __all__ = ["Model", "Shared"]
@@ -173,6 +173,7 @@ class Model:
             tokens,
         )
         self.shared.embedding.embed(at.tokens, self._weights.embedding, at.x, tokens)
+        self._add_to_embeddings(inputs, tokens)
         if self.projection is not None and (given := self.shared.inputs) is not None:
             weights = self._weights
             self.shared.norms(at.x, NO_NORM, at.entering, tokens)
@@ -184,6 +185,15 @@ class Model:
             self._few_rows(inputs, shape)
         else:
             self._any_rows(inputs, shape, tail)
+
+    def _add_to_embeddings(self, inputs: StepInputs, rows: int) -> None:
+        """Queue what an encoder has beside its tokens' embeddings, and their norm."""
+        at, weights = self._at, self._weights
+        if weights.positions is not ABSENT or weights.text_types is not ABSENT:
+            self.shared.embedding.add(inputs.positions, weights.positions, weights.text_types, at.x, rows)
+        if weights.embedding_norm is not NO_NORM:
+            ending = Ending(before=weights.embedding_norm, behind=True)
+            self.shared.norms.add(None, ABSENT, ending, at.x, at.entering, rows)
 
     def draw(
         self,
@@ -260,7 +270,8 @@ class Model:
                 layer.fed(own.activated, x, entering if between else end, rows)
             elif kernels.mixture is not None and layer.combined is not None:
                 target = entering if between else end
-                kernels.mixture(entering, weights, x, layer.combined, target, rows, slots)
+                normed = layer.attended is not None and layer.attended.ending.takes(rows)
+                kernels.mixture(entering, weights, x, layer.combined, target, rows, slots, normed=normed)
             if layer.given is not None and kernels.input_gate is not None and self.shared.inputs is not None:
                 kernels.input_gate(entering, weights.input_gate, at.input_gate, rows)
                 self.shared.inputs.gate(at.input_gate, at.inputs, index, rows, drawing)

@@ -82,6 +82,8 @@ class RunnerPlanner:
         tokens = sizes.max_tokens
         if sizes.kv_pages is None:
             least = max(slots - 1 + prompt_grid(spec), LEAST_TOKENS)
+            if spec.encoder is not None:  # whose texts are computed whole
+                least = max(least, sizes.context)
             layout = kinds_layout(spec, precision.kv)
             pages = -(-sizes.context // PAGE) if layout is None else layout.pages_for(sizes.context)
             tokens = tokens_of_a_step(
@@ -102,7 +104,8 @@ class RunnerPlanner:
         """The bounds of a step of these sizes."""
         slots, grid = sizes.slots, prompt_grid(self.spec)
         pools = self.spec.pooling is Pooling.MEAN
-        draws = most_draws(slots, grid, pools=pools) if sizes.max_draws is None else sizes.max_draws
+        given = sizes.max_tokens if self.spec.encoder is not None else grid
+        draws = most_draws(slots, given, pools=pools) if sizes.max_draws is None else sizes.max_draws
         layout = kinds_layout(self.spec, self.precision.kv)
         return StepBounds(
             max_tokens=sizes.max_tokens,

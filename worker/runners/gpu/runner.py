@@ -60,15 +60,8 @@ from nightmill.worker.runners.gpu.sampling.slots import SlotTable
 from nightmill.worker.runners.gpu.self_test import check_products, checked_products
 from nightmill.worker.runners.gpu.shapes import MANY_ROWS
 from nightmill.worker.runners.gpu.states.memory import States
-from nightmill.worker.runners.gpu.steps import (
-    PADDING,
-    Division,
-    StepBuffers,
-    StepInputs,
-    StepShape,
-    drawing_rows,
-    padded_lengths,
-)
+from nightmill.worker.runners.gpu.step_inputs import Division, StepInputs, StepShape
+from nightmill.worker.runners.gpu.steps import PADDING, StepBuffers, drawing_rows, padded_lengths
 from nightmill.worker.runners.gpu.weights.choice import choose_weights
 from nightmill.worker.runners.gpu.weights.layout import padded_vocab
 from nightmill.worker.runners.starting import Progress, StartStep, no_progress
@@ -156,7 +149,7 @@ class CudaRunner:
         try:
             self.arithmetic = arithmetic_of(file, self.device, precision)
             self._build(file, spec, precision, sizes)
-            if launching.graphs:
+            if launching.graphs and spec.encoder is None:  # which draws nothing
                 self._capture_all()
             self._progress(StartStep.SELF_TEST, "")
             checked = list(checked_products(self.device, self._model, spec, file))
@@ -233,7 +226,7 @@ class CudaRunner:
         self._found = [device.pinned(self.max_draws, FOUND) for _ in range(self.depth)]
         self._done: list[Any] = [device.event() for _ in range(self.depth)]
         if self._tune:
-            self._tune_many_rows()
+            self._tune_many_rows(MANY_ROWS if spec.encoder is None else LOGIT_ROWS)
 
     def launch(self, batch: StepBatch) -> None:
         """Queue a step. Raises RunnerError where it is too large or the GPU refuses."""
@@ -338,10 +331,10 @@ class CudaRunner:
         log.info("%s", news)
         self._progress(StartStep.COMPILING, news)
 
-    def _tune_many_rows(self) -> None:
-        """Choose how steps of many tokens are multiplied: of the most there can be, a half, a quarter ..."""
+    def _tune_many_rows(self, least: int) -> None:
+        """Choose how steps of over `least` tokens are multiplied: of the most there can be, a half ..."""
         rows = self.max_tokens
-        while rows > MANY_ROWS:
+        while rows > least:
             self._progress(StartStep.TUNING, f"{rows:,} rows")
             self._model.tune(rows, 1)
             rows //= 2

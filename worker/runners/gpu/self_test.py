@@ -25,7 +25,7 @@ from nightmill.worker.runners.gpu.layers import LayerKernels
 from nightmill.worker.runners.gpu.mixers import AttentionMixer, LatentMixer, StateMixer
 from nightmill.worker.runners.gpu.model import Model
 from nightmill.worker.runners.gpu.shapes import padded_rows
-from nightmill.worker.runners.gpu.steps import NO_INPUTS
+from nightmill.worker.runners.gpu.step_inputs import NO_INPUTS
 from nightmill.worker.runners.gpu.weights.head_order import HeadOrder, RowOrder
 from nightmill.worker.runners.gpu.weights.layout import LayerWeights, layer_weights, rows_of
 from nightmill.worker.runners.reference import ops

@@ -12,8 +12,12 @@ from nightmill.worker.runners.reference.rounding import as_fp8
 __all__ = ["load", "load_layer"]
 
 FloatArray = npt.NDArray[np.float32]
-_AS_THEY_ARE = {Role.ROUTER}
-"""Matrices that are not rounded to FP8: experts are chosen by float32."""
+_AS_THEY_ARE = {Role.ROUTER, Role.INPUT_GATE, Role.INPUT_UP, Role.K_UP, Role.V_UP, Role.KV_UP}
+"""Matrices of layers that are not rounded to FP8, and what is multiplied with them neither.
+
+Experts are chosen by float32, a gate of a layer's own input reads the residual stream without a norm, and
+matrices of each head are small.
+"""
 
 
 def load_layer(
@@ -31,7 +35,6 @@ def load_layer(
     mixer = layer.mixer
     if isinstance(mixer, LatentAttention) and mixer.fused:
         both = loaded.pop(Role.KV_UP).reshape(mixer.heads, -1, mixer.latent)
-        both = as_fp8(both).astype(np.float32, copy=False) if fp8 else both
         loaded[Role.K_UP] = np.ascontiguousarray(both[:, : mixer.key_dim])
         loaded[Role.V_UP] = np.ascontiguousarray(both[:, mixer.key_dim :].swapaxes(1, 2))
     return loaded

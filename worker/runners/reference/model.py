@@ -173,8 +173,8 @@ class ReferenceModel:
     ) -> ops.FloatArray:
         """Return what a layer adds for its input (T, columns)."""
         activate = _ACTIVATIONS[inputs.activation, False]
-        gated = activate(self._linear(x, weights[Role.INPUT_GATE])) * row
-        added = self._linear(gated, weights[Role.INPUT_UP])
+        gated = activate(self._product(x, weights[Role.INPUT_GATE])) * row
+        added = self._product(gated, weights[Role.INPUT_UP])
         return _norm(inputs.norm, added, weights, Role.INPUT_POST_NORM)
 
     def close(self) -> None:
@@ -254,12 +254,12 @@ class ReferenceModel:
         q_rotated, k_rotated = (
             ops.rope(part, cosine, sine, interleaved=interleaved) for part in (q_rotated, k_rotated)
         )
-        absorbed = np.stack([self._linear(q[:, head], weights[Role.K_UP][head]) for head in range(heads)], 1)
+        absorbed = np.stack([self._product(q[:, head], weights[Role.K_UP][head]) for head in range(heads)], 1)
         keys = np.concatenate([kept, k_rotated], axis=2)
         self._cache.write(index, keys, keys, places)
         q = np.concatenate([absorbed, q_rotated], axis=2)
         mixed = self._cache.attend(index, q, places, ops.Scores(attention.scale))
-        values = [self._linear(mixed[:, head, :latent], weights[Role.V_UP][head]) for head in range(heads)]
+        values = [self._product(mixed[:, head, :latent], weights[Role.V_UP][head]) for head in range(heads)]
         return self._linear(np.concatenate(values, axis=1), weights[Role.ATTN_OUTPUT])
 
     def _feed_forward(

@@ -87,7 +87,7 @@ def _kind(attention: Attention | LatentAttention) -> tuple[object, ...]:
     if isinstance(attention, LatentAttention):
         return (attention.scale,)
     heads = attention.heads, attention.kv_heads, attention.head_dim
-    return heads, score_arguments(attention), attention.sinks
+    return heads, score_arguments(attention), attention.sinks, attention.causal
 
 
 def decode_attention(

@@ -12,7 +12,7 @@ from nightmill.worker.runners.gpu.device.sources import Source
 from nightmill.worker.runners.gpu.device.tensor_maps import TensorMaps
 from nightmill.worker.runners.gpu.kv_cache import PAGE, LayerCache
 from nightmill.worker.runners.gpu.shapes import padded_rows
-from nightmill.worker.runners.gpu.steps import PromptGroup, StepInputs, StepShape
+from nightmill.worker.runners.gpu.step_inputs import PromptGroup, StepInputs, StepShape
 
 __all__ = ["HopperWide"]
 

@@ -11,7 +11,7 @@ from nightmill.worker.runners.gpu.device.functions import KernelPairs
 from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, FLOAT, Buffer
 from nightmill.worker.runners.gpu.device.sources import Source, source_of
 from nightmill.worker.runners.gpu.kv_cache import LayerCache
-from nightmill.worker.runners.gpu.steps import StepInputs
+from nightmill.worker.runners.gpu.step_inputs import StepInputs
 from nightmill.worker.runners.gpu.weights.layout import HeadMatrices, LatentWeights
 
 __all__ = ["Angles", "HeadProducts", "LatentRoom", "LatentRows", "row_sources"]

@@ -13,7 +13,7 @@ from nightmill.worker.runners.gpu.attention.pieces import NO_PIECES, whole_piece
 from nightmill.worker.runners.gpu.attention.prefill import HopperPrefill, PortablePrefill
 from nightmill.worker.runners.gpu.attention.wide import WideDecode, WidePrefill
 from nightmill.worker.runners.gpu.kv_cache import PAGE
-from nightmill.worker.runners.gpu.steps import Division, PromptGroup
+from nightmill.worker.runners.gpu.step_inputs import Division, PromptGroup
 
 __all__ = ["AttentionPlans", "Decode", "Prefill", "Rooms"]
 

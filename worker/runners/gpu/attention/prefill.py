@@ -1,8 +1,14 @@
-"""Prefill attention: the causal attention of chunks of prompts."""
+"""Prefill attention: that of chunks of prompts."""
 
 from nightmill.worker.model.spec import Attention, ModelSpec
 from nightmill.worker.runners.base import IntArray
-from nightmill.worker.runners.gpu.attention.scores import FAST_HEADS, SCORES, score_arguments, scoring
+from nightmill.worker.runners.gpu.attention.scores import (
+    FAST_HEADS,
+    PREFILL_HEADS,
+    SCORES,
+    score_arguments,
+    scoring,
+)
 from nightmill.worker.runners.gpu.attention.tiles import TILE_BYTES, TILE_ROWS, prefill_tiles
 from nightmill.worker.runners.gpu.attention.widening import Widening
 from nightmill.worker.runners.gpu.device.device import Device
@@ -12,7 +18,7 @@ from nightmill.worker.runners.gpu.device.sources import Source
 from nightmill.worker.runners.gpu.device.tensor_maps import TensorMaps
 from nightmill.worker.runners.gpu.kv_cache import PAGE, LayerCache
 from nightmill.worker.runners.gpu.shapes import padded_rows
-from nightmill.worker.runners.gpu.steps import PromptGroup, StepInputs, StepShape
+from nightmill.worker.runners.gpu.step_inputs import PromptGroup, StepInputs, StepShape
 from nightmill.worker.runners.kv_format import KvFormat
 
 __all__ = ["HopperPrefill", "PortablePrefill"]
@@ -48,7 +54,7 @@ class HopperPrefill:
     @staticmethod
     def suits(attention: Attention, *, hopper: bool) -> bool:
         """Return whether the kernel takes a layer's attention."""
-        return hopper and attention.head_dim in FAST_HEADS
+        return hopper and attention.causal and attention.head_dim in FAST_HEADS
 
     @classmethod
     def sources(cls, spec: ModelSpec, *, hopper: bool) -> list[Source]:
@@ -126,9 +132,9 @@ class PortablePrefill:
     def __init__(self, device: Device, attention: Attention, value_dim: int | None = None) -> None:
         self._heads, self._kv_heads = attention.heads, attention.kv_heads
         self._scores = score_arguments(attention)
-        fast = value_dim is None and attention.head_dim in FAST_HEADS
+        fast = value_dim is None and attention.head_dim in PREFILL_HEADS
         self._columns = attention.kv_heads if fast else attention.heads  # of the grid
-        self._threads = 256 if fast and attention.head_dim > 64 else 128
+        self._threads = 256 if fast and attention.head_dim != 64 else 128
         self._shared = _tile_bytes(attention.head_dim) if fast else 0
         kernels = KernelPairs(device, self._source(attention, value_dim))
         name = "prefill_attention" if fast else "prefill_attention_any"
@@ -136,7 +142,7 @@ class PortablePrefill:
 
     @staticmethod
     def _source(attention: Attention, value_dim: int | None = None) -> Source:
-        fast = value_dim is None and attention.head_dim in FAST_HEADS
+        fast = value_dim is None and attention.head_dim in PREFILL_HEADS
         return scoring("prefill_attention" if fast else "attention_any", attention, value_dim)
 
     @classmethod

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from nightmill.worker.runners.base import IntArray
 from nightmill.worker.runners.gpu.kv_cache import PAGE
-from nightmill.worker.runners.gpu.steps import PromptGroup
+from nightmill.worker.runners.gpu.step_inputs import PromptGroup
 
 __all__ = ["WidePages", "wide_pages"]
 

@@ -14,7 +14,7 @@ from nightmill.worker.runners.gpu.device.functions import KernelPairs
 from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer
 from nightmill.worker.runners.gpu.device.sources import Source
 from nightmill.worker.runners.gpu.kv_cache import PAGE, LayerCache
-from nightmill.worker.runners.gpu.steps import PromptGroup, StepInputs, StepShape
+from nightmill.worker.runners.gpu.step_inputs import PromptGroup, StepInputs, StepShape
 from nightmill.worker.runners.kv_format import KvFormat
 
 __all__ = ["VALUES", "WideDecode", "WidePrefill", "has_room", "heads_of_a_tile", "wide_pieces"]

@@ -11,7 +11,7 @@ from nightmill.worker.runners.gpu.device.functions import Module
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, INT, Buffer
 from nightmill.worker.runners.gpu.device.sources import Source, by_head, source_of
 from nightmill.worker.runners.gpu.kv_cache import PAGE, LayerCache
-from nightmill.worker.runners.gpu.steps import PromptGroup
+from nightmill.worker.runners.gpu.step_inputs import PromptGroup
 
 __all__ = ["Widening"]
 

@@ -15,7 +15,7 @@ from nightmill.worker.runners.gpu.products.elements.hopper_qkv import HopperQkv
 from nightmill.worker.runners.gpu.products.packed.packed_qkv import PackedQkv
 from nightmill.worker.runners.gpu.rows.rotation import Rotation
 from nightmill.worker.runners.gpu.shapes import Kind, padded_rows
-from nightmill.worker.runners.gpu.steps import StepInputs
+from nightmill.worker.runners.gpu.step_inputs import StepInputs
 from nightmill.worker.runners.gpu.weights.layout import LayerWeights
 
 __all__ = ["Qkv"]

@@ -11,6 +11,7 @@ __all__ = ["COMPUTED", "Activate"]
 _KERNELS = {
     (Activation.SILU, True): "swiglu", (Activation.GELU, True): "geglu",
     (Activation.SILU, False): "silu", (Activation.GELU, False): "gelu",
+    (Activation.GELU_ERF, True): "geglu_erf", (Activation.GELU_ERF, False): "gelu_erf",
     (Activation.RELU_SQUARED, True): "reglu_squared", (Activation.RELU_SQUARED, False): "relu_squared",
 }  # fmt: skip
 

@@ -3,7 +3,7 @@
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import KernelPair, KernelPairs, blocks_for
-from nightmill.worker.runners.gpu.device.operands import Buffer, Format, Matrix
+from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.device.sources import Source, source_of
 
 __all__ = ["Embedding"]
@@ -20,6 +20,7 @@ class Embedding:
         self._kernels = kernels = KernelPairs(device, source_of("embedding"))
         self._embed: dict[Format, KernelPair] = {}
         self._gather_rows = kernels.function("gather_rows", "PPPii")
+        self._add = kernels.function("add_embeddings", "PPPPiii")
 
     @staticmethod
     def sources(spec: ModelSpec, *, hopper: bool) -> list[Source]:
@@ -33,6 +34,20 @@ class Embedding:
             self._of(table.format).of(rows)(
                 blocks_for(rows * width // 8), _BLOCK, tokens.address, table.address, out.address, rows,
                 width, self._vocab, self._scale,
+            )  # fmt: skip
+
+    def add(self, positions: int, table: Buffer, row: Buffer, x: Buffer, rows: int) -> None:
+        """x (rows, width) float += table[positions] + row, floats.
+
+        positions  address of those of the rows, int32
+        table      (places, width), or ABSENT
+        row        (1 or more, width), of which the first is taken, or ABSENT
+        """
+        if rows:
+            width, places = x.shape[1], 0 if table is ABSENT else table.shape[0]
+            self._add.of(rows)(
+                blocks_for(rows * width // 8), _BLOCK, positions, table.address, row.address, x.address, rows,
+                width, places,
             )  # fmt: skip
 
     def _of(self, format_: Format) -> KernelPair:

@@ -11,10 +11,11 @@ from nightmill.worker.runners.gpu.kinds import layer_kinds
 from nightmill.worker.runners.gpu.shapes import Kind
 from nightmill.worker.runners.gpu.weights.layout import NO_NORM, NormWeight
 
-__all__ = ["Ending", "Norms", "only_rms_norms", "row_shape"]
+__all__ = ["Ending", "Norms", "only_rms_norms", "row_shape", "three_alike"]
 
 _MOST = 32_768  # elements of a row
 _PIECES = (1, 2, 4)  # kernels, by the pieces of 8 values that a thread has
+_ADDED = "PPPPfifPP"  # arguments of an addition
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +24,26 @@ class Ending:
 
     factor  a float that is a weight, or ABSENT
     before  None: nothing is written to out; without a weight x is only rounded
+    behind  x becomes before(x), too: norms stand behind what is added
+    beside  norms of x for others, and where they go: two, or none. They, and `before`, are RMS norms with one
+            eps (`three_alike`)
     """
 
     after: NormWeight = NO_NORM
     scale: float = 1.0
     factor: Buffer = ABSENT
     before: NormWeight | None = NO_NORM
+    behind: bool = False
+    beside: tuple[tuple[NormWeight, Buffer], ...] = ()
+
+    def takes(self, rows: int) -> bool:
+        """Return whether norms beside have room for so many rows; if not, they are for who needs them."""
+        return bool(self.beside) and rows <= min(out.shape[0] for _, out in self.beside)
+
+
+def three_alike(*norms: NormWeight) -> bool:
+    """Return whether one launch computes these norms of the same rows."""
+    return len(norms) == 3 and all(one.plain and one.eps == norms[0].eps for one in norms)
 
 
 class Norms:
@@ -39,8 +54,11 @@ class Norms:
         self._rms = _by_pieces(rms, "rms_norm", "PPPif")
         self._rounding = _by_pieces(rms, "rms_norm_fp8", "PPPPif")
         self._any: dict[int, KernelPair] = {}
+        self._three: dict[int, KernelPair] = {}
         if not only_rms_norms(spec):
-            self._any = _by_pieces(KernelPairs(device, source_of("residual")), "residual", "PPPPfifPPPPfiPi")
+            residual = KernelPairs(device, source_of("residual"))
+            self._any = _by_pieces(residual, "residual", _ADDED + "PPfiiPi")
+            self._three = _by_pieces(residual, "residual_three", _ADDED + "fPPPPPPi")
 
     @staticmethod
     def sources(spec: ModelSpec, *, hopper: bool) -> list[Source]:
@@ -70,19 +88,27 @@ class Norms:
     def add(
         self, added: Buffer | None, bias: Buffer, ending: Ending, x: Buffer, out: Buffer, rows: int
     ) -> None:
-        """Queue what `ending` says for added + bias.
+        """Queue what `ending` says for added + bias; of norms beside, only where they have room for all rows.
 
         added  float (rows, width); None: x stays as it is
         """
-        if rows:
-            width, after, then = x.shape[1], ending.after, ending.before or NO_NORM
-            pieces, block = row_shape(width)
-            self._any[pieces].of(rows)(
-                (rows, 1), block, 0 if added is None else added.address, bias.address, after.weight.address,
-                after.bias.address, after.eps, after.centred, ending.scale, ending.factor.address, x.address,
-                then.weight.address, then.bias.address, then.eps, then.centred,
-                0 if ending.before is None else out.address, width,
-            )  # fmt: skip
+        if not rows:
+            return
+        width, after, then = x.shape[1], ending.after, ending.before or NO_NORM
+        pieces, block = row_shape(width)
+        addition = (
+            (rows, 1), block, 0 if added is None else added.address, bias.address, after.weight.address,
+            after.bias.address, after.eps, after.centred, ending.scale, ending.factor.address, x.address,
+        )  # fmt: skip
+        if ending.takes(rows):
+            given = ((then, out), *ending.beside)
+            places = (one.address for norm, to in given for one in (norm.weight, to))
+            self._three[pieces].of(rows)(*addition, then.eps, *places, width)
+            return
+        self._any[pieces].of(rows)(
+            *addition, then.weight.address, then.bias.address, then.eps, then.centred, ending.behind,
+            0 if ending.before is None else out.address, width,
+        )  # fmt: skip
 
 
 def _by_pieces(kernels: KernelPairs, name: str, arguments: str) -> dict[int, KernelPair]:
@@ -101,5 +127,6 @@ def only_rms_norms(spec: ModelSpec) -> bool:
     norms = [spec.output_norm, *(layer.attention_norm for layer in spec.layers if layer.mixer is not None)]
     norms += [one.feed_forward_norm for one in spec.layers if one.feed_forward.width and not one.parallel]
     plain = all(norm is not None and not norm.centred and not norm.bias for norm in norms)
-    adds = spec.layer_inputs is not None or any(Kind.ADDEND in layer_kinds(layer) for layer in spec.layers)
+    adds = spec.layer_inputs is not None or spec.encoder is not None
+    adds = adds or any(Kind.ADDEND in layer_kinds(layer) for layer in spec.layers)
     return plain and not adds

@@ -166,6 +166,9 @@ class Weights:
     layer_embedding: Matrix = NO_MATRIX  # (vocab, layers inputs), of layers with inputs of their own
     layer_projection: Matrix = NO_MATRIX  # (layers inputs, width)
     layer_projection_norm: NormWeight = NO_NORM  # (inputs,)
+    positions: Buffer = ABSENT  # float (places, width), of an encoder, as the next two
+    text_types: Buffer = ABSENT  # float (kinds, width)
+    embedding_norm: NormWeight = NO_NORM
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from nightmill.worker.runners.gpu.kinds import mixer_sizes
 from nightmill.worker.runners.gpu.kv_cache import LayerCache
 from nightmill.worker.runners.gpu.rows.rotation import KvWrite
 from nightmill.worker.runners.gpu.shapes import first_sum
-from nightmill.worker.runners.gpu.steps import StepInputs
+from nightmill.worker.runners.gpu.step_inputs import StepInputs
 from nightmill.worker.runners.gpu.weights.layout import LayerWeights, NormWeight
 from nightmill.worker.runners.kv_format import KvFormat
 
