@@ -241,9 +241,10 @@ def expert_sources() -> Iterator[tuple[Path, tuple[str, ...], str]]:
     ):
         by = [one for one in Multiplier if one is Multiplier.MMA or architecture == HOPPER]
         by = [one for one in by if one is not Multiplier.STAYING or format_.packed]
-        by = [one for one in by if one is not Multiplier.GEMM or not format_.scaled]
         sources = [*around, *(grouped_source(format_, one) for one in by)]
         yield from ((*for_element(source, element), architecture) for source in sources)
+    path, options = grouped_source(Format.Q4_K, Multiplier.GEMM)  # which waits for counts in memory
+    yield path, (*options, BOUNDED_WAITS), HOPPER
 
 
 def reference_sources() -> Iterator[tuple[Path, tuple[str, ...], str]]:
