@@ -65,8 +65,10 @@ test: fetched browser ## Run the tests but for the slow ones; they start a real 
 test-all: fetched browser ## Run all tests, as continuous integration does
 	$(PYTEST)
 
+# All below tests/unit/server are heavy: what they import need not be. Nothing waits: a process for each core.
 quick: $(VENV)/dev.stamp ## Run the tests that start no process, for the edit loop: a minute
-	$(PYTEST) -m 'not parity and not slow and not heavy' tests/unit
+	$(BIN)/python -m pytest -n logical --dist worksteal -m 'not parity and not slow and not heavy' \
+		--ignore=tests/unit/server tests/unit
 
 # Test processes that begin together in a fresh clone would each compile all tests: 14 s of a core, afterwards 6.
 collected: $(VENV)/dev.stamp
@@ -92,6 +94,10 @@ present:
 		--dest $(VENV)/from-index twine >/dev/null 2>&1 || echo index
 	@! PATH="$$PATH:/usr/sbin" command -v pgbouncer >/dev/null || echo pgbouncer
 	@! command -v c++ g++ clang++ >/dev/null || echo compiler
+	@! $(BIN)/python -c 'from nightmill.worker.runners.gpu.device.compiler import find_nvcc; find_nvcc()' \
+		2>/dev/null || echo nvcc
+	@rm -rf $(VENV)/disk; mkdir $(VENV)/disk; ! mount -t tmpfs -o size=1m nightmill-tests $(VENV)/disk 2>/dev/null \
+		|| { umount $(VENV)/disk && echo mount; }; rmdir $(VENV)/disk
 
 vocabularies: $(VENV)/dev.stamp ## Fetch real vocabularies and chat templates, which the tests then read (76 MB)
 	@echo "Fetching vocabularies and chat templates (76 MB) ..."

@@ -41,6 +41,7 @@ from nightmill.worker.model.spec import (
 )
 from nightmill.worker.runners.base import DRAW
 from nightmill.worker.runners.gpu.attention.latent import latent_kernels
+from nightmill.worker.runners.gpu.attention.scores import scoring
 from nightmill.worker.runners.gpu.catalogue import sources_for
 from nightmill.worker.runners.gpu.device.compiler import (
     COMMON_OPTIONS,
@@ -67,7 +68,7 @@ Job = tuple[Path, tuple[str, ...], str]
 """File, options beside those of all, and architecture."""
 MOST_STACK = {
     "mma_gemm": 0, "mma_fp8": 0, "packed_mma": 0, "packed_rows": 0, "packed_few": 0, "decode_attention": 16,
-    "few_rows": 16, "prefill_attention": 32, "split_attention": 32,
+    "few_rows": 16, "prefill_attention": 0, "split_attention": 32,
 }  # fmt: skip
 """Bytes of stack that kernels of these files may need, which run in each step: none, or a known few."""
 _SHOWN = 5
@@ -176,6 +177,8 @@ def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
             sources = sources_for(spec, precision, hopper=architecture == HOPPER)
             yield from ((path, options, architecture) for path, options in sources)
     yield from latent_sources()
+    heads = scoring("prefill_attention", with_heads(bundled, 256, RopeStyle.HALVES).attentions[0])
+    yield heads[0], (*heads[1], "-DQUERIES_SHARED=8"), "sm_80"
     for path, options in sources_for(large, replace(bf16, kv=KvFormat.FP8), hopper=False):
         if any(included.name == "e4m3.cuh" for included in included_files(path)):
             yield path, options, "sm_89"

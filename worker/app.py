@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 
 from celery import Celery, bootsteps, signals
 from celery.concurrency.thread import TaskPool
-from celery.worker import state as celery_state
 
 from nightmill.jobs.base.hours import Hours
 from nightmill.jobs.base.last_resort import END_SECONDS, LastResort
@@ -58,7 +57,7 @@ from nightmill.worker.assembly.sizes import (
 from nightmill.worker.link.launching import ENGINE_COMMAND, launch_engine
 from nightmill.worker.link.link import EngineLink
 from nightmill.worker.runners.gpu.device.nvml import GpuProbe
-from nightmill.worker.service import tasks
+from nightmill.worker.service import celery_flags, tasks
 from nightmill.worker.service.heart import LOADING, Heart
 from nightmill.worker.service.housekeeper import Housekeeper
 from nightmill.worker.service.interactive import InteractiveConsumer
@@ -163,15 +162,15 @@ class EngineStep(bootsteps.StartStopStep):
         log.info("going to sleep: %s", reason)
         self.rest_reason = reason
         self.service.begin_drain()
-        if not _told_to_end():
-            celery_state.should_stop = 0
+        if not celery_flags.told_to_end():
+            celery_flags.end_in_order()
 
     def _sleep(self, settings: Settings) -> None:
         """Become the process that sleeps (`worker.sleeping`): the last that this one does, if it is to rest.
 
         Whoever told it to end meanwhile gets that: the flag was set by a signal, not by `_rest` alone.
         """
-        if not self.goes_to_sleep or celery_state.should_stop:  # 0: to end in order
+        if not self.goes_to_sleep or celery_flags.ends_otherwise():
             return
         options: dict[str, Any] = {"hours": settings.hours, "idle_seconds": settings.idle_seconds}
         command = with_option([sys.executable, *sys.orig_argv[1:]], "--id", self.claims.worker_id)
@@ -186,7 +185,7 @@ class EngineStep(bootsteps.StartStopStep):
             logging.getLogger(chatter).setLevel(logging.WARNING)
 
         def tell(_: str) -> None:
-            celery_state.maybe_shutdown()
+            celery_flags.exit_if_told()
 
         turn: str | None = self.options.get("turn")
         settings = with_files(merge_options(Settings.from_env(), self.options), turn, tell)
@@ -202,7 +201,7 @@ class EngineStep(bootsteps.StartStopStep):
             log.info("metrics at http://%s:%d/metrics", settings.metrics_host, settings.metrics_port)
         # It loads the model while this process goes on.
         engine = launch_engine(settings, ENGINE_COMMAND, hang_seconds=hang_seconds(settings))
-        LastResort(_told_to_end, settings.drain_seconds + END_SECONDS, engine.kill).start()
+        LastResort(celery_flags.told_to_end, settings.drain_seconds + END_SECONDS, engine.kill).start()
         try:
             self._serve(parent, settings, engine)
         except BaseException:  # Ctrl-C too must not leave the engine's process behind
@@ -314,7 +313,7 @@ class EngineStep(bootsteps.StartStopStep):
 
     @property
     def goes_to_sleep(self) -> bool:
-        """Whether this worker ends in order to sleep, and nobody has told it to end altogether."""
+        """True if this worker ends in order to sleep, and nobody has told it to end altogether."""
         return self.rest_reason is not None and not self.told_to_end
 
     def _take_leave(self) -> None:
@@ -336,14 +335,13 @@ class EngineStep(bootsteps.StartStopStep):
         """End in order, but now (SIGQUIT). Celery would try to kill its tasks, which threads cannot be."""
         self.told_to_end = True
         service.begin_drain(at_once=True)
-        if not _is_set(celery_state.should_stop):
-            celery_state.should_stop = 0
+        celery_flags.end_in_order()
 
     def _wait_for_engine(
         self, settings: Settings, model: LoadedModel, engine: EngineLink, tell: Callable[[str], None]
     ) -> Service:
         def while_loading(news: str | None) -> None:
-            celery_state.maybe_shutdown()  # the signal has only set a field, which nobody looks at before
+            celery_flags.exit_if_told()  # nobody looks at them before
             if news is not None:
                 tell(news)
 
@@ -358,7 +356,7 @@ class EngineStep(bootsteps.StartStopStep):
                 drain_seconds=settings.drain_seconds,
             ),
             followers=Followers(self.broker),
-            on_fatal=_end_process,
+            on_fatal=celery_flags.end_as_failed,
             while_loading=while_loading,
         )
         running = engine.stats.sequences  # fewer, where memory has no room for the states of all
@@ -377,21 +375,6 @@ def make_worker_app() -> Celery:
     worker_app.steps["worker"].add(EngineStep)
     worker_app.steps["consumer"].add(RoomStep)
     return worker_app
-
-
-def _told_to_end() -> bool:
-    """True if a signal or a failure has asked this process to end."""
-    return _is_set(celery_state.should_stop) or _is_set(celery_state.should_terminate)
-
-
-def _is_set(flag: int | bool | None) -> bool:
-    """True if a flag of Celery's says to end: it is an exit code then, and 0 is one, which equals False."""
-    return flag is not None and flag is not False
-
-
-def _end_process(reason: str) -> None:
-    log.critical("%s: this worker ends, for a supervisor to start it again", reason)
-    celery_state.should_stop = 1
 
 
 app = make_worker_app()

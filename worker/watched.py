@@ -1,6 +1,9 @@
-"""Threads that must not end unseen."""
+"""Threads that must not end unseen, and processes that must not outlive others."""
 
+import ctypes
 import logging
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -11,6 +14,7 @@ from nightmill.jobs.base.silence import Silence
 log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 1.0
+_PR_SET_PDEATHSIG = 1
 
 
 def watched_thread(name: str, run: Callable[[], None], on_failure: Callable[[str], None]) -> threading.Thread:
@@ -34,6 +38,17 @@ def watched_thread(name: str, run: Callable[[], None], on_failure: Callable[[str
 def describe(error: BaseException) -> str:
     """An unexpected exception in a few words."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def die_with_parent() -> None:
+    """Have the kernel end this process with its parent: one that hangs would not see a pipe close.
+
+    It would keep the GPU's memory, and no other worker could start there.
+    """
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was too late
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def end_threads(threads: Iterable[threading.Thread], seconds: float) -> None:

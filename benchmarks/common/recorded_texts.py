@@ -124,7 +124,8 @@ class NoArithmetic:
         self.vocab, self.slots, self.kv_pages = vocab, slots, kv_pages
         self.page_size = 16
         self.page_kinds: tuple[PageKind, ...] = ()
-        self.max_draws, self.embeds, self.takes_back = slots + 64, False, False
+        self.max_draws = slots + 64
+        self.embeds = self.takes_back = self.predicts = False
         self.prompt_grid, self.snapshots, self.depth = 1, 0, 3
         self.arithmetic = Arithmetic("none", "none", "none", "none", "none", "none")
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from nightmill.jobs.messages.broker import Broker
 from nightmill.jobs.sql.claims import Claims
 from nightmill.jobs.sql.flows import Flows
 from nightmill.jobs.sql.sweep import Sweep
@@ -49,7 +50,8 @@ _STAGES: tuple[tuple[type, str, str], ...] = (
     (Service, "_on_completion", "answers"),
     (ResultWriter, "_write_all", "writer"),
     (Service, "_forget", "writer"),
-    (Flows, "top_up", "shares"),
+    (Flows, "top_up", "shares: looks and marks"),
+    (Broker, "announce", "shares: messages"),
     (Sweep, "expire", "sweeps"),
     (Sweep, "unanswered", "sweeps"),
     (Sweep, "rescue", "sweeps"),

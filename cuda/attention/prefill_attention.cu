@@ -17,8 +17,8 @@
 // chunks; with a window, those are passed over that no token of the tile sees. FLOPs 4 D for each visible (query head,
 // key) pair; memory traffic is small beside it.
 //
-// Options: -DHEAD_DIM, a multiple of 16 from 32 to 256; -DWINDOW, -DSOFTCAP, -DSINKS, -DBIDIRECTIONAL. Dynamic shared memory: 4 tiles
-// of KEYS rows of PITCH bytes.
+// Options: -DHEAD_DIM, a multiple of 16 from 32 to 256; -DWINDOW, -DSOFTCAP, -DSINKS, -DBIDIRECTIONAL; -DQUERIES_SHARED, steps of
+// the queries. Dynamic shared memory: 4 tiles of KEYS rows of PITCH bytes, and what threads have of their queries there.
 #include "attention/attention.cuh"
 #include "common/kv_cache.cuh"
 
@@ -33,6 +33,13 @@ static constexpr int CHUNKS = D / 8;  // 16-byte chunks in a row
 static constexpr bool EXCHANGED = D == 64 || D == 128;
 static constexpr int PITCH = EXCHANGED ? 2 * D : 2 * D + 16;
 static constexpr int TILE_BYTES = KEYS * PITCH;
+
+// Steps of 16 elements of its queries that a thread has in registers, which do not quite suffice for all of D = 256; it has the
+// others in shared memory, behind the tiles.
+#ifndef QUERIES_SHARED
+#define QUERIES_SHARED 0
+#endif
+static constexpr int HELD = D / 16 - QUERIES_SHARED;
 
 // Byte offset of a chunk of a row in a tile.
 static __device__ __forceinline__ uint32_t place(int row, int chunk) {
@@ -58,7 +65,8 @@ static __device__ __forceinline__ void load_chunk(uint32_t target, const Kept* p
 static __device__ __forceinline__ void load_tile(uint32_t target, const Kept* __restrict__ cache,
                                                  const int* __restrict__ table, int kv_heads, int kv_head,
                                                  int first_key, int seen, int keys) {
-#pragma unroll
+    // All at once where registers suffice for as many addresses.
+#pragma unroll (D == 64 || D > 192 ? 2 : KEYS)
     for (int i = 0; i < (KEYS * CHUNKS + THREADS - 1) / THREADS; ++i) {
         const int index = i * THREADS + threadIdx.x;
         if (KEYS * CHUNKS % THREADS != 0 && index >= KEYS * CHUNKS) break;
@@ -70,11 +78,26 @@ static __device__ __forceinline__ void load_tile(uint32_t target, const Kept* __
     }
 }
 
+// A thread's part of an A fragment.
+struct alignas(16) Fragment {
+    uint32_t of[4];
+};
+
 // A warp's queries as A fragments, and how many keys its rows g and g + 8 of each part see, of those that there are: 0 if
 // there is no such token.
 struct Queries {
-    uint32_t q[PARTS][D / 16][4];
+    Fragment held[PARTS][HELD];
+    Fragment* others;  // steps from HELD on, of threads side by side
     int visible[PARTS][2];
+
+    explicit __device__ __forceinline__ Queries(unsigned char* shared)
+        : others(reinterpret_cast<Fragment*>(shared) + threadIdx.x) {
+        static_assert(HELD == D / 16 || PARTS == 1, "which part's?");
+    }
+
+    __device__ __forceinline__ Fragment step(int part, int step) const {
+        return step < HELD ? held[part][step] : others[(step - HELD) * THREADS];
+    }
 
     // `first_row`: of qkv, the tile's first token.
     __device__ __forceinline__ void load(const Element* __restrict__ qkv, int first_row, int all_heads, int first_head,
@@ -92,8 +115,9 @@ struct Queries {
                 const Element* source = qkv + (place + row % group) * D + 2 * t;
 #pragma unroll
                 for (int step = 0; step < D / 16; ++step) {
-                    q[part][step][half] = exists ? *reinterpret_cast<const uint32_t*>(source + step * 16) : 0;
-                    q[part][step][half + 2] = exists ? *reinterpret_cast<const uint32_t*>(source + step * 16 + 8) : 0;
+                    Fragment& target = step < HELD ? held[part][step] : others[(step - HELD) * THREADS];
+                    target.of[half] = exists ? *reinterpret_cast<const uint32_t*>(source + step * 16) : 0;
+                    target.of[half + 2] = exists ? *reinterpret_cast<const uint32_t*>(source + step * 16 + 8) : 0;
                 }
             }
     }
@@ -122,7 +146,10 @@ struct Running {
     static __device__ __forceinline__ void score(Tile& s, const Queries& queries, uint32_t keys) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
-        for (int step = 0; step < D / 16; ++step)
+        for (int step = 0; step < D / 16; ++step) {
+            Fragment q[PARTS];
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part) q[part] = queries.step(part, step);
 #pragma unroll
             for (int block = 0; block < KEYS / 16; ++block) {
                 // Matrices: keys 0-7 and 8-15 of the block, for the low and the high 8 elements of the step.
@@ -131,10 +158,11 @@ struct Running {
                 load_matrices(b, keys + place(row, step * 2 + ((lane >> 3) & 1)));
 #pragma unroll
                 for (int part = 0; part < PARTS; ++part) {
-                    mma(s[part][2 * block], queries.q[part][step], b[0], b[1]);
-                    mma(s[part][2 * block + 1], queries.q[part][step], b[2], b[3]);
+                    mma(s[part][2 * block], q[part].of, b[0], b[1]);
+                    mma(s[part][2 * block + 1], q[part].of, b[2], b[3]);
                 }
             }
+        }
     }
 
     // `masked`: some rows do not see all keys of the tile; `keys`: that there are.
@@ -263,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     load_tile(k_tile(first_tile & 1), k_cache, table, kv_heads, kv_head, first_tile * KEYS, seen, keys);
     load_tile(v_tile(first_tile & 1), v_cache, table, kv_heads, kv_head, first_tile * KEYS, seen, keys);
     commit_copies();
-    Queries queries;
+    Queries queries(shared + 4 * TILE_BYTES);
     queries.load(qkv, start + first_token, heads + 2 * kv_heads, kv_head * group, group, tokens, first_visible);
     Running running;
     const int key_tiles = (keys + KEYS - 1) / KEYS;

@@ -52,8 +52,8 @@ from nightmill.jobs.request.fields import deadline_moment
 from nightmill.jobs.request.limits import Limits
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.deletion import Deletion
-from nightmill.jobs.sql.flows import rows_before
 from nightmill.jobs.sql.http_batches import BATCH_PREFIX, HttpBatchStore
+from nightmill.jobs.sql.queue_room import rows_before
 from nightmill.jobs.sql.requeueing import Requeueing
 from nightmill.jobs.tables.arrow_files import table_of
 from nightmill.jobs.tables.into import UsersTable

@@ -26,8 +26,8 @@ from nightmill.jobs.messages.announcing import Announcer
 from nightmill.jobs.reply.batch_status import BatchRecord
 from nightmill.jobs.request.spec import JobSpec
 from nightmill.jobs.sql.batches import BatchStore
-from nightmill.jobs.sql.flows import leave_room
 from nightmill.jobs.sql.jobs import by_queue, mark_unsent
+from nightmill.jobs.sql.queue_room import leave_room
 from nightmill.jobs.tables.following import FollowingRows
 from nightmill.jobs.tables.memory import TableItems
 

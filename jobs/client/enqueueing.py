@@ -17,9 +17,9 @@ from nightmill.jobs.messages.broker import Broker
 from nightmill.jobs.request.fields import deadline_moment
 from nightmill.jobs.request.spec import JobSpec
 from nightmill.jobs.sql import inserting
-from nightmill.jobs.sql.flows import leave_room
 from nightmill.jobs.sql.jobs import Store, by_queue
 from nightmill.jobs.sql.outbox import after_commit
+from nightmill.jobs.sql.queue_room import leave_room
 from nightmill.jobs.sql.workers import WorkerStore
 
 if TYPE_CHECKING:

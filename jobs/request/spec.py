@@ -121,6 +121,14 @@ class JobSpec(Options):
         chat."""
         if self.messages is None:
             return None
+        if not (
+            self.continue_final_message
+            or self.tools
+            or self.chat_template_kwargs
+            or self.add_generation_prompt is not None
+            or self.reasoning_effort is not None
+        ):
+            return None  # as of most rows
         continues = self.continue_final_message
         opens = not continues if self.add_generation_prompt is None else self.add_generation_prompt
         variables = dict(self.chat_template_kwargs or {})

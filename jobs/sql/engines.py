@@ -11,6 +11,7 @@ from nightmill.jobs.base.extras import pip_install
 from nightmill.jobs.base.settings import Settings, make_data_dir
 from nightmill.jobs.base.urls import NEVER, PREPARE_THRESHOLD
 from nightmill.jobs.errors import DatabaseError, MissingExtraError, SettingsError
+from nightmill.jobs.sql.hints import HintingCompiler
 from nightmill.jobs.sql.json_columns import dump_json, load_json, load_json_or_text
 from nightmill.jobs.sql.patience import (
     CONNECT_SECONDS,
@@ -48,6 +49,7 @@ def make_engine(settings: Settings) -> Engine:
             json_deserializer=load_json_or_text,
             connect_args={"timeout": STATEMENT_SECONDS},
         )
+        engine.dialect.statement_compiler = HintingCompiler
         _apply_sqlite_rules(engine)
         return engine
     try:

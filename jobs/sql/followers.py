@@ -32,6 +32,7 @@ from nightmill.jobs.reply.prior import JobBefore
 from nightmill.jobs.request.following import Held
 from nightmill.jobs.request.reuse import content_key, realm_of
 from nightmill.jobs.sql import partials
+from nightmill.jobs.sql.hints import by_index
 from nightmill.jobs.sql.named import among
 from nightmill.jobs.sql.snapshots import read_jobs
 from nightmill.jobs.sql.tables import HELD, BatchRow, JobRow
@@ -141,7 +142,7 @@ def queued_again(values: Mapping[str, Any]) -> dict[str, Any]:
 def count_held(connection: Connection, batch: str) -> int:
     """Return the number of a batch's rows that wait for their priors."""
     query = select(func.count()).select_from(JobRow).where(JobRow.batch == batch, HELD)
-    return connection.execute(query).scalar_one()
+    return connection.execute(by_index(query, JobRow, "ix_jobs_held")).scalar_one()
 
 
 def overlooked(

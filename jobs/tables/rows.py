@@ -23,6 +23,8 @@ class RowMaker:
 
     def __init__(self, options: TableOptions, kept: tuple[str, ...], defaults: JobSpec) -> None:
         self._options = options
+        self._chat = options.template.messages
+        self._key = "prompt" if options.plain else "messages"
         self._kept = kept
         self._defaults = defaults
 
@@ -47,17 +49,13 @@ class RowMaker:
     def _spec(self, values: Mapping[str, Any], custom_id: str) -> JobSpec:
         return JobSpec.parse({self._key: self._prompt(values), "custom_id": custom_id}, self._defaults)
 
-    @property
-    def _key(self) -> str:
-        return "prompt" if self._options.plain else "messages"
-
     def _prompt(self, values: Mapping[str, Any]) -> Any:
         options = self._options
         system: list[JsonObject] = []
         if options.system is not None:
             system = [{"role": "system", "content": options.system.fill(values, options.empty)}]
-        if (chat := options.template.messages) is not None:
-            return _with_system(_messages(values, chat), system)
+        if self._chat is not None:
+            return _with_system(_messages(values, self._chat), system)
         text = options.template.fill(values, options.empty)
         if not text.strip():
             raise InvalidPromptError("template: gives an empty prompt for this row", field="template")

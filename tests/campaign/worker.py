@@ -55,7 +55,8 @@ class ScriptedRunner:
     def __init__(self, vocab: int, slots: int) -> None:
         self.vocab = vocab
         self.slots = self.max_draws = slots
-        self.prompt_grid, self.snapshots, self.embeds, self.takes_back = 1, 0, False, False
+        self.prompt_grid, self.snapshots = 1, 0
+        self.embeds = self.takes_back = self.predicts = False
         self.kv_pages = slots * CONTEXT // self.page_size * 2 // 3  # short, so that some are preempted
         self._step = float(os.environ.get("CAMPAIGN_STEP", "0"))
         self._drawn: deque[Drawn] = deque()

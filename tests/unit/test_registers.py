@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from nightmill.worker.runners.gpu.device.compiler import COMMON_OPTIONS, included_files, kernel_directory
+from tests.support.needs import Need, missing
 from tools import compile_kernels, kernel_record
 from tools.compile_kernels import MOST_STACK, Job, Resources, look_up, of_tests, resources, write_table
 from tools.cubins import Kernel
@@ -205,7 +206,7 @@ def test_nvcc_is_asked_for_what_is_new_and_tests_lines_are_made_anew(
     """Registers of each GPU that takes the code; what nvcc complains of; quickly, what tests ask for."""
     nvcc = compile_kernels.shutil.which("nvcc")
     if nvcc is None:
-        pytest.skip("needs nvcc")
+        missing(Need.NVCC)
     monkeypatch.setattr(compile_kernels, "LOCAL", tmp_path / "local.txt")
     monkeypatch.setattr(compile_kernels, "kernel_directory", lambda: tmp_path)
     source = tmp_path / "two.cu"

@@ -102,4 +102,7 @@ class PromptEncoder:
 
 def _is_chat(messages: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     """True if a row's messages are a list of mappings, as every client stores them."""
-    return isinstance(messages, Sequence) and all(isinstance(message, Mapping) for message in messages)
+    # Abstract classes are asked last: that takes many times as long.
+    if type(messages) is not list and not isinstance(messages, Sequence):
+        return False
+    return all(type(message) is dict or isinstance(message, Mapping) for message in messages)

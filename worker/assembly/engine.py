@@ -131,7 +131,7 @@ def _runner(
         context=context,
     )
     if settings.drafts != "off" and cuda.prompt_grid > 1 and not cuda.takes_back:
-        log.warning("no drafts are made: this model has states, which the GPU's runner cannot take back yet")
+        log.warning("no drafts are made: they were not tried on a GPU yet with layers like this model's")
     log.info("a KV cache in %s has room for %s", cuda.precision.kv_name.upper(), found.room)
     return cuda, cuda.slots, cuda.max_tokens
 
@@ -142,7 +142,7 @@ def _reference_runner(
     # The products of a step are too small to share: with two BLAS threads on two busy cores, 32 sequences of
     # the demo model generated 74 tokens/s, with one thread 620 (the threads wait for each other by spinning).
     threadpool_limits(limits=1, user_api="blas")
-    return ReferenceRunner(
+    runner = ReferenceRunner(
         model.file,
         model.spec,
         kv_pages=choose_kv_pages(model.spec, max_sequences=sequences, context=context, page_size=PAGE_SIZE),
@@ -150,6 +150,9 @@ def _reference_runner(
         slots=sequences,
         rounding=Rounding(KvFormat(settings.kv), WeightsFormat(settings.weights).rounded is not None),
     )
+    if settings.drafts != "off":
+        runner.predict()
+    return runner
 
 
 def describe(settings: Settings, model: LoadedModel, stats: EngineStats) -> str:

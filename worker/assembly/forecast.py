@@ -8,7 +8,14 @@ from dataclasses import dataclass
 
 from nightmill.jobs.base.settings import Settings
 from nightmill.worker.assembly.sizes import runner_sizes
-from nightmill.worker.assembly.speed import EqualSequences, GpuSpeed, WeightsAndCache, expected_rate
+from nightmill.worker.assembly.speed import (
+    EqualSequences,
+    GpuSpeed,
+    StepCost,
+    WeightsAndCache,
+    expected_rate,
+    step_cost,
+)
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.catalogue import check_spec
 from nightmill.worker.runners.gpu.device.device import Device, NoDeviceError
@@ -20,10 +27,14 @@ from nightmill.worker.runners.gpu.planning import RunnerPlanner
 from nightmill.worker.runners.gpu.precision import HALF, Precision, WeightsFormat
 from nightmill.worker.runners.gpu.weights.choice import choose_weights
 
-__all__ = ["CARDS", "GIB", "Card", "Forecast", "Room", "card_here", "card_of", "forecast", "forecast_of"]
+__all__ = [
+    "CARDS", "GIB", "Card", "CountedStep", "Forecast", "Room", "card_here", "card_of", "counted_steps",
+    "forecast", "forecast_of",
+]  # fmt: skip
 
 GIB = 1 << 30
 LENGTHS = (1024, 4096)  # tokens of sequences, for which it is said how many fit
+STEPS = (16, 64)  # sequences of steps that are counted, beside one and the most
 _UNSEEN = " (which layers with a window keep, too)"
 
 
@@ -151,6 +162,38 @@ def forecast(spec: ModelSpec, card: Card, settings: Settings, precision: Precisi
     planner = RunnerPlanner(spec, precision, card.multiprocessors, _about_so_many, hopper=card.hopper)
     speed, memory = GpuSpeed(card.peaks, card.multiprocessors), planner.plan(sizes, card.free).memory
     return forecast_of(spec, speed, precision, memory, context=sizes.context)
+
+
+@dataclass(frozen=True, slots=True)
+class CountedStep:
+    """A step of so many sequences with contexts of so many tokens, counted."""
+
+    sequences: int
+    context: int
+    cost: StepCost
+
+    def __str__(self) -> str:
+        cost, plural = self.cost, "" if self.sequences == 1 else "s"
+        return (
+            f"{self.sequences:,} sequence{plural} of {self.context:,} tokens: "
+            f"{cost.weights / 1e9:,.2f} GB of weights, {cost.cache / 1e9:,.2f} of keys, values and states, "
+            f"{cost.flops / 1e12:,.3f} TFLOP: "
+            f"{cost.seconds * 1e3:.2g} ms, most of it for {cost.bound}"
+        )
+
+
+def counted_steps(
+    spec: ModelSpec, card: Card, precision: Precision, weights: int, most: int
+) -> list[CountedStep]:
+    """Count steps of few and of many sequences that draw a token each, on that card.
+
+    weights  their bytes in the format that the precision has, never `auto`
+    most     sequences that fit
+    """
+    size = WeightsAndCache(weights, page_bytes(spec, precision.kv), precision.weights)
+    speed, context = GpuSpeed(card.peaks, card.multiprocessors), min(LENGTHS[0], spec.context_length)
+    counts = sorted({min(count, most) for count in (1, *STEPS, most) if most})
+    return [CountedStep(count, context, step_cost(spec, speed, size, count, context)) for count in counts]
 
 
 def _about_so_many(slots: int) -> int:

@@ -18,7 +18,8 @@ from nightmill.worker.engine.request import ClosingTokens
 from nightmill.worker.model.chat import Limits
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
-from nightmill.worker.model.spec import ModelSpec, Pooling
+from nightmill.worker.model.pooling import Pooling, ranks_pairs
+from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.model.tokenizer import Tokenizer
 from nightmill.worker.model.tokenizer.vocabulary import Vocabulary
 from nightmill.worker.runners.gpu.element_choice import ElementChoice, choose_element
@@ -26,6 +27,11 @@ from nightmill.worker.runners.starting import Progress, no_progress
 
 if TYPE_CHECKING:
     from nightmill.jobs.sql.claims import Claim
+
+_NO_CHATS = (
+    "messages: this model is an encoder, which embeds texts and answers no chats: give rows with embed; to "
+    "rank documents take a model that answers chats, such as Qwen3-Reranker"
+)
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,13 @@ class LoadedModel(OpenModel, PromptEncoder):
         Raises InvalidParameterError if the model is not made for embeddings, or for fewer dimensions.
         """
         pooling = self.spec.pooling if params.pooling is None else Pooling(params.pooling)
+        if pooling is None and ranks_pairs(self.file, self.spec.family):
+            raise InvalidParameterError(
+                "embed: this model is a cross-encoder, which ranks pairs of texts and has no embeddings: "
+                "take an embedding model; to rank documents take a model that answers chats, such as "
+                "Qwen3-Reranker",
+                field="embed",
+            )
         if pooling is None:
             raise InvalidParameterError(
                 "pooling: this model was not made for embeddings, as its file says nothing of how hidden "
@@ -173,7 +186,7 @@ def load_model(settings: Settings) -> LoadedModel:
         spec=spec,
         vocabulary=tokenizer.vocabulary,
         tokenizer=tokenizer,
-        chat=chat_of(file, tokenizer, settings.tool_format, limits),
+        chat=(chat_of(file, tokenizer, settings.tool_format, limits) if spec.encoder is None else _NO_CHATS),
     )
 
 

@@ -16,7 +16,7 @@ from nightmill.worker.runners.gpu.kv_cache import PAGE
 from nightmill.worker.runners.gpu.precision import WeightsFormat
 from nightmill.worker.runners.gpu.products.formats import rounded_format
 
-__all__ = ["EqualSequences", "GpuSpeed", "WeightsAndCache", "expected_rate"]
+__all__ = ["EqualSequences", "GpuSpeed", "StepCost", "WeightsAndCache", "expected_rate", "step_cost"]
 
 _BYTES_SHARE, _FLOPS_SHARE = 0.75, 0.55  # of the peaks, in whole steps
 _PACKED_A_SECOND = 22e9  # weights that a multiprocessor turns into elements: Q4_K and Q8_0, 1 to 64 rows
@@ -54,39 +54,103 @@ class EqualSequences:
     answer: int
 
 
-def expected_rate(spec: ModelSpec, gpu: GpuSpeed, size: WeightsAndCache, load: EqualSequences) -> float:
-    """Output tokens per second of this load, the time of its prompts included.
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """The bytes, FLOPs and seconds of a step in which each sequence draws a token.
 
-    A step takes as long as its products, for which the weights are read once (a token is multiplied with the
-    active ones alone, all are read, as many sequences take all experts), and its attention, which reads
-    the keys and values of all contexts, and of states; or as the host takes to prepare it.
+    weights, cache  bytes of weights, and of keys, values and states
+    flops           of products with weights
+    reading         seconds that reading weights takes, or making elements of packed ones ...
+    computing       ... and multiplying: a step takes the longer of the two
+    attending       seconds for keys, values and states
+    between         seconds from kernel to kernel
+    host            seconds in which the host prepares a step, beside the GPU
     """
-    weights, peaks, sequences, answer = size.weights, gpu.peaks, load.sequences, load.answer
-    table = spec.vocab * spec.width
-    parameters = spec.parameters
+
+    weights: float
+    cache: float
+    flops: float
+    reading: float
+    computing: float
+    attending: float
+    between: float
+    host: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds until the next step begins."""
+        return max(max(self.reading, self.computing) + self.attending + self.between, self.host)
+
+    @property
+    def bound(self) -> str:
+        """The part that takes most of it, in words."""
+        parts = {
+            "reading weights": self.reading, "multiplying": self.computing,
+            "reading keys, values and states": self.attending, "the way from kernel to kernel": self.between,
+        }  # fmt: skip
+        return "the host" if self.seconds == self.host else max(parts, key=lambda part: parts[part])
+
+
+def step_cost(
+    spec: ModelSpec, gpu: GpuSpeed, size: WeightsAndCache, sequences: int, context: float
+) -> StepCost:
+    """Count a step of sequences that have so many tokens on average.
+
+    The weights are read once (a token is multiplied with the active ones alone, all are read, as many
+    sequences take all experts); attention reads the keys and values of all contexts, and states.
+    """
+    peaks, products = gpu.peaks, _products(spec, gpu, size)
+    read = products.multiplied - round(_idle(spec, sequences))
+    weights = size.weights * read / spec.parameters
+    reading = weights / (peaks.bytes * _BYTES_SHARE)
+    computing = (products.layers + products.head) * sequences
+    if products.packed:
+        reading = max(reading, read / (_PACKED_A_SECOND * gpu.multiprocessors))
+        computing /= _PACKED_FLOPS_SHARE
+    cache = sequences * (context * (size.page / PAGE) + 2 * spec.state_bytes)  # states are read and written
+    rounded = rounded_format(size.format)
+    layer = _LAYER_SECONDS + (0.0 if rounded is None else rounded.layer_seconds)
+    return StepCost(
+        weights=weights, cache=cache, flops=2.0 * products.active * sequences, reading=reading,
+        computing=computing, attending=cache / (peaks.bytes * _BYTES_SHARE),
+        between=layer * len(spec.layers) + _STEP_SECONDS,
+        host=_HOST_STEP_SECONDS + _HOST_TOKEN_SECONDS * sequences,
+    )  # fmt: skip
+
+
+def expected_rate(spec: ModelSpec, gpu: GpuSpeed, size: WeightsAndCache, load: EqualSequences) -> float:
+    """Output tokens per second of this load, the time of its prompts included (`step_cost`)."""
+    sequences, answer = load.sequences, load.answer
+    step = step_cost(spec, gpu, size, sequences, load.prompt + answer / 2)
+    prompts = max(step.reading, sequences * load.prompt * _products(spec, gpu, size).layers)
+    return sequences * answer / max(prompts + answer * step.seconds, sequences * _ROW_SECONDS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Products:
+    """Products with weights: parameters of all and of a token's, seconds a token of layers and of the head.
+
+    packed  weights are multiplied as they are in the file
+    """
+
+    multiplied: int
+    active: int
+    layers: float
+    head: float
+    packed: bool
+
+
+def _products(spec: ModelSpec, gpu: GpuSpeed, size: WeightsAndCache) -> _Products:
+    table, parameters = spec.vocab * spec.width, spec.parameters
     multiplied = parameters if spec.tied_head else parameters - table  # of a table of its own, a row is read
     rows = spec.weights().get(Role.LAYER_EMBEDDING)
     looked_up = 0 if rows is None else math.prod(rows.shape)
     multiplied -= looked_up
     active = multiplied - (parameters - spec.active_parameters - looked_up)
-    multiplied -= round(_idle(spec, sequences))
-    reading = weights * multiplied / parameters / (peaks.bytes * _BYTES_SHARE)
-    flops = peaks.flops * _FLOPS_SHARE
-    rounded = rounded_format(size.format)
+    flops, rounded = gpu.peaks.flops * _FLOPS_SHARE, rounded_format(size.format)
     gain = 1.0 if rounded is None else rounded.speedup(spec.width)
-    layers = 2 * (active - table) / (gain * flops)  # seconds a token
-    computing = (layers + 2 * table / flops) * sequences
-    if size.format is WeightsFormat.FILE and weights < _PACKED_BYTES * parameters:
-        reading = max(reading, multiplied / (_PACKED_A_SECOND * gpu.multiprocessors))
-        computing /= _PACKED_FLOPS_SHARE
-    products = max(reading, computing)
-    attention = sequences * (load.prompt + answer / 2) * (size.page / PAGE) / (peaks.bytes * _BYTES_SHARE)
-    states = 2 * sequences * spec.state_bytes / (peaks.bytes * _BYTES_SHARE)  # read and written
-    layer = _LAYER_SECONDS + (0.0 if rounded is None else rounded.layer_seconds)
-    step = products + attention + states + layer * len(spec.layers) + _STEP_SECONDS
-    host = _HOST_STEP_SECONDS + _HOST_TOKEN_SECONDS * sequences
-    whole = max(reading, sequences * load.prompt * layers) + answer * max(step, host)
-    return sequences * answer / max(whole, sequences * _ROW_SECONDS)
+    packed = size.format is WeightsFormat.FILE and size.weights < _PACKED_BYTES * parameters
+    return _Products(multiplied, active, 2 * (active - table) / (gain * flops), 2 * table / flops, packed)
 
 
 def _idle(spec: ModelSpec, sequences: int) -> float:

@@ -1,7 +1,10 @@
 """The command `nightmill benchmark`: whether a card computes right, and how fast, in one report."""
 
 import json
-from contextlib import closing
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -10,17 +13,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nightmill.jobs.base.settings import Settings
-from nightmill.jobs.commands.terminal import echo, table
-from nightmill.jobs.errors import NightmillError
+from nightmill.jobs.commands.terminal import LiveLine, ProgressLine, echo, table
 from nightmill.worker.assembly.fetching import with_model_file
 from nightmill.worker.assembly.options import merge_options, require_worker_extra
 
 if TYPE_CHECKING:
-    from nightmill.worker.assembly.model import LoadedModel
-    from nightmill.worker.commands.benchmarking import FormatReport
+    from nightmill.worker.assembly.model import OpenModel
+    from nightmill.worker.commands.benchmarking.parts import News, PartTask
+    from nightmill.worker.commands.benchmarking.report import PartReport
 
-_FORMAT = 1  # of the report
+_FORMAT = 2  # of the report
 _WEIGHTS = ("16bit", "file", "fp8")
+_QUICK_SECONDS, _LEAST_OF_A_PART = 2.0, 1.0
 
 
 @click.command()
@@ -32,9 +36,14 @@ _WEIGHTS = ("16bit", "file", "fp8")
     multiple=True,
     help="Only these formats of weights; all by default.",
 )
+@click.option("--quick", is_flag=True, help="Time one and 64 sequences only, for two seconds each.")
 @click.option(
-    "--seconds", type=click.FloatRange(0, min_open=True), default=8.0, show_default=True,
-    help="Measure each load for so long at most.",
+    "--seconds", type=click.FloatRange(0, min_open=True), default=5.0, show_default=True,
+    help="Time each load for so long at most.",
+)  # fmt: skip
+@click.option(
+    "--minutes", type=click.FloatRange(0, min_open=True), default=5.0, show_default=True,
+    help="Time loads more shortly, or leave them out, once it has taken so long. Checks are all made.",
 )  # fmt: skip
 @click.option(
     "-o", "--output", type=click.Path(dir_okay=False, path_type=Path),
@@ -42,110 +51,165 @@ _WEIGHTS = ("16bit", "file", "fp8")
 )  # fmt: skip
 @click.option("--reference", is_flag=True, default=None, help="Compute with NumPy even if there is a GPU.")
 def benchmark(
-    file: str | None, weights: tuple[str, ...], seconds: float, output: Path | None, **options: Any
-) -> None:
+    file: str | None, weights: tuple[str, ...], quick: bool, seconds: float, minutes: float,
+    output: Path | None, **options: Any,
+) -> None:  # fmt: skip
     """Check that this machine's GPU computes right, and measure how fast, in about five minutes.
 
     FILE is a model, as for `nightmill worker --model`; by default the small bundled one, whose speed says
-    little of a GPU. For each format of weights: products are compared with the file, texts alone with the
-    same texts among others, small models with NumPy; then loads of 1 to 256 sequences are timed. The report
-    is JSON, without names of yours, to be attached where something is wrong, or to tell how fast a card is.
+    little of a GPU. First all kernels are compiled. Then, for each format of weights, products are compared
+    with the file, texts alone with the same texts among others, small models with NumPy, and loads of 1 to
+    256 sequences are timed. The report is JSON, without names of yours, to be attached where something is
+    wrong, or to tell how fast a card is. It is written after each part; a part that hangs is cut, and the
+    report says where.
 
     \b
     Exit codes: 0  all checks passed
                 1  a check failed, or nothing could be run
     """
     require_worker_extra("benchmark")
-    from nightmill.worker.assembly.model import demo_model, load_model
+    from nightmill.worker.assembly.model import demo_model, open_model
+    from nightmill.worker.assembly.sizes import gpu_index
+    from nightmill.worker.commands.benchmarking.report import LOADS, QUICK_LOADS
 
+    began = time.monotonic()
     settings = merge_options(Settings.from_env(), options | {"model": file})
     if settings.model is None:
         settings = settings.model_copy(update={"model": demo_model()})
     settings = with_model_file(settings, show=True)
     target = output or Path("nightmill-benchmark.json")
-    with closing(load_model(settings)) as model:
-        reports = list(_reports(settings, model, weights or _chosen(settings, model), seconds))
-        found = _about(settings, model) | {"formats": [one.values() for one in reports]}
-    target.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    _show(reports)
-    echo(f"The report is in {target}.")
-    if not any(one.checks for one in reports) or not all(one.ok for one in reports):
+    gpu = gpu_index(settings) is not None
+    loads = QUICK_LOADS if quick else LOADS
+    if not gpu:  # NumPy takes minutes for what a GPU does in a second
+        loads = loads[:1]
+    with ExitStack() as stack:
+        model = open_model(settings)
+        stack.callback(model.file.close)
+        run = _Run(
+            settings, model, weights or (_WEIGHTS if gpu else ("16bit", "fp8")), gpu=gpu,
+            loads=loads, seconds=min(seconds, _QUICK_SECONDS) if quick else seconds,
+            ends=began + 60 * minutes,
+        )  # fmt: skip
+        stack.callback(lambda: _write(target, run, time.monotonic() - began))  # on Ctrl-C, too
+        for _ in run.parts():
+            _write(target, run, time.monotonic() - began)
+    _show(run.reports)
+    echo(f"The report is in {target}, after {time.monotonic() - began:.0f} s.")
+    if not run.computed or not all(one.ok for one in run.reports):
         raise SystemExit(1)
 
 
-def _chosen(settings: Settings, model: "LoadedModel") -> tuple[str, ...]:
-    """All formats; with NumPy, to which file and 16 bits are one, two."""
-    from nightmill.worker.assembly.sizes import gpu_index
+class _Run:
+    """A benchmark: its parts, one after the other, and their reports."""
 
-    return _WEIGHTS if gpu_index(settings) is not None else ("16bit", "fp8")
+    def __init__(
+        self, settings: Settings, model: "OpenModel", weights: tuple[str, ...], *, gpu: bool,
+        loads: tuple[Any, ...], seconds: float, ends: float,
+    ) -> None:  # fmt: skip
+        self.settings, self.model, self.reports = settings, model, list["PartReport"]()
+        self._weights, self._gpu = weights, gpu
+        self._loads, self._seconds, self._ends = loads, seconds, ends
+        self._number, self._count = 0, len(weights) + gpu
+
+    @property
+    def device(self) -> dict[str, Any] | None:
+        """The GPU, once a part has looked at it."""
+        return next((one.device for one in self.reports if one.device is not None), None)
+
+    @property
+    def computed(self) -> bool:
+        """True if some format was computed and checked."""
+        return any(one.checks for one in self.reports if one.part.startswith("weights"))
+
+    def parts(self) -> Iterator["PartReport"]:
+        """Run the parts; each report is added, and yielded."""
+        from nightmill.worker.commands.benchmarking.parts import Part, PartProcess, PartTask
+        from nightmill.worker.commands.benchmarking.report import part_of
+        from nightmill.worker.commands.benchmarking.texts import MOST_WITH_NUMPY, compared_with_numpy
+
+        everything = PartTask(Part.KERNELS, "kernels", self.settings, self._weights)
+        with ExitStack() as stack:
+            numpy = None
+            if self._gpu:
+                if self.model.spec.parameters <= MOST_WITH_NUMPY:  # beside the others, on a core of its own
+                    numpy = PartProcess(replace(everything, part=Part.NUMPY, name="numpy"))
+                    stack.callback(numpy.close)
+                yield self._done(everything)
+            for place, one in enumerate(self._weights):
+                left = (self._ends - time.monotonic()) / (len(self._weights) - place)
+                settings = self.settings.model_copy(update={"weights": one})
+                yield self._done(
+                    PartTask(
+                        Part.FORMAT, part_of(one), settings, (one,), self._loads, self._seconds,
+                        max(left, _LEAST_OF_A_PART) if self._gpu else float("inf"),
+                    )
+                )  # fmt: skip
+            if numpy is not None:
+                report = numpy.wait(lambda news: None, Part.NUMPY.most_seconds(gpu=True))
+                for one_format in self.reports:
+                    compared_with_numpy(one_format, report)
+                self.reports.append(report)
+                yield report
+
+    def _done(self, task: "PartTask") -> "PartReport":
+        """Run a part to its end, under a line that tells how far it is."""
+        from nightmill.worker.commands.benchmarking.parts import PartProcess
+
+        self._number += 1
+        name = f"part {self._number} of {self._count}, {task.name}"
+        with LiveLine(ProgressLine(name=name)) as line, closing(PartProcess(task)) as process:
+            if not line.shown:
+                echo(f"{name} ...", err=True)
+
+            def said(news: "News") -> None:
+                line.update(ProgressLine(name=name, done=news.done, total=news.total, note=news.words))
+
+            report = process.wait(said, task.part.most_seconds(gpu=self._gpu))
+        self.reports.append(report)
+        return report
 
 
-def _reports(
-    settings: Settings, model: "LoadedModel", weights: tuple[str, ...], seconds: float
-) -> "list[FormatReport]":
-    from nightmill.worker.assembly.sizes import gpu_index
-    from nightmill.worker.commands.benchmarking import LOADS, benchmark_format
-
-    # NumPy takes minutes for what a GPU does in a second.
-    loads = LOADS if gpu_index(settings) is not None else LOADS[:1]
-    found = []
-    for one in weights:
-        own = settings.model_copy(update={"weights": one})
-        found.append(
-            benchmark_format(
-                own, model, loads=loads, seconds=seconds,
-                said=lambda news, name=one: echo(f"weights {name}: {news} ...", err=True),  # type: ignore[misc]
-            )
-        )  # fmt: skip
-    return found
-
-
-def _about(settings: Settings, model: "LoadedModel") -> dict[str, Any]:
-    """Describe what the figures depend on, without paths or names of hosts."""
-    from nightmill.worker.assembly.forecast import card_here
-    from nightmill.worker.assembly.sizes import gpu_index
-    from nightmill.worker.runners.gpu.device.chosen import describe_device
-    from nightmill.worker.runners.gpu.device.known_cards import known_card
-
-    gpu, device = gpu_index(settings), None
-    if gpu is not None and (card := card_here(gpu, known_card(settings.pretend_device))) is not None:
-        try:
-            described = describe_device(gpu)
-        except NightmillError as error:
-            described = str(error)
-        device = {
-            "name": card.name, "described": described, "multiprocessors": card.multiprocessors,
-            "free_bytes": card.free, "bytes_a_second": card.peaks.bytes, "flops_a_second": card.peaks.flops,
-        }  # fmt: skip
-    return {
+def _write(target: Path, run: _Run, seconds: float) -> None:
+    """Write the report as far as it is."""
+    spec = run.model.spec
+    found = {
         "format": _FORMAT,
         "nightmill": version("nightmill"),
         "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": device,
+        "seconds": round(seconds, 1),
+        "device": run.device,
         "model": {
-            "family": model.spec.family, "layers": len(model.spec.layers), "width": model.spec.width,
-            "parameters": model.spec.parameters, "digest": model.file.digest(),
+            "family": spec.family, "layers": len(spec.layers), "width": spec.width,
+            "parameters": spec.parameters, "digest": run.model.file.digest(),
         },
+        "passed": [one.part for one in run.reports if one.refused is None and one.ok],
+        "failed": [one.part for one in run.reports if not one.ok],
+        "parts": [one.values() for one in run.reports],
     }  # fmt: skip
+    part = target.with_name(target.name + ".part")
+    part.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    part.replace(target)
 
 
-def _show(reports: "list[FormatReport]") -> None:
+def _show(reports: "list[PartReport]") -> None:
     for report in reports:
         if report.refused is not None:
-            echo(f"weights {report.weights}: not computed: {report.refused}")
-            continue
+            echo(f"{report.part}: not computed: {report.refused}")
         for check in report.checks:
             echo(
-                f"weights {report.weights}: {check.what}: {check.found}",
+                f"{report.part}: {check.what}: {check.found}",
                 mark=("ok  " if check.ok else "FAIL", "green" if check.ok else "red"),
             )
+        for load in report.left_out:
+            echo(f"{report.part}: {load.sequences:,} sequences were not timed: the time was up (--minutes)")
     rows = [
         (
-            report.weights, f"{speed.load.sequences:,}", f"{speed.load.prompt:,} + {speed.load.answer:,}",
+            report.part, f"{speed.load.sequences:,}", f"{speed.load.prompt:,} + {speed.load.answer:,}",
             f"{speed.output_tokens_per_s:,.0f}", f"{speed.prompt_tokens_per_s:,.0f}",
+            f"{speed.seconds:.1f}" + (", cut" if speed.cut else ""),
         )
         for report in reports
         for speed in report.speeds
     ]  # fmt: skip
     if rows:
-        table(("weights", "sequences", "tokens", "output tokens/s", "prompt tokens/s"), rows)
+        table(("part", "sequences", "tokens", "output tokens/s", "prompt tokens/s", "seconds"), rows)

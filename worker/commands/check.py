@@ -232,6 +232,7 @@ def _with_more_memory(
 
 def _outlook(card: "Card", memory: Finding, settings: Settings, model: "OpenModel") -> Iterator[Finding]:
     """Yield what would be computed by which kernels on a card, and what the forecast for it rests on."""
+    from nightmill.worker.assembly.forecast import counted_steps
     from nightmill.worker.assembly.sizes import precision_of
     from nightmill.worker.runners.gpu.outlook import kernel_outlook
     from nightmill.worker.runners.gpu.precision import WeightsFormat
@@ -250,6 +251,9 @@ def _outlook(card: "Card", memory: Finding, settings: Settings, model: "OpenMode
         "at the shares that an H200 reaches; measure with `nightmill plan` on that card",
         {"card": card.name, "bytes_a_second": bytes_, "flops_a_second": flops},
     )
+    fitting = max(memory.more["sequences"].values(), default=0)
+    for step in counted_steps(model.spec, card, precision, memory.more["weights"], fitting):
+        yield Finding("step", None, f"a step of {step}", asdict(step) | {"card": card.name})
 
 
 def _fitting(

@@ -95,6 +95,9 @@ class Applier:
             self.generated += 1
             tokens = sequence.tokens
             tokens.append(token)
+            if drawn.guesses is not None:
+                further = drawn.guesses[place]
+                sequence.asked = len(tokens), tuple(further[further >= 0].tolist())
             if launch.ahead:
                 sequence.constraint = launch.ahead.get(place, sequence.constraint)
             if records is not None and sequence.likely != NO_LOGPROBS:

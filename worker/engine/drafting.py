@@ -153,6 +153,8 @@ class Drafter:
         self._holding: set[Sequence] = set()
         self.with_logprobs = True
         """False: texts with log-probabilities are not guessed at."""
+        self.predicts = False
+        """The runner guesses, too, behind each token that it draws."""
 
     def _may_guess(self, sequence: Sequence) -> bool:
         asked = sequence.request.params.logprobs is not None
@@ -231,7 +233,7 @@ class Drafter:
         for sequence in sequences:
             under_way = sequence.drawing
             fewest = under_way + WORTH_A_WAIT if under_way else 1
-            holds = self.model is not None and self._may_guess(sequence)
+            holds = (self.model is not None or self.predicts) and self._may_guess(sequence)
             holds = holds or len(self.guesses(sequence, fewest)) == fewest
             self._hold(sequence, holds)
 
@@ -254,7 +256,8 @@ class Drafter:
     def guesses(self, sequence: Sequence, most: int) -> tuple[int, ...]:
         """At most so many guesses at what follows; none where penalties look at the tokens before.
 
-        By the text's own words or, where these say nothing, as the model has said when it was asked.
+        By the text's own words or, where these say nothing, as the model has said when it was asked, or the
+        runner with the last token.
         """
         if most < 1 or not self._may_guess(sequence):
             return ()

@@ -108,7 +108,7 @@ class Engine:
             copies = StateCopies(runner.snapshots - places, places) if grid > 1 else None
             payoff = Payoff(self._metering.clock) if drafts is Drafts.AUTO else None
             self._drafter = Drafter(self.constraints, copies, payoff)
-            self._drafter.with_logprobs = runner.takes_back
+            self._drafter.with_logprobs, self._drafter.predicts = runner.takes_back, runner.predicts
         self._scheduler.drafter = self._drafter
         limits = RequestLimits(
             runner.vocab, context_length, runner.page_size, runner.kv_pages, sizes.model_context,

@@ -5,10 +5,8 @@ step takes about as long, and the GPU stands still if the next one is late: so c
 SQL live in another process (`worker.link.link` is the pipe's other end).
 """
 
-import ctypes
 import logging
 import multiprocessing
-import os
 import signal
 import sys
 import threading
@@ -43,6 +41,7 @@ from nightmill.worker.link.messages import (
 from nightmill.worker.link.preparing import Preparing
 from nightmill.worker.runners.gpu.device.device import DeviceLostError
 from nightmill.worker.runners.starting import SelfTestError, StartStep
+from nightmill.worker.watched import die_with_parent
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +49,6 @@ STATS_SECONDS = 0.5
 PIECES_SECONDS = 0.01
 """Between two reports of what followed texts have grown by: less than two steps of most models."""
 PREPARING_SECONDS = 0.005  # between two looks at grammars that are being compiled, if nothing else is to do
-_PR_SET_PDEATHSIG = 1
 
 
 def serve(
@@ -182,7 +180,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     with Connection(int(sys.argv[-1])) as connection:
-        _die_with_the_worker()
+        die_with_parent()
         begin = connection.recv()
         assert isinstance(begin, Begin)
         multiprocessing.current_process().name = "Engine"
@@ -209,17 +207,6 @@ class _Reporting:
     def __call__(self, step: StartStep, news: str = "") -> None:
         with self._sending:
             self._connection.send(Loading(step, news))
-
-
-def _die_with_the_worker() -> None:
-    """Have the kernel end this process with its parent: one that hangs would not see the pipe close.
-
-    It would keep the GPU's memory, and no other worker could start there.
-    """
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was too late
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

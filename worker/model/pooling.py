@@ -5,7 +5,7 @@ from typing import Final
 
 from nightmill.worker.model.gguf.file import GgufFile
 
-__all__ = ["Pooling", "pooling_of"]
+__all__ = ["Pooling", "pooling_of", "ranks_pairs"]
 
 
 class Pooling(StrEnum):
@@ -28,8 +28,8 @@ class Pooling(StrEnum):
 
 
 _BY_NUMBER: Final = {1: Pooling.MEAN, 2: Pooling.CLS, 3: Pooling.LAST}
-# Not said; each token's own; rank, which is one number.
-_NO_EMBEDDINGS: Final = (-1, 0, 4)
+_RANK: Final = 4  # one number of a pair of texts, by a head of its own
+_NO_EMBEDDINGS: Final = (-1, 0, _RANK)  # not said; each token's own
 
 
 def pooling_of(file: GgufFile, family: str, *, encodes: bool = False) -> Pooling | None:
@@ -44,3 +44,8 @@ def pooling_of(file: GgufFile, family: str, *, encodes: bool = False) -> Pooling
     pooling = _BY_NUMBER.get(number)
     # A decoder's first token sees no other.
     return None if pooling is Pooling.CLS and not encodes else pooling
+
+
+def ranks_pairs(file: GgufFile, family: str) -> bool:
+    """Return whether a file is of a cross-encoder, whose `pooling_type` says that it ranks pairs of texts."""
+    return file.integer(f"{family}.pooling_type", minimum=-1, default=0) == _RANK

@@ -12,7 +12,7 @@ cannot compute, it refuses.
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nightmill.worker.model.attention import Attention, Temperature
 from nightmill.worker.model.encoder import Encoder
@@ -27,8 +27,8 @@ from nightmill.worker.model.weights import Norm, Role, Shape, Weight, Weights, s
 
 __all__ = [
     "NO_FEED_FORWARD", "Activation", "Attention", "Encoder", "Experts", "FeedForward", "GatedDeltaNet",
-    "LatentAttention", "LayerInputs", "LayerSpec", "Mamba2", "Mixer", "ModelSpec", "Norm", "Pooling", "Role",
-    "RouterScores", "Shape", "ShortConv", "StateArray", "Temperature", "Weight",
+    "LatentAttention", "LayerInputs", "LayerSpec", "Mamba2", "Mixer", "ModelSpec", "Norm", "Pooling",
+    "Predictor", "Role", "RouterScores", "Shape", "ShortConv", "StateArray", "Temperature", "Weight",
 ]  # fmt: skip
 
 Mixer = Attention | LatentAttention | GatedDeltaNet | Mamba2 | ShortConv
@@ -98,6 +98,39 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Predictor:
+    """A block behind the last layer that guesses further tokens (MTP).
+
+    Of the embedding e of a token and the normed hidden state h behind the token before it, it makes
+    x = input [norm(e), norm(h)]; then come a layer over such x of all tokens, a norm, and the model's head:
+    logits of the token that follows. For a further guess the embedding of the one before is taken, and what
+    the layer gave.
+    """
+
+    block: int  # its number in the file
+    layer: LayerSpec
+    norm: Norm  # the kind of its own
+    last_norm_name: str  # in the file, within its block
+    hands_on_normed: bool  # for further guesses: what the layer gave with the last norm, or without
+
+    def weights(self, width: int) -> Weights:
+        """The weights before its layer, with their names in the file."""
+        own = (
+            self.norm.weights(Role.PREDICTOR_EMBEDDING_NORM, "nextn.enorm", width)
+            | self.norm.weights(Role.PREDICTOR_STATE_NORM, "nextn.hnorm", width)
+            | {Role.PREDICTOR_INPUT: stack({"nextn.eh_proj.weight": (width, 2 * width)})}
+        )
+        return {role: weight.under(f"blk.{self.block}.") for role, weight in own.items()}
+
+    def model(self, model: "ModelSpec") -> "ModelSpec":
+        """Its layer, and what follows, as a model of one layer beside that which it guesses for."""
+        name = f"blk.{self.block}.{self.last_norm_name}"
+        return replace(
+            model, layers=(self.layer,), first_block=self.block, output_norm_name=name, predictor=None
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """One transformer: a decoder, or an encoder."""
 
@@ -107,6 +140,7 @@ class ModelSpec:
     vocab: int  # rows of token_embd.weight; the tokenizer may have fewer tokens (padding)
     context_length: int
     layers: tuple[LayerSpec, ...]
+    first_block: int = 0  # the number in the file of the first layer
     output_norm: Norm
     output_norm_name: str = "output_norm"  # in the file
     tied_head: bool  # the LM head is token_embd.weight
@@ -117,6 +151,7 @@ class ModelSpec:
     overflows_half: bool = False  # trained in BF16, with activations beyond 65,504
     encoder: Encoder | None = None  # None: it is a decoder
     pooling: Pooling | None = None  # of embeddings; None: it was not made for them
+    predictor: Predictor | None = None  # None: the file has none that can be computed
     tensor_types: Mapping[str, str] = field(default_factory=dict, compare=False)
     """GGUF's names of the types of the file's tensors, by name; empty if no file was read."""
 
@@ -210,7 +245,7 @@ class ModelSpec:
     def layer_weights(self, index: int) -> Weights:
         """Return the weights of layer `index`, with their names in the file."""
         weights = self.layers[index].weights(self.width)
-        return {role: weight.under(f"blk.{index}.") for role, weight in weights.items()}
+        return {role: weight.under(f"blk.{self.first_block + index}.") for role, weight in weights.items()}
 
     def all_weights(self) -> Iterator[tuple[Role, Weight]]:
         """Every weight, in the order in which they are used but for the head's."""

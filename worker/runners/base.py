@@ -229,11 +229,13 @@ class Drawn:
     tokens  (R,) ids, also those that were given; NOT_A_NUMBER where the logits were no numbers
     found   (R,) FOUND; rows that asked for nothing hold anything. None if no row asked
     sums    (E, width) float64, of those of `StepBatch.pools` that end, in their order; None if none does
+    guesses (R, N) ids that the runner guesses to follow, -1 from where it guesses no more; None: it does not
     """
 
     tokens: IntArray
     found: FoundArray | None = None
     sums: SumArray | None = None
+    guesses: IntArray | None = None
 
 
 def make_draws(rows: IntArray, slots: IntArray, positions: IntArray) -> DrawArray:
@@ -286,6 +288,8 @@ class Runner(Protocol):
     takes_back: bool
     """States may be copied before a step and taken back (`StepBatch.keeps`), and log-probabilities behind
     guesses have the bits that they have without; False: no drafts with states, nor of rows with logprobs."""
+    predicts: bool
+    """It guesses what follows each token that it draws (`Drawn.guesses`)."""
     prompt_grid: int
     """Pieces of a prompt end at multiples of so many positions, or with it; 1: anywhere, and no states."""
     snapshots: int

@@ -14,6 +14,7 @@ from functools import partial
 
 from nightmill.jobs.base.contract import WorkerState
 from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.base.shares import QUEUE_MESSAGES
 from nightmill.jobs.base.silence import Silence
 from nightmill.jobs.errors import BrokerError, DatabaseError
 from nightmill.jobs.messages.broker import Broker
@@ -36,13 +37,34 @@ log = logging.getLogger(__name__)
 CANCEL_POLL_SECONDS = 0.2
 FOLLOWERS_SECONDS = 0.2  # from the end of a job to the message of those that follow it
 REST_SECONDS = 1.0
-TOP_UP_SECONDS = 0.5  # after a claim; a queue holds seconds of work
+TOP_UP_SECONDS = 0.5  # after a claim, if much of a queue is gone; it holds seconds of work
+LEAST_TOP_UP_SECONDS = 2.0  # after a claim, however little is gone
+TOP_UP_PART = 8  # of a queue: if so much is gone, that is much
 REPORT_SECONDS = 10.0
 SWEEP_LIMIT = 4096  # jobs announced in one transaction
 SWEEP_TRANSACTIONS = 16  # in one round, of each kind; the next round sends more
 END_SECONDS = 20.0  # for all chores together, when the worker ends
 ROUND_SECONDS = 900.0  # a chore that is at it for longer hangs, where nobody thought that it could
 DEAF_SECONDS = 120.0  # an idle worker that hears nothing for so long, while messages wait, is broken
+
+
+class TopUpRule:
+    """Says when a worker that takes rows from queues looks at the flows again.
+
+    A look costs as much as ten rows or more, so few rows are not looked after: with 1,000 rows a second it
+    comes once a second. Others may take rows, too: eight workers do not empty a queue between their looks.
+    """
+
+    def __init__(self, shard_size: int) -> None:
+        self._many = max(1, QUEUE_MESSAGES * shard_size // TOP_UP_PART)
+        self._ended, self._looked_at = 0, float("-inf")
+
+    def due(self, ended: int, now: float) -> bool:
+        """Return whether to look, after `ended` rows in all, at a time in seconds; if so, it is done."""
+        if ended - self._ended < self._many and now - self._looked_at < LEAST_TOP_UP_SECONDS:
+            return False
+        self._ended, self._looked_at = ended, now
+        return True
 
 
 class Housekeeper:
@@ -80,6 +102,7 @@ class Housekeeper:
         self._flows = Flows(claims.database, settings.weights_of_owners)
         self._topping_up = threading.Lock()
         self._topped_up_after = service.last_shard_at
+        self._top_up_rule = TopUpRule(settings.shard_size)
         probe = probe or GpuProbe(None)
         self._load = Load(service, probe, settings)
         self._activity = Activity(ActivityStore(claims.database), claims.worker_id, model, service)
@@ -223,7 +246,9 @@ class Housekeeper:
 
     def _top_up_after_claims(self) -> None:
         """Fill the queues up again soon after this worker took something from them."""
-        if self._topped_up_after != self._service.last_shard_at and self._has_beaten.is_set():
+        if self._topped_up_after == self._service.last_shard_at or not self._has_beaten.is_set():
+            return
+        if self._top_up_rule.due(self._service.tally.written(), time.monotonic()):
             self._topped_up_after = self._service.last_shard_at
             self._top_up()
 

@@ -65,6 +65,11 @@ class Tally:
         with self._lock:
             self._ended.update(reasons)
 
+    def written(self) -> int:
+        """The number of jobs whose results were written."""
+        with self._lock:
+            return self._ended.total()
+
     def jobs(self) -> dict[StopReason, int]:
         """Jobs whose results were written, by stop reason."""
         with self._lock:

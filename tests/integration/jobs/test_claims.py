@@ -163,6 +163,18 @@ def test_claims_come_in_the_order_of_the_shard_with_all_that_generation_needs(
     assert (messages.priority, messages.seed, messages.deadline_at) == (8, 12, None)
 
 
+def test_a_message_with_what_are_no_ids_claims_none_but_the_jobs_that_it_names(client: Client) -> None:
+    claims = Claims(client.database, "a" * 32)
+    claims.register("host", 1, "model", None)
+    first, second, third = client.enqueue_many(["a", "b", "c"])
+    joined, quoted = f"{first},{second}", f'{first}","{second}'
+    for strange in (joined, quoted, f"{{{first}}}", f"{first} ", "", "null", "NULL", "é", "\\", '"'):
+        assert claims.claim([strange]) == []
+        assert claims.claim([strange, "f" * 32, joined]) == []
+    assert [claim.job_id for claim in claims.claim([joined, third])] == [third]
+    assert [claim.job_id for claim in claims.claim([second, first])] == [second, first]
+
+
 def test_a_job_that_ends_early_keeps_its_text_and_says_why(client: Client) -> None:
     claims = Claims(client.database, "a" * 32)
     expected = {

@@ -5,14 +5,17 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import Connection, event, select
 
+from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.batches.batch import Batch
 from nightmill.jobs.client.client import Client
 from nightmill.jobs.request.spec import JobSpec
 from nightmill.jobs.sql.claims import Claims
 from nightmill.jobs.sql.flows import Announcement, Flows
 from nightmill.jobs.sql.http_tables import HttpBatchRow
+from nightmill.jobs.sql.jobs import mark_unsent
+from nightmill.jobs.sql.queue_room import rows_before
 from nightmill.jobs.sql.sweep import Sweep
 from nightmill.jobs.sql.tables import JobRow
 from tests.integration.jobs.batches.rows import jobs_of
@@ -109,7 +112,7 @@ def test_batches_over_http_belong_to_their_owner(client: Client) -> None:
     for name in ("batch_" + "1" * 32, "batch_" + "2" * 32, "mine"):
         submit(client, name, 20)
     with client.database.write() as connection:
-        found, standings = flows._standings(connection, None, 5, now)
+        found, standings = flows._standings(connection, [None], 5, now)[None]
     assert {flow.batch: standing.owner for flow, standing in zip(found, standings, strict=True)} == {
         "batch_" + "1" * 32: "alice",
         "batch_" + "2" * 32: "alice",
@@ -125,3 +128,28 @@ def test_the_rest_of_a_retried_batch_waits_for_its_turn(client: Client, tmp_path
         assert batch.retry_failed() == 60
         assert len(sent_ids(ours, "night")) == 16
         assert batches_of(ours, Flows(ours.database, {}).top_up([None], 1)) == {"night": 44}
+
+
+def test_sqlite_reads_no_rows_of_a_large_batch_but_those_that_it_needs(sqlite_settings: Settings) -> None:
+    plans: dict[str, str] = {}
+
+    def explain(connection: Connection, cursor: Any, statement: str, parameters: Any, *_: object) -> None:
+        if statement.startswith(("SELECT", "WITH")) and "FROM jobs" in statement:
+            plan = connection.connection.cursor().execute(f"EXPLAIN QUERY PLAN {statement}", parameters)
+            plans[statement] = "\n".join(line[-1] for line in plan)
+
+    with Client(sqlite_settings) as client:
+        batch = submit(client, "large", 4)
+        event.listen(client.database.engine, "before_cursor_execute", explain)
+        submit(client, "next", 4)  # counts messages
+        mark_unsent(client.database, list(client.enqueue_many(["a", "b"], batch="due")))
+        Flows(client.database, {}).top_up([None], 64)
+        rows_before(client.database, "large")
+        assert batch.status(errors=False).held == 0
+    counts = [plan for statement, plan in plans.items() if "SELECT count(*)" in statement]
+    assert len(counts) >= 5 and not any("SCAN jobs" in plan for plan in plans.values())
+    of_flows = [plan for plan in counts if "ix_jobs_flows" in plan]
+    assert of_flows and all("sent_at>?" in plan for plan in of_flows)
+    assert any("ix_jobs_held" in plan for plan in counts)
+    due = [plan for statement, plan in plans.items() if "jobs.suspects IS NULL" in statement]
+    assert due and all("ix_jobs_flows_of_batches" in plan and "TEMP B-TREE" not in plan for plan in due)

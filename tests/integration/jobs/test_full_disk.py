@@ -18,6 +18,7 @@ from nightmill.jobs.sql.claims import Claims
 from nightmill.worker.commands.run import _finish, _update
 from tests.campaign.disk import Disk
 from tests.integration.jobs.batches.rows import finish
+from tests.support.needs import Need, missing
 from tests.support.servers import Clock
 
 ROWS = 150
@@ -31,7 +32,7 @@ INPUTS = {
 def disk(tmp_path: Path) -> Iterator[Disk]:
     with Disk(tmp_path / "disk") as made:
         if not made.mounted:
-            pytest.skip("needs a disk of its own, which this user may not mount")
+            missing(Need.MOUNT)
         yield made
 
 

@@ -31,6 +31,7 @@ from tests.campaign.plan import (
 from tests.campaign.proxies import Proxies
 from tests.campaign.report import Report
 from tests.support.freezing import Freeze
+from tests.support.needs import Need, missing
 
 pytestmark = pytest.mark.heavy
 
@@ -141,7 +142,7 @@ def test_a_disk_is_full_until_it_is_freed(tmp_path: Path) -> None:
     with Disk(tmp_path / "disk") as disk:
         if not disk.mounted:
             assert not disk.fill()
-            pytest.skip("no tmpfs can be mounted here")
+            missing(Need.MOUNT)
         file = disk.path / "file"
         file.write_bytes(b"x")
         assert disk.fill()

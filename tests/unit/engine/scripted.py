@@ -205,6 +205,7 @@ class ScriptedRunner:
         self.prompt_grid = grid
         self.snapshots = snapshots
         self.embeds = self.takes_back = True
+        self.predicts = False
         self.sums: list[SumArray | None] = [None] * slots
         self.ended: list[SumArray] = []
         self.states: list[list[int]] = [[-9]] * slots

@@ -1,13 +1,16 @@
 """Encoders: what their files say, WordPiece's tokens, and embeddings to the bit in any company."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from nightmill.jobs.errors import ModelFileError
+from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.errors import ChatTemplateError, InvalidParameterError, ModelFileError
 from nightmill.jobs.request.parameters import GenerationParams
+from nightmill.worker.assembly.model import load_model
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import Completion, Request
@@ -58,6 +61,19 @@ def test_a_file_that_contradicts_itself_is_refused(
 ) -> None:
     with pytest.raises(ModelFileError, match=message):
         spec_of(write_bert(tmp_path / "m.gguf", **changed))
+
+
+def test_chats_and_pairs_to_rank_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    """`/v1/rerank` asks in chats; the head of a cross-encoder is not computed."""
+    path = write_bert(tmp_path / "m.gguf", keys={"pooling_type": 4})
+    with closing(load_model(Settings(model=path))) as model:
+        (refused,) = model.encode_all([[{"role": "user", "content": "the night"}]])
+        assert isinstance(refused, ChatTemplateError)
+        assert "an encoder, which embeds texts and answers no chats" in str(refused)
+        assert "such as Qwen3-Reranker" in str(refused)
+        with pytest.raises(InvalidParameterError, match=r"embed: .* a cross-encoder, .* Qwen3-Reranker"):
+            model.embedded(GenerationParams(embed=True), 3)
+        assert model.embedded(GenerationParams(embed=True, pooling="mean"), 3) == range(3)
 
 
 @pytest.mark.parametrize(

@@ -340,6 +340,32 @@ def test_a_text_that_the_engine_gives_up_on_is_refused_alone(tmp_path: Path) -> 
     assert fine == tokenizer.encode("hello")
 
 
+def test_texts_that_prompts_share_are_encoded_once(byte_level: Tokenizer) -> None:
+    long = "You are a helpful assistant who answers in a word. " * 2
+    prompts = [[long, 7, "user\n", f"Is room {number} good?"] for number in range(3)]
+    alone = [byte_level.encode_pieces([prompt])[0] for prompt in prompts]
+    taken: list[list[str]] = []
+
+    class Counting:
+        def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+            taken.append(sorted(texts))
+            return engine.encode_batch_fast(texts, **options)
+
+    engine, byte_level._engine = byte_level._engine, Counting()  # type: ignore[assignment]
+    try:
+        byte_level._known.clear()
+        assert byte_level.encode_pieces(prompts) == alone
+        assert byte_level.encode_pieces(prompts) == alone
+    finally:
+        byte_level._engine = engine
+    assert len(taken[0]) == 5 and taken[1] == [long]  # short ones are remembered, long ones are not
+    known = len(byte_level._known)
+    byte_level.encode_pieces([[f"{number}"] for number in range(5000)])
+    byte_level.encode_pieces([["one more"]])
+    assert known == 4 and set(byte_level._known) == {"one more"}
+    assert byte_level.encode_pieces(prompts) == alone
+
+
 def test_threads_may_share_a_tokenizer(either: Tokenizer) -> None:
     texts = [f"hello world {n} <|im_end|> ß🦙" * 20 for n in range(64)]
     alone = [either.encode(text) for text in texts]

@@ -22,6 +22,7 @@ from nightmill.worker.runners.gpu.kv_cache import page_bytes
 from nightmill.worker.runners.gpu.memory import RunnerSizes, StatePlan, plan_memory, plan_states
 from nightmill.worker.runners.gpu.precision import HALF, Precision, WeightsFormat
 from nightmill.worker.runners.gpu.runner import CudaRunner
+from nightmill.worker.runners.gpu.states.choice import seen_with_drafts
 from nightmill.worker.runners.gpu.states.memory import States
 from nightmill.worker.runners.gpu.states.pieces import pieces_on_device, state_pieces
 from nightmill.worker.runners.gpu.steps import StepBounds, StepBuffers
@@ -354,6 +355,14 @@ def test_a_prompts_piece_is_refused_before_anything_of_it_is_launched(
             runner.launch(batch(Chunk(0, TEXT, 10, 20)))
         finally:
             assert hopper.launches["gather_tokens"] == before
+
+
+def test_drafts_are_made_of_what_was_seen_with_them() -> None:
+    """On a GPU; tests there try all kinds."""
+    seen = {name for name, (_, spec) in GPU_HYBRID_FILES.items() if seen_with_drafts(spec)}
+    assert seen == {name for name in GPU_HYBRID_FILES if name != "lfm2"}
+    assert not any(seen_with_drafts(spec) for _, spec in EXPERT_FILES.values())
+    assert not seen_with_drafts(PLAIN)
 
 
 def test_pages_are_of_layers_with_attention_alone() -> None:

@@ -21,6 +21,7 @@ from tests.support.cuda_runners import cuda_runner
 from tests.support.driving import Chunk, Pages
 from tests.support.expert_shapes import EXPERT_SHAPES
 from tests.support.family_cases import FILES
+from tests.support.gemma4_cases import LARGE_HEADS
 from tests.support.hybrid_shapes import HYBRID_SHAPES
 from tests.support.latent_shapes import FLASH
 from tests.support.real_models import REAL_MODELS
@@ -33,8 +34,9 @@ SPECS = (
     {name: spec for name, (_, spec) in FILES.items()}
     | {model.name: model.spec for model in REAL_MODELS}
     | {name: shape.file()[2] for name, shape in (HYBRID_SHAPES | EXPERT_SHAPES).items()}
-    | {"GLM-4.7-Flash": FLASH.file()[2]}
+    | {"GLM-4.7-Flash": FLASH.file()[2], "heads of 256 and of 512": LARGE_HEADS}
 )
+NAMED = ("heads of 256 and of 512", "qwen3.5-9b", "lfm2-1.2b", "Qwen3 8B")
 SLOTS, CONTEXT = 20, 128
 
 
@@ -135,3 +137,16 @@ def refusal_of(spec: ModelSpec, precision: Precision, card: KnownCard) -> str | 
 def code_of(card: KnownCard) -> str:
     major, minor = min(card.capability, (8, 9))
     return f"compute_{major}{minor}"
+
+
+def test_what_a_card_computes_slowly_is_told_before() -> None:
+    """Of heads of 512, and by which kernels states go."""
+    on_a_card, on_hopper = (
+        [kernel_outlook(typed(SPECS[name]), Precision(), hopper=hopper) for name in NAMED]
+        for hopper in (False, True)
+    )
+    assert "heads of 512 without tensor cores" in on_a_card[0]["prompts"]
+    assert "slow" not in on_hopper[0]["prompts"] and "wgmma" in on_hopper[0]["prompts"]
+    assert ["states" in found for found in on_a_card] == [False, True, True, False]
+    assert "mma.sync" in on_a_card[1]["states"] and "wgmma" in on_hopper[1]["states"]
+    assert on_a_card[2]["states"] == on_hopper[2]["states"] == "short convolutions"

@@ -27,9 +27,11 @@ from nightmill.worker.runners.gpu.device.sources import source_of
 from nightmill.worker.runners.gpu.outlook import kernel_outlook
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.states.choice import StateMixers, state_mixer
+from tests.gpu import cards
 from tests.support.cuda_runners import cuda_runner
 from tests.support.driving import Chunk, Pages
 from tests.support.family_cases import GPU_FILES
+from tests.support.needs import Need, missing
 from tests.support.specs import dense_spec
 from tests.unit.runners import recorded_cuda
 from tests.unit.runners.recorded_cuda import (
@@ -211,10 +213,11 @@ def test_tests_of_a_gpu_are_run_as_the_card_that_a_variable_names() -> None:
 
 
 @pytest.mark.heavy
-@pytest.mark.skipif(not nvcc_is_there(), reason="needs nvcc")
 def test_nvcc_makes_machine_code_of_the_gpu_from_code_of_the_card(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    if not nvcc_is_there():
+        missing(Need.NVCC)
     monkeypatch.setattr(recorded_cuda, "recorded_lines", dict)  # so that it is compiled
     monkeypatch.setattr(recorded_cuda, "LOCAL", tmp_path / "compiled.txt")
     record(HOPPER, monkeypatch, tmp_path)
@@ -226,3 +229,13 @@ def test_nvcc_makes_machine_code_of_the_gpu_from_code_of_the_card(
     assert recorded_cuda.recorded_kernels(cubin)
     (line,) = read_lines(tmp_path / "compiled.txt").values()
     assert line.architecture == "compute_86/sm_90" and line.quick
+
+
+def test_the_list_of_tests_as_other_cards_names_files_that_are_there() -> None:
+    tests = MODEL.parents[1] / "tests" / "gpu"
+    assert all((tests / f"{file}.py").exists() for part in cards.PARTS for file in part.files)
+    assert set(cards.CARDS) < KNOWN_CARDS.keys()
+    shown = (
+        "tests/gpu/test_a.py::test_x[a b] PASSED [ 5%]\ntests/gpu/test_a.py::test_y FAILED [10%]\nE PASSED\n"
+    )
+    assert cards.outcomes(shown) == {"PASSED": 1, "FAILED": 1, "ERROR": 0, "SKIPPED": 0}

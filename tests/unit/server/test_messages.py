@@ -1,12 +1,10 @@
 """Anthropic's messages, asked for with Anthropic's own client."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx2
 import pytest
-from anthropic.types import Message
 
 from nightmill.jobs.base.contract import WorkerState
 from nightmill.jobs.base.settings import Settings
@@ -17,6 +15,10 @@ from nightmill.worker.assembly.model import demo_model
 from tests.support.servers import wait_until
 from tests.unit.server.conftest import ALICE, Server, text_of
 from tests.unit.server.scripted_text import SEED, talking_server
+
+if TYPE_CHECKING:  # it takes two seconds to import, in every process that collects tests
+    from anthropic import Anthropic
+    from anthropic.types import Message
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 ASKED: dict[str, Any] = {"model": "model", "max_tokens": 60}
@@ -34,17 +36,21 @@ def talking(sqlite_settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Itera
         yield server
 
 
-def client_of(server: Server, key: str = ALICE) -> anthropic.Anthropic:
+def client_of(server: Server, key: str = ALICE) -> "Anthropic":
     """The unmodified client, which sends its key as x-api-key."""
-    return anthropic.Anthropic(base_url=server.url, api_key=key, auth_token=None, max_retries=0)
+    from anthropic import Anthropic
+
+    return Anthropic(base_url=server.url, api_key=key, auth_token=None, max_retries=0)
 
 
-def job_of(server: Server, message: Message) -> Any:
+def job_of(server: Server, message: "Message") -> Any:
     return server.client.get(message.id.removeprefix("msg_"))
 
 
-def strict(message: Message) -> None:
+def strict(message: "Message") -> None:
     """The answer has what Anthropic's own types want, and each thing of its type."""
+    from anthropic.types import Message
+
     Message.model_validate(message.model_dump(warnings=False), strict=False)
 
 
@@ -209,6 +215,8 @@ def test_thinking_is_what_templates_look_at(
 
 
 def test_errors_have_anthropic_s_shape(start: Callable[..., Any]) -> None:
+    import anthropic
+
     with start(worker=False) as server:
         with pytest.raises(anthropic.AuthenticationError, match="not known here"):
             client_of(server, "a key that is not known").messages.create(**ASKED, messages=HELLO)
@@ -229,6 +237,8 @@ def test_errors_have_anthropic_s_shape(start: Callable[..., Any]) -> None:
 
 
 def test_a_full_server_says_so_in_anthropic_s_shape(start: Callable[..., Any]) -> None:
+    import anthropic
+
     with (
         start(worker=False, limits=ServerLimits(requests=0)) as server,
         pytest.raises(anthropic.RateLimitError) as full,
@@ -239,6 +249,8 @@ def test_a_full_server_says_so_in_anthropic_s_shape(start: Callable[..., Any]) -
 
 
 def test_what_is_refused_is_the_status_of_a_stream(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    import anthropic
+
     def refuse(*_: Any) -> Any:
         raise ValueError("this prompt cannot be computed")
 

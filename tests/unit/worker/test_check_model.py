@@ -187,6 +187,9 @@ def test_without_a_gpu_a_card_is_pretended(directory: Path, monkeypatch: pytest.
         assert ("mma.sync" in kernels["kernels"]["prompts"]) is (key != "h100")
         assert "Q8_0" in kernels["kernels"]["products"]
         assert f"{card.peaks.bytes / 1e9:,.0f} GB/s" in basis["found"] and "forecast" in basis["found"]
+        steps = found["step"]
+        assert [step["sequences"] for step in steps[:3]] == [1, 16, 64]
+        assert "a step of 1 sequence of 512 tokens: 0.01 GB of weights" in steps[0]["found"]
         fp8 = next(one for one in found["formats"] if one["weights_in"] == "fp8")
         assert "cache_tokens" in fp8, "both multiply FP8"
         assert found["sentence"][0]["ok"]

@@ -14,7 +14,7 @@ from nightmill.jobs.errors import BrokerUnreachableError
 from nightmill.jobs.sql.claims import Claims
 from nightmill.worker.runners.gpu.device.nvml import GpuProbe
 from nightmill.worker.service.heart import Heart
-from nightmill.worker.service.housekeeper import DEAF_SECONDS, Housekeeper
+from nightmill.worker.service.housekeeper import DEAF_SECONDS, Housekeeper, TopUpRule
 from tests.support.nvml import FakeNvml
 from tests.support.servers import Clock, wait_until
 from tests.unit.engine.scripted import ScriptedRunner
@@ -166,3 +166,20 @@ def test_queues_are_filled_up_soon_after_a_claim_and_not_before(
     assert sent(None) == 16 + 276 // 64 + 1
     housekeeper._top_up_after_claims()
     assert sent(None) == 21
+
+
+def test_flows_are_looked_at_once_an_eighth_of_a_queue_or_two_seconds_are_gone() -> None:
+    """A thousand rows a second for ten seconds, then ten rows a second; it is asked twice a second."""
+    rule, looks = TopUpRule(shard_size=64), list[float]()
+    for tick in range(21):
+        if rule.due(500 * tick, tick / 2):
+            looks.append(tick / 2)
+    assert looks == [float(second) for second in range(11)]
+    assert [tick / 2 for tick in range(21, 41) if rule.due(10_000 + 5 * (tick - 20), tick / 2)] == [
+        12.0, 14.0, 16.0, 18.0, 20.0,
+    ]  # fmt: skip
+
+
+def test_of_small_queues_flows_are_looked_at_whenever_rows_end() -> None:
+    rule = TopUpRule(shard_size=1)
+    assert [rule.due(8 * look, look / 2) for look in range(4)] == [True] * 4

@@ -7,7 +7,7 @@ from celery.worker import state as celery_state
 
 from nightmill.jobs.base import last_resort
 from nightmill.jobs.base.last_resort import LastResort
-from nightmill.worker import app
+from nightmill.worker.service import celery_flags
 from tests.support.servers import wait_until
 
 
@@ -40,4 +40,4 @@ def test_an_exit_code_of_0_is_an_order_to_end(
     monkeypatch.setattr(celery_state, "should_stop", None)
     monkeypatch.setattr(celery_state, "should_terminate", None)
     monkeypatch.setattr(celery_state, flag, value)  # SIGTERM sets should_stop to 0
-    assert app._told_to_end() is told
+    assert celery_flags.told_to_end() is told

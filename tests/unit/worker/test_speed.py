@@ -4,7 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from nightmill.worker.assembly.speed import EqualSequences, GpuSpeed, WeightsAndCache, expected_rate
+from nightmill.worker.assembly.speed import (
+    EqualSequences,
+    GpuSpeed,
+    WeightsAndCache,
+    expected_rate,
+    step_cost,
+)
+from nightmill.worker.runners.gpu.device.known_cards import KNOWN_CARDS
 from nightmill.worker.runners.gpu.device.peaks import Peaks, peaks_of
 from nightmill.worker.runners.gpu.kv_cache import page_bytes
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
@@ -70,3 +77,20 @@ def test_a_tiny_model_is_as_fast_as_its_host() -> None:
     assert (
         rate("tiny", 2048, 384, 128) <= 2_165 * 128
     )  # rows a second that a worker brings if it computes nothing
+
+
+def test_a_step_is_counted() -> None:
+    """A 7B in 16 bits: two bytes a parameter, but for the table of which a row is read."""
+    spec, card = SPECS["7B"], KNOWN_CARDS["rtx4090"]
+    size = WeightsAndCache(2 * spec.parameters, page_bytes(spec), WeightsFormat.ELEMENT)
+    gpu = GpuSpeed(card.peaks, card.multiprocessors)
+    one, many = (step_cost(spec, gpu, size, sequences, 1000) for sequences in (1, 512))
+    read = spec.parameters - spec.vocab * spec.width
+    assert one.weights == many.weights == 2 * read and one.flops == 2 * read
+    assert many.flops == 512 * one.flops and many.cache == 512 * one.cache
+    assert one.cache == pytest.approx(1000 / 16 * page_bytes(spec))
+    assert one.reading == pytest.approx(2 * read / (0.75 * 1.008e12))
+    assert one.bound == "reading weights" and many.bound in ("multiplying", "reading keys, values and states")
+    assert one.seconds == pytest.approx(one.reading + one.attending + one.between)
+    small = step_cost(SPECS["tiny"], gpu, replace(size, weights=2 * SPECS["tiny"].parameters), 1, 0)
+    assert small.bound in ("the host", "the way from kernel to kernel")

@@ -38,6 +38,7 @@ _FIRST_CHAT: Final = {"messages": [{"role": "user", "content": "Hello"}], "add_g
 _LENGTH = struct.Struct("<I")
 _ANSWER = struct.Struct("<cI")
 _READ_AT_ONCE = 1 << 16  # bytes
+_ENCODE: Final = json.JSONEncoder(default=dict).encode  # which `json.dumps` would make anew for each chat
 _TEXT, _REFUSED, _EXHAUSTED = b"T", b"R", b"X"
 
 
@@ -112,7 +113,7 @@ class Renderer:
 
     def _line(self, chat: Mapping[str, Any], time: datetime | None) -> bytes | ChatTemplateError:
         try:
-            return json.dumps({"chat": chat, "time": _as_sent(time)}, default=dict).encode()
+            return _ENCODE({"chat": chat, "time": _as_sent(time)}).encode()
         except (TypeError, ValueError, RecursionError) as error:
             return ChatTemplateError(f"the messages cannot be given to the model's chat template: {error}")
 

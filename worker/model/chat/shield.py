@@ -119,16 +119,21 @@ def strings(value: Any) -> Iterator[str]:
 
 
 def _gather(value: Any, found: list[str]) -> None:
-    # What is looked for in an abstract class is looked for long: dicts and lists are known at once.
+    # What is looked for in an abstract class is looked for long: texts, dicts and lists are known at once.
     if isinstance(value, str):
         found.append(value)
-    elif isinstance(value, dict | Mapping):
-        for key in value:
-            _gather(key, found)
-        for item in value.values():
-            _gather(item, found)
-    elif isinstance(value, list | tuple | Sequence):
-        for item in value:
+        return
+    kind = type(value)
+    if kind is dict or (kind is not list and isinstance(value, Mapping)):
+        inside: Iterable[Any] = (*value, *value.values())
+    elif kind is list or isinstance(value, Sequence):
+        inside = value
+    else:
+        return
+    for item in inside:
+        if type(item) is str:
+            found.append(item)
+        else:
             _gather(item, found)
 
 

@@ -11,7 +11,6 @@ are rendered as they are, and so templates may trim, test or split contents.
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from datetime import datetime
 from typing import Any, Self
 
@@ -164,7 +163,7 @@ class ChatTemplate:
         answers: list[list[int] | NightmillError] = []
         prompts = self._marking.pieces(
             [
-                replace(self._chat(chat, rendering), time=time)
+                self._chat(chat, rendering, time)
                 for chat, rendering, time in zip(chats, said, times, strict=True)
             ]
         )
@@ -195,7 +194,7 @@ class ChatTemplate:
             ids.insert(0, bos_id)
         return ids
 
-    def _chat(self, messages: Messages, rendering: Rendering) -> Chat:
+    def _chat(self, messages: Messages, rendering: Rendering, time: datetime | None = None) -> Chat:
         last = messages[-1].get("content") if messages else None
         end = (
             unused_character([self._source, last if isinstance(last, str) else ""])
@@ -210,13 +209,13 @@ class ChatTemplate:
                 use = self._tool_use()
             except ChatTemplateError as error:
                 if rendering.tools is not None:
-                    return Chat(messages, rendering, end, fault=error)
+                    return Chat(messages, rendering, end, time=time, fault=error)
                 use = ToolUse(CallFormat.JSON)  # earlier calls alone: the template may do what it likes
             told, tools = use.told(messages, rendering.tools)
         if thinking_marks(self._source) == CHANNELS:
             told = [_with_thinking(message) for message in told]
         fault = next(filter(None, map(contents.fault, told)), None)
-        return Chat(told, rendering, end, tools, use=contents, fault=fault)
+        return Chat(told, rendering, end, tools, time, contents, fault)
 
     def conversation(self) -> Conversation:
         """A chat of all roles that the template takes; raises ChatTemplateError where it takes none."""

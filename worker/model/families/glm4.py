@@ -6,6 +6,7 @@ from nightmill.worker.model.families.dense import dense_layer, dense_model
 from nightmill.worker.model.families.experts import experts_of, leading_dense
 from nightmill.worker.model.families.keys import Keys
 from nightmill.worker.model.families.mixture import mixture_layers
+from nightmill.worker.model.families.predictors import predictor_of
 from nightmill.worker.model.rope import RopeStyle
 from nightmill.worker.model.spec import ModelSpec, RouterScores
 
@@ -21,7 +22,7 @@ def glm4(keys: Keys) -> ModelSpec:
 
 
 def glm4moe(keys: Keys) -> ModelSpec:
-    """The first layers have no experts. Blocks behind the last predict further tokens, and are left out."""
+    """The first layers have no experts; the blocks behind the last, like that, predict further tokens."""
     keys.skip_predictors()
     norm, first = keys.norm(), leading_dense(keys)
     normed = keys.has_tensor("blk.0.attn_q_norm.weight")
@@ -30,4 +31,5 @@ def glm4moe(keys: Keys) -> ModelSpec:
         lambda index: experts_of(keys, index, scores=RouterScores.SIGMOID),
         dense=lambda index: index < first, norm_name="post_attention_norm",
     )  # fmt: skip
-    return dense_model(keys, *layers)
+    model = dense_model(keys, *layers)
+    return replace(model, predictor=predictor_of(keys, model, layers[-1], hands_on_normed=False))

@@ -7,6 +7,7 @@ from nightmill.worker.model.families.experts import experts_of
 from nightmill.worker.model.families.hybrid import attention_layers, check_kinds, delta_net
 from nightmill.worker.model.families.keys import Keys
 from nightmill.worker.model.families.mixture import mixture_layers
+from nightmill.worker.model.families.predictors import predictor_of
 from nightmill.worker.model.rope import RopeStyle
 from nightmill.worker.model.spec import ModelSpec
 
@@ -36,7 +37,7 @@ def _model(keys: Keys, *, dense: bool, by_key_head: bool = False) -> ModelSpec:
 
     The converter adds 1 to the weights of all norms but the delta net's, and orders value heads so that head
     h goes with key head h % key heads, but not for qwen3next. Blocks behind the last layer predict further
-    tokens, and are left out.
+    tokens; the first of them is like a layer of attention.
     """
     keys.skip_predictors()
     keys.text_of_images()
@@ -53,7 +54,9 @@ def _model(keys: Keys, *, dense: bool, by_key_head: bool = False) -> ModelSpec:
         replace(layer, mixer=net) if kind == _DELTA_NET else layer
         for layer, kind in zip(layers, kinds, strict=True)
     )
-    return dense_model(keys, *mixed)
+    model = dense_model(keys, *mixed)
+    attending = model.layers[kinds.index("attention")]
+    return replace(model, predictor=predictor_of(keys, model, attending, hands_on_normed=True))
 
 
 def _kinds(keys: Keys) -> tuple[list[str], str]:

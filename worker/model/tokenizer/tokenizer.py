@@ -6,6 +6,7 @@ no text given with `special=False` can ever become a control token.
 
 import re
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Self
 
 import tokenizers
@@ -20,6 +21,7 @@ from nightmill.worker.model.tokenizer.vocabulary import SPACE, Vocabulary
 
 _KEEP_SPACE = {"<unk>", "<s>", "<|endoftext|>"}
 _SPACES = re.compile(r"\s+")
+_SHORT, _MOST_KNOWN = 32, 4096  # characters of a text that is remembered, and texts
 
 Piece = str | int  # ordinary text, or the id of a token that stands by itself
 
@@ -54,6 +56,7 @@ class Tokenizer:
         self._strips = strips
         self.markers = vocabulary.markers()
         self._plain = vocabulary.plain()
+        self._known: dict[str, Sequence[int]] = {}  # ids of short texts
         self._find_marker = matcher(self.markers)
         self._find_plain = matcher(self._plain)
         self._find_marked = matcher(self.markers | self._plain)
@@ -129,9 +132,32 @@ class Tokenizer:
         self, prompts: Sequence[Sequence[Piece]], *, add_bos: bool | None = None
     ) -> list[list[int]]:
         """The ids of prompts that were cut by `split` or by other rules about what is special."""
-        texts = [text for pieces in prompts for text in self._spelt(pieces)]
+        spelt = [list(self._spelt(pieces)) for pieces in prompts]
+        encoded = self._encoded({text for texts in spelt for text in texts})
+        wants_bos = self.add_bos if add_bos is None else add_bos
+        start = [self.bos_id] if wants_bos and self.bos_id is not None else []
+        results = []
+        for pieces, texts in zip(prompts, spelt, strict=True):
+            ids, following = list(start), iter(texts)
+            for piece in pieces:
+                if isinstance(piece, int):
+                    ids.append(piece)
+                else:
+                    ids.extend(encoded[next(following)])
+            results.append(ids)
+        return results
+
+    def _encoded(self, texts: AbstractSet[str]) -> dict[str, Sequence[int]]:
+        """The ids of each of these ordinary texts; raises InvalidPromptError.
+
+        Prompts share texts: a template's own words, which are short and are remembered, and what the chats of
+        a batch begin with.
+        """
+        known = self._known  # another thread may put an empty one in its place
+        found = {text: ids for text in texts if (ids := known.get(text)) is not None}
+        fresh = [text for text in texts if text not in found]
         try:
-            encoded = iter(self._engine.encode_batch_fast(texts, add_special_tokens=False))
+            encoded = self._engine.encode_batch_fast(fresh, add_special_tokens=False)
         except TypeError as error:  # the engine's word for a string that is not valid Unicode
             raise InvalidPromptError("the text contains a lone surrogate: it is not valid Unicode") from error
         except BaseException as error:
@@ -142,18 +168,12 @@ class Tokenizer:
                 "the text has a run of millions of spaces or letters without a break, which the tokenizer "
                 "cannot cut into words"
             ) from error
-        wants_bos = self.add_bos if add_bos is None else add_bos
-        start = [self.bos_id] if wants_bos and self.bos_id is not None else []
-        results = []
-        for pieces in prompts:
-            ids = list(start)
-            for piece in pieces:
-                if isinstance(piece, int):
-                    ids.append(piece)
-                else:
-                    ids.extend(next(encoded).ids)
-            results.append(ids)
-        return results
+        for text, one in zip(fresh, encoded, strict=True):
+            found[text] = one.ids
+        if len(known) > _MOST_KNOWN:
+            known = self._known = {}
+        known.update((text, found[text]) for text in fresh if len(text) <= _SHORT)
+        return found
 
     def encode_each(
         self, prompts: Sequence[Sequence[Piece]], *, add_bos: bool | None = None

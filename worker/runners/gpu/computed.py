@@ -67,7 +67,7 @@ def _computed_layer(layer: LayerSpec) -> LayerSpec:
 
 
 def _takes_norms_behind(layer: LayerSpec) -> bool:
-    """Whether norms may stand behind what is added: there are two additions, and a norm for each."""
+    """Return whether norms may stand behind what is added: of two additions each has one."""
     plain = isinstance(layer.mixer, Attention) and isinstance(layer.feed_forward, FeedForward)
     return plain and not layer.parallel and layer.inputs is None and not layer.output_scale
 

@@ -7,11 +7,14 @@ from nightmill.worker.runners.gpu.attention.choice import by_heads
 from nightmill.worker.runners.gpu.attention.decode import DecodeAttention
 from nightmill.worker.runners.gpu.attention.hopper_wide import HopperWide
 from nightmill.worker.runners.gpu.attention.prefill import HopperPrefill
+from nightmill.worker.runners.gpu.attention.scores import PREFILL_HEADS
 from nightmill.worker.runners.gpu.attention.wide import WideDecode
 from nightmill.worker.runners.gpu.device.operands import Format
+from nightmill.worker.runners.gpu.device.sources import Source
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.products.elements.few_rows import FewRows
 from nightmill.worker.runners.gpu.products.packed.packed_gemm import packed_products
+from nightmill.worker.runners.gpu.states.choice import StateMixers
 from nightmill.worker.runners.gpu.weights.layout import formats_in
 from nightmill.worker.runners.kv_format import KvFormat
 
@@ -26,12 +29,23 @@ def kernel_outlook(spec: ModelSpec, precision: Precision, *, hopper: bool) -> di
     found = dict(_products(spec, precision, hopper=hopper))
     if spec.experts:
         found["experts"] = f"grouped products by {'wgmma' if hopper else 'mma.sync'}"
+    if states := StateMixers.sources(spec, hopper=hopper):
+        found["states"] = _states(states)
     if spec.latents:
         wide = "by wgmma" if hopper else "by mma.sync"
         return found | {"attention": f"latent attention, of prompts {wide}"}
     kinds = {alike[0].head_dim: _attention(alike, precision, hopper=hopper) for alike in by_heads(spec)}
     found["drawn tokens"], found["prompts"] = map("; ".join, zip(*kinds.values(), strict=True))
     return found
+
+
+def _states(sources: list[Source]) -> str:
+    """The kernels of layers with states, by the files."""
+    names = {path.stem for path, _ in sources}
+    if names == {"convolution"}:
+        return "short convolutions"
+    by = "wgmma" if names & {"delta_hopper", "mamba_hopper"} else "mma.sync"
+    return f"of prompts in chunks of 64 tokens by {by}, of drawn tokens one by one"
 
 
 def _attention(alike: list[Attention], precision: Precision, *, hopper: bool) -> tuple[str, str]:
@@ -45,6 +59,8 @@ def _attention(alike: list[Attention], precision: Precision, *, hopper: bool) ->
     else:
         drawn = f"attention for {heads}, which the fast one does not take"
     by_wgmma = HopperPrefill.suits(first, hopper=hopper) or (wide and HopperWide.suits(first, hopper=hopper))
+    if not by_wgmma and first.head_dim not in PREFILL_HEADS:
+        return drawn, f"attention for {heads} without tensor cores, which is slow"
     return drawn, f"attention by {'wgmma' if by_wgmma else 'mma.sync'} for {heads}"
 
 

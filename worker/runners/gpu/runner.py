@@ -59,6 +59,7 @@ from nightmill.worker.runners.gpu.sampling.sampler import Sampler
 from nightmill.worker.runners.gpu.sampling.slots import SlotTable
 from nightmill.worker.runners.gpu.self_test import check_products, checked_products
 from nightmill.worker.runners.gpu.shapes import MANY_ROWS
+from nightmill.worker.runners.gpu.states.choice import seen_with_drafts
 from nightmill.worker.runners.gpu.states.memory import States
 from nightmill.worker.runners.gpu.step_inputs import Division, StepInputs, StepShape
 from nightmill.worker.runners.gpu.steps import PADDING, StepBuffers, drawing_rows, padded_lengths
@@ -126,8 +127,7 @@ class CudaRunner:
         self.slots = slots
         self.depth = sizes.depth
         self.embeds = True
-        # Log-probabilities of drafts differed in bits with two of four kinds of layers (H200, 2026-11-27).
-        self.takes_back = False
+        self.takes_back, self.predicts = seen_with_drafts(spec), False
         self.prompt_grid, self.snapshots = prompt_grid(spec), 0
         self.vocab = spec.vocab
         self._row_of_logits = padded_vocab(spec)

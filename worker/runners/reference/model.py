@@ -60,11 +60,12 @@ class ReferenceModel:
     trace  called with a name and an array at each stage of a step: "embedding", "layer.0", ..., "norm" (all
            tokens), "logits" (only the rows that draw); "experts.0", ..., each token's, the best first
     fp8    round the matrices of layers, and what is multiplied with them, to FP8
+    beside another model of the file, whose embedding and head it has
     """
 
     def __init__(
         self, file: GgufFile, spec: ModelSpec, cache: ReferenceKvCache, states: ReferenceStates,
-        trace: Trace | None = None, *, fp8: bool = False,
+        trace: Trace | None = None, *, fp8: bool = False, beside: "ReferenceModel | None" = None,
     ) -> None:  # fmt: skip
         self._spec = spec
         self._fp8 = fp8
@@ -79,22 +80,44 @@ class ReferenceModel:
         outside = {role: weight for role, weight in spec.weights().items() if role not in large}
         self._outside = load(file, outside)
         self._file = file
-        self._embedding = file.array("token_embd.weight")
-        self._head = (self._embedding if spec.tied_head else file.array("output.weight")).T
+        self._embedding: FloatArray
+        self._head: FloatArray
+        if beside is not None:
+            self._embedding, self._head = beside._embedding, beside._head
+        else:
+            self._embedding = file.array("token_embd.weight")
+            self._head = (self._embedding if spec.tied_head else file.array("output.weight")).T
         self._tiled: dict[tuple[tuple[int, ...], bool], bool] = {}
         ropes = spec.ropes
         self._frequencies = {rope: rope.frequencies() for rope in ropes}
 
     def forward(self, tokens: npt.NDArray[np.int32], places: Places, flow: Flow) -> ops.FloatArray:
         """Compute all layers over tokens (T,); returns the normed hidden states (T, width)."""
+        x = self.embedding(tokens)
+        if self._spec.encoder is not None:
+            x = self._embedded(self._spec.encoder, x, places.positions)
+        self._report("embedding", x)
+        x = self.normed(self.through(x, tokens, places, flow))
+        self._report("norm", x)
+        return x
+
+    def embedding(self, tokens: npt.NDArray[np.int32]) -> ops.FloatArray:
+        """The rows of the embedding (T, width)."""
+        x: ops.FloatArray = _scaled(ops.embedding(self._embedding, tokens), self._spec.embedding_scale)
+        return x
+
+    def normed(self, x: ops.FloatArray) -> ops.FloatArray:
+        """Apply the last norm to rows (T, width)."""
+        return _norm(self._spec.output_norm, x, self._outside, Role.OUTPUT_NORM)
+
+    def through(
+        self, x: ops.FloatArray, tokens: npt.NDArray[np.int32], places: Places, flow: Flow
+    ) -> ops.FloatArray:
+        """Compute all layers over rows x (T, width) of tokens (T,)."""
         rotations = {
             rope: ops.rope_table(places.positions, frequencies, rope.magnitude, np.float32)
             for rope, frequencies in self._frequencies.items()
         }
-        x: ops.FloatArray = _scaled(ops.embedding(self._embedding, tokens), self._spec.embedding_scale)
-        if self._spec.encoder is not None:
-            x = self._embedded(self._spec.encoder, x, places.positions)
-        self._report("embedding", x)
         inputs = self._inputs_of_layers(tokens, x)
         for index, layer in enumerate(self._spec.layers):
             weights = self._layers[index]
@@ -118,8 +141,6 @@ class ReferenceModel:
             if layer.output_scale:
                 x = x * weights[Role.LAYER_SCALE]
             self._report(f"layer.{index}", x)
-        x = _norm(self._spec.output_norm, x, self._outside, Role.OUTPUT_NORM)
-        self._report("norm", x)
         return x
 
     def _embedded(

@@ -1,7 +1,7 @@
 """Runs steps on the CPU: what slots hold, the forward pass, and the tokens drawn."""
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from nightmill.worker.runners.base import (
 from nightmill.worker.runners.kv_format import KvFormat
 from nightmill.worker.runners.reference.kv_cache import ReferenceKvCache
 from nightmill.worker.runners.reference.model import ReferenceModel, Trace
+from nightmill.worker.runners.reference.predicting import ReferencePredictor
 from nightmill.worker.runners.reference.states import Flow, ReferenceStates, flow_of
 from nightmill.worker.runners.sampling import (
     PARAMETERS,
@@ -60,6 +61,16 @@ class Rounding:
 
     kv: KvFormat = KvFormat.ELEMENT
     fp8: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Undrawn:
+    """A step whose tokens are not drawn: its hidden states, logits of its draws, embeddings it completed."""
+
+    batch: StepBatch
+    hidden: FloatArray
+    logits: FloatArray
+    sums: SumArray | None
 
 
 class ReferenceRunner:
@@ -93,14 +104,26 @@ class ReferenceRunner:
         self.snapshots = slots if spec.state_bytes else 0
         self.states = ReferenceStates(spec, slots, self.snapshots)
         self._model = ReferenceModel(file, spec, self._cache, self.states, trace, fp8=fp8)
+        self._file, self._spec = file, spec
+        self._predictor: ReferencePredictor | None = None
+        self.predicts = False
         self._last_token = np.zeros(slots, dtype=np.int32)
         self._parameters = np.zeros(slots, dtype=PARAMETERS)
         self._seen: list[npt.NDArray[np.bool_] | None] = [None] * slots
         self._adjustments: list[Adjustment | None] = [None] * slots
         self._sums = np.zeros((slots, spec.width))
-        self._undrawn: tuple[DrawArray, FloatArray, SumArray | None] | None = None
-        """The draws of the newest launch, their logits, and the embeddings that it completed."""
+        self._undrawn: _Undrawn | None = None
         self._results: deque[Drawn] = deque()
+
+    def predict(self) -> None:
+        """From now on guess what follows each draw, if the model has a block for that."""
+        if self._spec.predictor is None:
+            return
+        predictor = ReferencePredictor(
+            self._file, self._spec, self._model, pages=self.kv_pages, page_size=self.page_size
+        )
+        if predictor.kinds == self.page_kinds:
+            self._predictor, self.predicts = predictor, True
 
     def launch(self, batch: StepBatch) -> None:
         """Compute a step and, unless it waits for masks, queue its tokens.
@@ -120,14 +143,18 @@ class ReferenceRunner:
         try:
             with np.errstate(invalid="ignore", over="ignore"):  # what is not a number is told by its token
                 flow = flow_of(batch) if self.prompt_grid > 1 else Flow([], [])
-                hidden = self._model.forward(self._tokens(batch), self._cache.places(batch), flow)
+                tokens = self._tokens(batch)
+                hidden = self._model.forward(tokens, self._cache.places(batch), flow)
+                if self._predictor is not None:
+                    self._predictor.read(batch, tokens, hidden)
                 for slot, snapshot in batch.snapshots:
                     self.states.save(slot, snapshot)
                 logits, sums = self._logits(hidden[batch.draws["row"]]), self._pool(batch.pools, hidden)
+                undrawn = _Undrawn(batch, hidden, logits, sums)
                 if len(masked_draws(batch.draws)):
-                    self._undrawn = batch.draws, logits, sums
+                    self._undrawn = undrawn
                 else:
-                    self._results.append(self._sample(batch.draws, logits, sums))
+                    self._results.append(self._sample(undrawn))
         except MemoryError as error:
             raise RunnerError(f"out of memory in a step of {len(batch.tokens)} tokens: {error}") from error
 
@@ -139,9 +166,10 @@ class ReferenceRunner:
         """Queue the tokens of the newest launch. Raises RunnerError where it does not wait for masks."""
         if self._undrawn is None:
             raise RunnerError("no launch waits for masks")
-        (draws, logits, sums), self._undrawn = self._undrawn, None
+        undrawn, self._undrawn = self._undrawn, None
+        logits = apply_masks(undrawn.logits, undrawn.batch.draws, masks)
         with np.errstate(invalid="ignore", over="ignore"):
-            self._results.append(self._sample(draws, apply_masks(logits, draws, masks), sums))
+            self._results.append(self._sample(replace(undrawn, logits=logits)))
 
     def collect(self) -> Drawn | None:
         """Return the tokens of the oldest launch that was not yet collected."""
@@ -154,11 +182,15 @@ class ReferenceRunner:
         self._model.close()
         self._cache.close()
         self.states.close()
+        if self._predictor is not None:
+            self._predictor.close()
         self._results.clear()
 
     def _admit(self, admission: Admission) -> None:
         slot, params = admission.slot, admission.params
         self.states.begin(slot, admission.snapshot)
+        if self._predictor is not None:
+            self._predictor.begin(slot)
         self._last_token[slot] = admission.token_ids[-1]
         self._parameters[slot] = parameters_of(admission)
         self._seen[slot] = None
@@ -190,8 +222,9 @@ class ReferenceRunner:
                 complete.append(total.copy())
         return np.array(complete) if complete else None
 
-    def _sample(self, draws: DrawArray, logits: FloatArray, sums: SumArray | None) -> Drawn:
-        """Draw what is not given, and tell log-probabilities to the rows that ask."""
+    def _sample(self, undrawn: "_Undrawn") -> Drawn:
+        """Draw what is not given, tell log-probabilities to the rows that ask, and guess what follows."""
+        logits, draws = undrawn.logits, undrawn.batch.draws
         given = draws["slot"] < 0
         rows = self._rows(draws)
         tokens = np.where(np.isfinite(logits.max(axis=1)), draws["given"], np.int32(NOT_A_NUMBER))
@@ -215,7 +248,10 @@ class ReferenceRunner:
                 seen[token] = True
             if (by := rows.adjusted.get(row)) is not None:
                 by.answer.append(token)
-        return Drawn(tokens, found, sums)
+        guesses = None
+        if self._predictor is not None:
+            guesses = self._predictor.guess(undrawn.batch, undrawn.hidden, tokens, rows)
+        return Drawn(tokens, found, undrawn.sums, guesses)
 
     def _rows(self, draws: DrawArray) -> SamplingRows:
         """Collect the sampling rows of the draws (R,); given tokens have none."""

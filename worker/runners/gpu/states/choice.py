@@ -21,7 +21,7 @@ from nightmill.worker.runners.gpu.states.delta_net import DeltaNet
 from nightmill.worker.runners.gpu.states.mamba2 import Mamba
 from nightmill.worker.runners.gpu.states.operands import Mixer
 
-__all__ = ["StateMixers", "state_mixer"]
+__all__ = ["StateMixers", "seen_with_drafts", "state_mixer"]
 
 _LAUNCHERS: dict[type, Any] = {ShortConv: ShortConvolution, GatedDeltaNet: DeltaNet, Mamba2: Mamba}
 
@@ -86,6 +86,16 @@ def state_mixer(device: Device, mixer: MixerSpec, work: int, rows: int) -> Mixer
         case _:
             raise TypeError(f"{mixer.title} is no mixer with a state")
     return launcher
+
+
+_SEEN_WITH_DRAFTS = (GatedDeltaNet, Mamba2)
+"""Mixers whose texts, log-probabilities included, had the same bits with drafts on an H200 (2026-11-27)."""
+
+
+def seen_with_drafts(spec: ModelSpec) -> bool:
+    """Return whether a model has states, and only such as drafts were tried with on a GPU."""
+    mixers = list(_mixers(spec))
+    return bool(mixers) and not spec.experts and all(isinstance(one, _SEEN_WITH_DRAFTS) for one in mixers)
 
 
 def _mixers(spec: ModelSpec) -> Iterator[MixerSpec]:

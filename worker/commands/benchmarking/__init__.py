@@ -1,0 +1,1 @@
+"""The parts of `nightmill benchmark`, each in a process of its own that may be cut, and their reports."""
