@@ -1,17 +1,20 @@
 """Kernels of mixtures of experts: microseconds a layer, and shares of a card's memory or tensor cores.
 
     python -m benchmarks.experts [--shape qwen3-30b-a3b] [--formats Q4_K Q6_K] [--rows 1 64 256 8192] [--skew]
+    python -m benchmarks.experts --every [--rows 1 64 256 8192] [--skew]
 
 A layer with random weights, in the formats of gate and up and of down, for so many tokens that random logits
 route. Few rows go through several layers, since their experts would stay in L2 else. `layer` is the graph of
 all launches, one layer after the other; the others are launches of one kernel. `--skew` sends the first of
-each eight experts five times as many tokens. One JSON line a case; bytes and FLOPs are the least there are.
+each eight experts five times as many tokens as the mean. `--every` measures all shapes, in the formats that
+their files have and, of Qwen3, in FP8 and 16 bits. One JSON line a case; bytes and FLOPs are the least.
 """
 
 import argparse
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -19,13 +22,21 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from benchmarks.kernels import Bench
 from nightmill.worker.model.spec import Activation, Experts, RouterScores
+from nightmill.worker.runners.gpu.device.compiler import compile_all
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer, Format, Matrix
+from nightmill.worker.runners.gpu.device.sources import for_element, source_of
 from nightmill.worker.runners.gpu.experts.combine import Combine
-from nightmill.worker.runners.gpu.experts.grouped import Given, GroupedProducts
+from nightmill.worker.runners.gpu.experts.grouped import Given, GroupedProducts, elements_of
 from nightmill.worker.runners.gpu.experts.room import ExpertRoom
 from nightmill.worker.runners.gpu.experts.route import Routing
-from nightmill.worker.runners.gpu.experts.tiles import ExpertTile, tiles_for
+from nightmill.worker.runners.gpu.experts.tiles import (
+    GEMM_TILE,
+    ExpertTile,
+    Multiplier,
+    grouped_source,
+    tiles_for,
+)
 from nightmill.worker.runners.gpu.products.fp8.quantise import Quantise
 from nightmill.worker.runners.gpu.rows.norms import Ending
 from nightmill.worker.runners.gpu.weights.layout import NormWeight
@@ -43,8 +54,20 @@ SHAPES = {
         ),
         2880,
     ),
+    "glm-4.7-flash": (
+        Experts(count=64, used=4, width=1536, scores=RouterScores.SIGMOID, normalise=True, scale=1.8), 2048,
+    ),
+    "deepseek-v2-lite": (Experts(count=64, used=6, width=1408), 2048),
 }  # fmt: skip
+EVERY = (
+    ("qwen3-30b-a3b", "Q4_K", "Q6_K"), ("qwen3-30b-a3b", "Q4_K", "Q4_K"), ("qwen3-30b-a3b", "FP8", "FP8"),
+    ("qwen3-30b-a3b", "F16", "F16"), ("gpt-oss-20b", "MXFP4", "MXFP4"), ("glm-4.7-flash", "Q4_K", "Q6_K"),
+    ("deepseek-v2-lite", "Q5_0", "Q8_0"),
+)  # fmt: skip
+"""Shapes, and formats of gate and up, and of down, as in files: rows of 1,408 have no blocks of 256."""
+OFTEN, TRIED = 5.0, 4096  # of the mean, with --skew; rows that it is tried on
 FEW, LAYERS = 64, 6  # rows, up to which there are so many layers
+LEAST_MADE = 16  # rows of an expert, from which on elements may be made
 
 
 class Layer:
@@ -63,7 +86,7 @@ class Layer:
         self.at = ExpertRoom.at(address, experts, width, rows, fp8=self.fp8)
         logits = bench.rng.standard_normal((rows, experts.count))
         if skew:
-            logits[:, ::8] += 2.2
+            logits[:, ::8] += more_of_some(experts)
         held = np.zeros((rows, self.at.logits.shape[1]), dtype=np.float32)
         held[:, : experts.count] = logits
         assert part_rows(experts.count) >= experts.count
@@ -93,7 +116,10 @@ class Layer:
         return target
 
     def route(self) -> None:
-        self.routing(ABSENT, ABSENT, self.at, self.rows, self.tile.rows)
+        self.routing(ABSENT, ABSENT, self.at, self.rows, self.tile)
+
+    def place(self) -> None:
+        self.routing.place(self.at, self.rows, self.tile)
 
     def multiply_gate_up(self) -> None:
         self.grouped.gate_up(
@@ -114,6 +140,38 @@ class Layer:
         self.multiply_gate_up()
         self.multiply_down()
         self.add()
+
+
+def compile_for(formats: set[Format], *, all_tiles: bool) -> None:
+    """Compile all kernels at once: each would be when it is first launched, one after the other."""
+    with Device(0) as device:
+        tiles = [tile for kept in formats for tile in tiles_of((kept, kept), device, all_tiles=all_tiles)]
+        files = [source_of(name) for name in ("route", "combine", "quantise")]
+        for kept in formats:
+            by = {tile.by for tile in tiles if kept.packed or tile.by is not Multiplier.STAYING}
+            files += [grouped_source(kept, one) for one in sorted(by, key=str)]
+        compile_all([for_element(one, device.element) for one in files], device.architecture)
+
+
+def tiles_of(formats: tuple[Format, Format], device: Device, *, all_tiles: bool) -> tuple[ExpertTile, ...]:
+    """The tiles that experts in these formats have, or all that could compute them."""
+    if not all_tiles:
+        return tiles_for(formats, hopper=device.hopper)
+    others = tiles_for([Format.FP8], hopper=device.hopper)  # of kernels whose blocks do not stay
+    return tuple(dict.fromkeys([*tiles_for(formats, hopper=device.hopper, gemm=True), *others]))
+
+
+def more_of_some(experts: Experts) -> float:
+    """What makes logits of one expert of eight so much larger that it is chosen OFTEN times the mean."""
+    logits = np.random.default_rng(0).standard_normal((TRIED, experts.count))
+    some = np.arange(experts.count) % 8 == 0
+    least, most = 0.0, 8.0
+    while most - least > 0.01:
+        more = (least + most) / 2
+        chosen = np.argpartition(logits + more * some, -experts.used, axis=1)[:, -experts.used :]
+        often = some[chosen].mean() / some.mean()
+        least, most = (more, most) if often < OFTEN else (least, more)
+    return most
 
 
 def blocks_of(bench: Bench, kept: Format, rows: int, columns: int) -> np.ndarray:
@@ -151,16 +209,16 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """A line for a layer with so many tokens, for the tile that it has, or for each."""
     experts, width = SHAPES[shape]
-    packed, hopper = all(one.packed for one in formats), bench.device.hopper
-    tiles = tiles_for(hopper=hopper, packed=packed)
-    if all_tiles:  # those of kernels without blocks that stay, too
-        tiles = tuple(dict.fromkeys([*tiles, *tiles_for(hopper=hopper, packed=False)]))
-    grouped = GroupedProducts(bench.device, set(formats), tiles)
+    hopper = bench.device.hopper
+    tiles = tiles_of(formats, bench.device, all_tiles=all_tiles)
+    mean, packed = rows * experts.used / experts.count, any(one.packed for one in formats)
+    room = elements_of(experts, width) if hopper and packed and mean >= LEAST_MADE else 0
+    grouped = GroupedProducts(bench.device, set(formats), tiles, room)
     layers = [
         Layer(bench, experts, width, formats, grouped, rows, skew)
         for _ in range(LAYERS if rows <= FEW else 1)
     ]
-    for tile in tiles if all_tiles else [layers[0].tile]:
+    for tile in grouped.tiles if all_tiles else [layers[0].tile]:
         if not rows * experts.used / experts.count < 16 * tile.rows:
             continue
         for layer in layers:
@@ -176,6 +234,17 @@ def line_of(bench: Bench, layers: list[Layer], line: dict[str, Any]) -> dict[str
     def us(launch: Callable[[Layer], None]) -> float:
         return bench.seconds(lambda i: launch(layers[i]), len(layers)) * 1e6
 
+    def alone(launch: Callable[[Layer], None]) -> float:
+        """A product; where it makes elements, behind the order of tokens: else it would find them made."""
+        if first.tile != GEMM_TILE:
+            return us(launch)
+
+        def both(layer: Layer) -> None:
+            layer.place()
+            launch(layer)
+
+        return us(both) - us(Layer.place)
+
     line |= {
         "rows": first.rows, "tile": f"{first.tile.by.value} {first.tile.rows}", "touched": round(touched),
         "most": int(first.sent.max()),
@@ -183,7 +252,7 @@ def line_of(bench: Bench, layers: list[Layer], line: dict[str, Any]) -> dict[str
     for name, launch, matrix in (
         ("gate_up", Layer.multiply_gate_up, first.gate_up), ("down", Layer.multiply_down, first.down),
     ):  # fmt: skip
-        took = us(launch)
+        took = alone(launch)
         moved = matrix.bytes * touched / experts.count
         flops = 2 * first.rows * experts.used * (matrix.rows // experts.count) * matrix.columns
         line |= {name: round(took, 1), f"{name}_gb_s": round(moved / took / 1e3)}
@@ -202,14 +271,15 @@ def main() -> None:
     arguments.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256, 1024, 8192])
     arguments.add_argument("--skew", action="store_true")
     arguments.add_argument("--all-tiles", action="store_true", help="time each tile, not that which is taken")
+    arguments.add_argument("--every", action="store_true", help="all shapes, in the formats of their files")
     options = arguments.parse_args()
-    formats = Format[options.formats[0]], Format[options.formats[1]]
-    for rows in options.rows:
+    cases = EVERY if options.every else ((options.shape, *options.formats),)
+    compile_for({Format[name] for _, *names in cases for name in names}, all_tiles=options.all_tiles)
+    for (shape, first, second), rows in product(cases, options.rows):
+        formats = Format[first], Format[second]
         with Device(0) as device:
             bench = Bench(device)
-            for line in measure(
-                bench, options.shape, formats, rows, skew=options.skew, all_tiles=options.all_tiles
-            ):
+            for line in measure(bench, shape, formats, rows, skew=options.skew, all_tiles=options.all_tiles):
                 print(json.dumps({"gpu": device.name} | line), flush=True)
 
 

@@ -246,6 +246,8 @@ def expert_sources() -> Iterator[tuple[Path, tuple[str, ...], str]]:
         by = [one for one in by if one is not Multiplier.STAYING or format_.packed]
         sources = [*around, *(grouped_source(format_, one) for one in by)]
         yield from ((*for_element(source, element), architecture) for source in sources)
+    path, options = grouped_source(Format.Q4_K, Multiplier.GEMM)  # which waits for counts in memory
+    yield path, (*options, BOUNDED_WAITS), HOPPER
 
 
 def reference_sources() -> Iterator[tuple[Path, tuple[str, ...], str]]:

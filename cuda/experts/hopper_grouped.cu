@@ -10,9 +10,8 @@
 // what K lacks at its end is zeros. Elements of 32 inputs are made while the ones before them are multiplied. grid (outputs,
 // tiles that there may be): blocks without a tile end. Bytes: W once for each tile of positions, those of an expert one after
 // the other, so that L2 has it; x once for each block.
+#include "experts/gathered_rows.cuh"
 #include "experts/grouped.cuh"
-
-#include "common/hopper.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
@@ -31,7 +30,7 @@ struct Tile {
 // Where 8 elements from `k` on of a position lie in a stage.
 template <int N>
 static __device__ __forceinline__ uint32_t place_of(int position, int k) {
-    return k / 64 * Tile<N>::BOX + position * 128 + ((k % 64 / 8 ^ position & 7) << 4);
+    return k / 64 * Tile<N>::BOX + place_in_box(position, k % 64 / 8);
 }
 
 // A stage's rows of x.

@@ -14,25 +14,25 @@
 // tile lacks hold whatever the stage held: a product's columns do not meet, and theirs are not written.
 //
 // Bytes: W once for each tile of positions, x once for each item, both mostly from L2 where an expert has many positions.
+#include "experts/gathered_rows.cuh"
 #include "experts/grouped.cuh"
 
-#include "common/hopper.cuh"
 #include "products/packed/packed_maker.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// As in `experts/packed_tiles.py`.
+// As in `experts/tiles.py`.
 template <int N>
 struct Tile {
-    static constexpr int GROUPS = N == 128 ? 3 : N >= 64 ? 2 : 1, BLOCKS = N >= 128 ? 1 : N >= 64 ? 2 : N >= 16 ? 3 : 4;
-    static constexpr int BOXES = N >= 64 ? 1 : N >= 32 ? 2 : 4, STAGES = N == 128 ? 5 : N == 64 ? 4 : 3;
+    static constexpr int GROUPS = N == 128 ? 3 : N == 64 ? 2 : 1, BLOCKS = N == 128 ? 1 : N == 64 ? 2 : N == 16 ? 3 : 4;
+    static constexpr int BOXES = N >= 64 ? 1 : 4, STAGES = N == 128 ? 5 : N == 64 ? 4 : 3;
     static constexpr int ROOM = (BLOCKS == 1 ? 224 : BLOCKS == 2 ? 110 : BLOCKS == 3 ? 74 : 55) << 10;
 
-    static constexpr int WARPS = 4 * GROUPS, X_WARPS = N >= 128 ? 2 : 1;
+    static constexpr int WARPS = 4 * GROUPS, X_WARPS = N == 128 ? 2 : 1;
     static constexpr bool WGMMA = N >= 64;   // else mma.sync, which costs less beside few products
-    static constexpr bool SHARES = N >= 128;  // registers go from warps that copy to those that multiply
+    static constexpr bool SHARES = N == 128;  // registers go from warps that copy to those that multiply
     static constexpr int COPYING = SHARES ? 128 : 64, THREADS = 32 * WARPS + COPYING;
-    static constexpr int AT_FIRST = 65536 / BLOCKS / THREADS / 8 * 8, COPIERS = N >= 256 ? 96 : 56;
+    static constexpr int AT_FIRST = 65536 / BLOCKS / THREADS / 8 * 8, COPIERS = 56;
     static constexpr int MULTIPLIERS = (AT_FIRST * THREADS - COPIERS * COPYING) / (32 * WARPS) / 8 * 8;
 
     using Maker = PackedMaker<Packed, 2>;
@@ -49,9 +49,6 @@ struct Tile {
     static_assert(FIT >= 2, "a chunk comes while one is multiplied");
     static constexpr int BYTES = RAW_AT + PACKETS * RAW + 1024;  // what alignment takes, too
 };
-
-// The number, which the compiler then knows to be one for all lanes: what hangs on it does not part them.
-static __device__ __forceinline__ int same_in_warp(int number) { return __shfl_sync(0xffffffffu, number, 0); }
 
 // An item: a tile, and the first of a block's rows of W among the outputs of an expert.
 struct Item {
@@ -125,31 +122,14 @@ static __device__ __forceinline__ void multiply_all(const Operands& given, const
                 }
             }
         } else if (warp <= WARPS + Memory::X_WARPS) {  // copies x: a lane 8 elements of K, of every ROWS-th position
-            constexpr int ROWS = 4 * Memory::X_WARPS, EACH = N / ROWS;
-            const int thread = threadIdx.x - 32 * WARPS - 32, row = thread / 8, piece = thread % 8;
+            RowCopier<N, Memory::X_WARPS> copier(threadIdx.x - 32 * WARPS - 32);
             int stage = 0, parity = 1;
             for (int item = blockIdx.x; item < items; item += gridDim.x) {
-                const int4 tile = item_of(item).tile;
-                uint32_t from[EACH];  // in eights of elements
-#pragma unroll
-                for (int i = 0; i < EACH; ++i) {
-                    const int position = tile.y + min(row + i * ROWS, tile.z - 1);
-                    from[i] = (given.sources == nullptr ? position : given.sources[position]) * (given.inputs / 8);
-                }
+                copier.take(given, item_of(item).tile);
 #pragma unroll 1
                 for (int box = 0; box < boxes; ++box) {
                     if (box % BOXES == 0) barrier_wait(empty + 8 * stage, parity);
-                    const int k = box * 64 + piece * 8;
-                    const bool inside = k < given.inputs;
-                    const Input* own = given.x + (inside ? k : 0);
-                    const uint32_t target = base + stage * Memory::STAGE + box % BOXES * Memory::BOX;
-#pragma unroll
-                    for (int i = 0; i < EACH; ++i) {
-                        const int at = row + i * ROWS;
-                        if (at < tile.z)
-                            copy_async(target + at * 128 + ((piece ^ at & 7) << 4), own + static_cast<int64_t>(from[i]) * 8,
-                                       inside);
-                    }
+                    copier.copy(given, base + stage * Memory::STAGE + box % BOXES * Memory::BOX, box);
                     if (box % BOXES == BOXES - 1 || box == boxes - 1) {
                         barrier_arrive_after_copies(full + 8 * stage);
                         if (++stage == STAGES) stage = 0, parity ^= 1;
@@ -336,9 +316,8 @@ static __device__ __forceinline__ void product(const Operands& given, const int4
                             inputs, stride, side, activation},                                                                \
                            tiles, total, y);                                                                                  \
     }
-#define PRODUCTS(NAME, RESULT)                                             \
-    PRODUCT(NAME, RESULT, 8) PRODUCT(NAME, RESULT, 16) PRODUCT(NAME, RESULT, 32) PRODUCT(NAME, RESULT, 64) \
-    PRODUCT(NAME, RESULT, 128) PRODUCT(NAME, RESULT, 256)
+#define PRODUCTS(NAME, RESULT) \
+    PRODUCT(NAME, RESULT, 8) PRODUCT(NAME, RESULT, 16) PRODUCT(NAME, RESULT, 64) PRODUCT(NAME, RESULT, 128)
 
 PRODUCTS(floats, Result::FLOATS)
 PRODUCTS(one, Result::ONE)

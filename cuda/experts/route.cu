@@ -10,8 +10,9 @@
 // the lower index comes first; what is no number comes last. A token of slot `padding` is sent nowhere: -1.
 //
 // Positions 0 .. n - 1 are those of the first expert's tokens, in their order, then of the second's, and so on.
-// places[token][rank] is the position, or -1; sources[position] the token. A tile is {expert, first position, positions, -}: at
-// most `tile_rows` positions of an expert; `total` says how many tiles there are.
+// places[token][rank] is the position, or -1; sources[position] the token. A tile is {expert, first position, positions,
+// n + 65536 i}: at most `tile_rows` positions of an expert, the i-th of its n tiles; `total` says how many tiles there are.
+// `place_tokens` and `route_few` set `counted` numbers of `counters` to zero (`expert_gemm.cu`).
 //
 // A warp chooses for a token, float all through. A block places an expert's tokens: it counts those of all experts, which says
 // where its own begin, and then goes through the choices in order. What is counted by atomics hangs on no order. Launches hang
@@ -166,13 +167,14 @@ extern "C" __global__ void __launch_bounds__(FEW * 32)
               const int* __restrict__ slots, int* __restrict__ chosen, float* __restrict__ weights, int tokens, int pitch,
               int part, int parts, float part_scale, int count, int used, int scores, int groups, int groups_used,
               int group_best, int normalise, float scale, int padding, int* __restrict__ places, int* __restrict__ sources,
-              int4* __restrict__ tiles, int* __restrict__ total) {
+              int4* __restrict__ tiles, int* __restrict__ total, int* __restrict__ counters, int counted) {
     extern __shared__ __align__(16) unsigned char shared[];
     __shared__ int held[FEW * 32];
     __shared__ bool is_first[FEW * 32];  // of an expert's
     launch_next();
     wait_for_previous(logits, slots, places);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, choices = tokens * used, i = threadIdx.x;
+    for (int at = i; at < counted; at += FEW * 32) counters[at] = 0;
     if (warp < tokens) {
         const int mine = choose_for({logits, bias, selection_bias, slots, chosen, weights, pitch, part, parts, part_scale,
                                      count, used, scores, groups, groups_used, group_best, normalise, scale, padding},
@@ -200,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(FEW * 32)
         tile += is_first[other] && held[other] < expert;
     }
     if (i < choices && is_first[i]) {
-        const int4 one = {expert, before, own, 0};
+        const int4 one = {expert, before, own, 1};
         tiles[tile] = one;
     }
     if (i == 0) *total = all;
@@ -234,7 +236,8 @@ static __device__ __forceinline__ void load_choices(int (&own)[EACH], const int*
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     place_tokens(const int* __restrict__ chosen, int* __restrict__ places, int* __restrict__ sources, int4* __restrict__ tiles,
-                 int* __restrict__ total, int choices, int used, int count, int tile_rows) {
+                 int* __restrict__ total, int* __restrict__ counters, int choices, int used, int count, int tile_rows,
+                 int counted) {
     constexpr int WARPS_HERE = THREADS / 32, ROUND = THREADS * EACH;
     __shared__ unsigned counts[MOST];
     __shared__ int partial[2][WARPS_HERE], in_warps[2][WARPS_HERE];
@@ -243,6 +246,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int i = threadIdx.x; i < count; i += THREADS) counts[i] = 0;
     __syncthreads();
     wait_for_previous(chosen, places);
+    for (int i = expert * THREADS + threadIdx.x; i < counted; i += count * THREADS) counters[i] = 0;
     int own[EACH];
     for (int start = 0; start < choices; start += ROUND) {
         load_choices(own, chosen, start + first, choices);
@@ -260,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     tiles_before = sum_of_block(tiles_before, partial[1]);
     const int all_own = static_cast<int>(counts[expert]), own_tiles = (all_own + tile_rows - 1) / tile_rows;
     for (int i = threadIdx.x; i < own_tiles; i += THREADS) {
-        const int4 tile = {expert, position + i * tile_rows, min(tile_rows, all_own - i * tile_rows), 0};
+        const int4 tile = {expert, position + i * tile_rows, min(tile_rows, all_own - i * tile_rows), own_tiles + (i << 16)};
         tiles[tiles_before + i] = tile;
     }
     if (expert == count - 1 && threadIdx.x == 0) *total = tiles_before + own_tiles;

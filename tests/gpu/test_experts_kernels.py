@@ -59,8 +59,9 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[None]:
         for source in [
             source_of("route"),
             source_of("combine"),
-            *grouped_sources(Format.F16, hopper=hopper, packed=False),
-            *grouped_sources(Format.FP8, hopper=hopper, packed=False),
+            *grouped_sources([Format.F16], hopper=hopper, gemm=True),
+            *grouped_sources([Format.FP8], hopper=hopper),
+            *grouped_sources([Format.FP8], hopper=hopper, gemm=True),
         ]
     ]
     sources += [
@@ -112,14 +113,44 @@ def test_all_tiles_have_the_same_bits(device: Device, kept: Format) -> None:
     """Tokens, of which each expert gets a few and one gets many."""
     step = 256 if kept.step == 256 else 160
     on_hopper = [ExpertTile(64, Multiplier.WGMMA)] * device.hopper
-    tiles = [ExpertTile(16), *on_hopper, *tiles_for(hopper=device.hopper, packed=True)]
+    tiles = [ExpertTile(16), *on_hopper, *tiles_for([kept], hopper=device.hopper, gemm=True)]
     tiles_agree(device, Experts(count=9, used=3, width=step), 2 * step, kept, 150, tiles)
     wide = Experts(count=30, used=2, width=512)  # more tiles than blocks at once
     tiles_agree(device, wide, 768, kept, 700, tiles)
 
 
+@BOTH_ELEMENTS
+def test_whole_operands_have_the_same_bits(device: Device) -> None:
+    """Of elements; more items than blocks, and outputs that fill no unit."""
+    if not device.hopper:
+        pytest.skip("expert_gemm.cu is for Hopper")
+    tiles = [ExpertTile(16), *tiles_for([device.element.format], hopper=True, gemm=True)]
+    tiles_agree(device, Experts(count=9, used=3, width=168), 328, None, 150, tiles)
+    tiles_agree(device, Experts(count=30, used=2, width=512), 768, None, 3000, tiles)
+
+
+def test_fp8_as_it_is_depends_on_the_row_alone(device: Device) -> None:
+    """By both tiles, against the rounded numbers in float64."""
+    if not device.hopper:
+        pytest.skip("expert_gemm.cu is for Hopper")
+    tiles = tiles_for([Format.FP8], hopper=True, gemm=True)
+    for experts, width in ((Experts(count=9, used=3, width=176), 336), SIZES["Qwen3-30B-A3B"]):
+        trial = ExpertTrial(device, experts, width, Format.FP8, among=tiles)
+        x, logits = trial.inputs(2048)
+        together = trial.check(x, logits)
+        for rows in (1, 3, 17, 64, 200):
+            assert_same(
+                results(trial.check(x[:rows], logits[:rows]), slice(None)), results(together, slice(rows))
+            )
+
+
 def tiles_agree(
-    device: Device, experts: Experts, width: int, kept: Format, tokens: int, tiles: Sequence[ExpertTile]
+    device: Device,
+    experts: Experts,
+    width: int,
+    kept: Format | None,
+    tokens: int,
+    tiles: Sequence[ExpertTile],
 ) -> None:
     trial = ExpertTrial(device, experts, width, kept)
     x, logits = trial.inputs(tokens)

@@ -1,14 +1,19 @@
 """Real models with mixtures of experts, as keys of a file and a spec: in their own sizes, or smaller ones."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final
+
+import numpy as np
 
 from nightmill.worker.model.rope import Rope, RopeScaling, RopeStyle
 from nightmill.worker.model.spec import (
     Activation,
     Attention,
     Experts,
+    FeedForward,
+    LatentAttention,
     LayerSpec,
     ModelSpec,
     Norm,
@@ -18,6 +23,7 @@ from nightmill.worker.model.spec import (
 __all__ = ["EXPERT_SHAPES", "ExpertShape"]
 
 _NORM = Norm(2**-20)
+_SCALE = float(np.float32(1.8))  # of GLM-4.7-Flash, as a file keeps it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +99,35 @@ def _gpt_oss(shape: ExpertShape) -> tuple[dict[str, Any], tuple[LayerSpec, ...]]
     return own, tuple(whole if index % 2 else local for index in range(shape.layers))
 
 
+def _flash(shape: ExpertShape) -> tuple[dict[str, Any], tuple[LayerSpec, ...]]:
+    """Latent attention, whose heads have 192 numbers that are not rotated and 64 that are, and values 256."""
+    (heads, _, values), rotated, latent, queries, dense = shape.heads, 64, 512, 768, 10_240
+    head = 192 + rotated
+    mixer = LatentAttention(
+        heads=heads, key_dim=head - rotated, value_dim=values, latent=latent, query_latent=queries,
+        norm=_NORM, scale=1 / math.sqrt(head),
+        rope=Rope(
+            style=RopeStyle.PAIRS, dim=rotated, base=1e6, scaling=RopeScaling(original_context=shape.context)
+        ),
+    )  # fmt: skip
+    (_, _, width) = shape.experts
+    experts = {
+        "scores": RouterScores.SIGMOID, "selection_bias": True, "normalise": True, "scale": _SCALE,
+        "shared": FeedForward(width=width),
+    }  # fmt: skip
+    mixture = replace(shape.layer(experts), mixer=mixer)
+    first = replace(mixture, feed_forward=FeedForward(width=dense))
+    own = {
+        "attention.head_count_kv": 1, "attention.kv_lora_rank": latent, "attention.q_lora_rank": queries,
+        "attention.key_length": latent + rotated, "attention.value_length": latent,
+        "attention.key_length_mla": head, "attention.value_length_mla": values,
+        "rope.dimension_count": rotated, "rope.freq_base": 1e6, "feed_forward_length": dense,
+        "leading_dense_block_count": 1, "expert_shared_count": 1, "expert_gating_func": 2,
+        "expert_weights_norm": True, "expert_weights_scale": _SCALE,
+    }  # fmt: skip
+    return own, (first, *(mixture,) * (shape.layers - 1))
+
+
 EXPERT_SHAPES: Final = {
     "qwen3-30b-a3b": ExpertShape(
         family="qwen3moe", layers=48, width=2048, vocab=151_936, heads=(32, 4, 128), experts=(128, 8, 768),
@@ -101,5 +136,9 @@ EXPERT_SHAPES: Final = {
     "gpt-oss-20b": ExpertShape(
         family="gpt-oss", layers=24, width=2880, vocab=201_088, heads=(64, 8, 64), experts=(32, 4, 2880),
         make=_gpt_oss,
+    ),
+    "glm-4.7-flash": ExpertShape(
+        family="deepseek2", layers=47, width=2048, vocab=154_880, heads=(20, 1, 256), experts=(64, 4, 1536),
+        make=_flash,
     ),
 }  # fmt: skip

@@ -4,6 +4,7 @@
     python -m tests.support.quantised_models qwen3.5-9b Q4_K_M q9-q4km.gguf
     python -m tests.support.quantised_models qwen3-30b-a3b Q4_K_M q30-q4km.gguf
     python -m tests.support.quantised_models gpt-oss-20b MXFP4 oss20.gguf
+    python -m tests.support.quantised_models glm-4.7-flash Q4_K_M flash.gguf
     python -m tests.support.quantised_models gemma4-26b-a4b Q4_K_M g26-q4km.gguf
 
 Blocks are random bytes; only their scales are set, so that values have the deviation of the tests' models

@@ -105,6 +105,16 @@ def test_files_of_experts_say_what_they_were_made_of(name: str, type_name: str, 
             assert deviation == pytest.approx(1.5, rel=0.5)
 
 
+def test_a_file_of_latent_attention_and_experts_says_what_it_was_made_of(tmp_path: Path) -> None:
+    shape = replace(
+        EXPERT_SHAPES["glm-4.7-flash"], layers=2, width=256, vocab=512, heads=(4, 1, 256),
+        experts=(8, 2, 256), context=512,
+    )  # fmt: skip
+    with GgufFile.open(write(tmp_path / "m.gguf", shape, "Q4_K_M", pool_bytes=1 << 19)) as file:
+        assert replace(read_spec(file), name="model") == shape.file()[2]
+        check_spec(read_spec(file))
+
+
 PUBLISHED = {
     "gemma4-e2b": 5.12e9, "gemma4-e4b": 8.0e9, "gemma4-12b": 11.96e9, "gemma4-31b": 30.7e9,
     "gemma4-26b-a4b": 26e9,

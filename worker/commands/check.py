@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 _MARKS = {True: ("ok  ", "green"), False: ("FAIL", "red"), None: ("note", "yellow")}
 
+_LARGE_SHARE = 0.95  # of the free memory: what CUDA graphs and libraries take has the rest, 1.1 GiB of 24
+
 _POOLED = "through a pooler in transaction mode, so without prepared statements"
 
 
@@ -200,6 +202,7 @@ def _look_at_memory(settings: Settings, model: "OpenModel", *, cards: bool) -> I
             said = f"no GPU here; computed for {card.name}, {computed}"
         memory = _fitting("memory", said, card, settings, model, computed=here is None)
         yield memory
+        yield from _with_more_memory(memory, card, settings, model, computed=here is None)
         if pretended is not None and "weights_in" in memory.more and "rate" in memory.more:
             yield from _outlook(card, memory, settings, model)
     for option, choice in (("weights", WEIGHTS), ("kv", KV)):
@@ -208,6 +211,23 @@ def _look_at_memory(settings: Settings, model: "OpenModel", *, cards: bool) -> I
                 other = settings.model_copy(update={option: value})
                 said = f"with --{option} {value}, on {card.name}"
                 yield _fitting("formats", said, card, other, model, computed=here is None)
+
+
+def _with_more_memory(
+    memory: Finding, card: "Card", settings: Settings, model: "OpenModel", *, computed: bool
+) -> Iterator[Finding]:
+    """Yield the same with a larger share of the memory, if all whole contexts have room only so."""
+
+    def lacks_room(found: Finding) -> bool:
+        return "sequences" not in found.more or min(found.more["sequences"].values()) < found.more["slots"]
+
+    share = settings.gpu_memory
+    if isinstance(share, float) and share < _LARGE_SHARE and lacks_room(memory):
+        more = settings.model_copy(update={"gpu_memory": _LARGE_SHARE})
+        said = f"with --gpu-memory {_LARGE_SHARE}, on {card.name}"
+        other = _fitting("formats", said, card, more, model, computed=computed)
+        if not lacks_room(other):
+            yield other
 
 
 def _outlook(card: "Card", memory: Finding, settings: Settings, model: "OpenModel") -> Iterator[Finding]:

@@ -236,6 +236,11 @@ class HostMaps:
             "@P10i", address, columns, rows, planes, 2, 2 * columns, 2 * columns * rows, 64, box[1], box[0], 2
         )
 
+    def of_fp8(self, address: int, rows: int, columns: int, box: int) -> bytes:
+        """Bytes, in boxes of 128 columns."""
+        sizes = (columns, rows, 1, 1, columns, columns * rows, 128, box, 1, 1)
+        return struct.pack("@P10i", address, *sizes)
+
     def of_packed(self, address: int, rows: int, columns: int, format_: Format, panels: int) -> bytes:
         """Words of 8 bytes, a row of them a panel; boxes of a packet by so many panels."""
         words, all_panels = format_.packet // 8, -(-rows // PANEL_ROWS)
@@ -370,6 +375,7 @@ def run_experts_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     launched = launch_on_host(patch, folder, "warps", (route, combine))
     for module in (grouped, repacker):
         patch.setattr(module, "Module", HostModule)
+    patch.setattr(grouped, "TensorMaps", HostMaps)
     patch.setattr(HostModule, "together", True)
     patch.setattr(packed_weights, "Staging", Staged)
     return launched
@@ -382,6 +388,7 @@ def run_models_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     launched = launch_on_host(patch, folder, "models", (*rows, *attention, route, combine))
     for module in (grouped, prefill, repacker):
         patch.setattr(module, "Module", HostModule)
+    patch.setattr(grouped, "TensorMaps", HostMaps)
     return launched
 
 

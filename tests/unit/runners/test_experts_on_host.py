@@ -11,7 +11,14 @@ from nightmill.worker.model.spec import Experts
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import Format
 from nightmill.worker.runners.gpu.device.sources import for_element
-from nightmill.worker.runners.gpu.experts.tiles import ExpertTile, Multiplier, grouped_source, tiles_for
+from nightmill.worker.runners.gpu.experts.tiles import (
+    GEMM_TILE,
+    ExpertTile,
+    Multiplier,
+    grouped_source,
+    tile_for,
+    tiles_for,
+)
 from tests.gpu import test_experts_kernels as on_gpu
 from tests.gpu.expert_trials import KINDS, ExpertTrial, assert_same, results
 from tests.unit.runners.host_kernels import HostDevice, holds_on_host, run_experts_on_host
@@ -63,7 +70,7 @@ def test_what_a_tokens_bits_depend_on(launched: set[str]) -> None:
 def test_blocks_are_given_what_kernels_take(kept: Format, element: Element) -> None:
     claims = [
         f"Tile<{tile.rows}>::{name} == {value}"
-        for tile in tiles_for(hopper=True, packed=True)
+        for tile in tiles_for([kept], hopper=True)
         for name, value in (
             ("BYTES", tile.shared(kept)), ("THREADS", tile.threads(kept)), ("BLOCKS", tile.blocks),
         )
@@ -74,9 +81,43 @@ def test_blocks_are_given_what_kernels_take(kept: Format, element: Element) -> N
         holds_on_host(source, [f"{claims[0]} + 16"])
 
 
+def test_the_tile_is_the_one_that_was_measured_fastest() -> None:
+    """With 1, 8, 64, 256 and 2,048 tokens of Qwen3-30B-A3B, a sixteenth of which each expert is sent."""
+    packed, other = (tiles_for([one], hopper=True, gemm=True) for one in (Format.Q4_K, Format.F16))
+    rows = (1, 8, 64, 256, 2048)
+    assert tiles_for([Format.Q4_K], hopper=True) == packed[:-1]
+    for tiles in (packed, packed[:-1]):  # with and without room for elements
+        found = [tile_for(tiles, tokens / 16, packed=True) for tokens in rows]
+        assert [one.rows for one in found] == [16, 16, 8, 64, 128]
+        assert all(one.by is Multiplier.STAYING for one in found)
+    assert tile_for(packed, 512, packed=True) == GEMM_TILE
+    assert tile_for(packed[:-1], 512, packed=True) == ExpertTile(128, Multiplier.STAYING)
+    found = [tile_for(other, tokens / 16, packed=False) for tokens in rows]
+    assert [one.rows for one in found] == [16, 16, 16, 32, 128]
+    assert found[-1] == GEMM_TILE
+    eight = tiles_for([Format.FP8], hopper=True, gemm=True)
+    assert [tile_for(eight, tokens / 16, packed=False).rows for tokens in rows] == [64, 64, 64, 64, 128]
+    assert tile_for(packed[:1], 512, packed=True) == packed[0]
+
+
+@pytest.mark.parametrize("kept", [Format.Q4_K, Format.F16, Format.FP8])
+def test_blocks_over_whole_operands_are_given_what_they_take(kept: Format) -> None:
+    claims = [
+        f"Tile<{tile.rows}>::{name} == {value}"
+        for tile in tiles_for([kept], hopper=True, gemm=True)
+        if tile.by is Multiplier.GEMM
+        for name, value in (
+            ("BYTES", tile.shared(kept)), ("THREADS", tile.threads(kept)), ("BLOCKS", tile.blocks),
+            ("COLUMNS", tile.columns(kept)),
+        )
+    ]  # fmt: skip
+    assert claims
+    holds_on_host(for_element(grouped_source(kept, Multiplier.GEMM), Element.F16), claims)
+
+
 STAYING = [
-    (Format.MXFP4, (8, 32)),
-    *(pytest.param(Format.MXFP4, (rows,), marks=pytest.mark.slow) for rows in (16, 64, 128, 256)),
+    (Format.MXFP4, (8, 16)),
+    *(pytest.param(Format.MXFP4, (rows,), marks=pytest.mark.slow) for rows in (64, 128)),
     pytest.param(Format.Q4_K, (8,), marks=pytest.mark.slow),
     pytest.param(Format.Q4_K, (64,), marks=pytest.mark.slow),
 ]
@@ -93,6 +134,51 @@ def test_blocks_that_stay_have_the_bits_of_others(
     tiles = [ExpertTile(16), *(ExpertTile(rows, Multiplier.STAYING) for rows in sizes)]
     on_gpu.tiles_agree(device, Experts(count=3, used=2, width=step), 2 * step, kept, 14, tiles)
     assert launched >= {f"packed_{name}_{rows}" for name in ("two", "floats") for rows in sizes}
+
+
+OTHERS = [kept for kept in Format if kept.packed and kept is not Format.MXFP4]
+MADE = [Format.MXFP4, *(pytest.param(kept, marks=pytest.mark.slow) for kept in [None, *OTHERS])]
+
+
+@pytest.mark.parametrize("kept", MADE, ids=str)
+def test_elements_that_are_made_once_have_the_bits_of_others(launched: set[str], kept: Format | None) -> None:
+    """Experts with several tiles, one, and none; outputs that fill no unit, and several."""
+    device: Any = HostDevice(Element.F16)
+    device.hopper, device.compute_capability, device.multiprocessors = True, (9, 0), 1
+    step = 256 if kept is not None and kept.step == 256 else 160
+    experts = Experts(count=3, used=1, width=step)
+    tiles = [ExpertTile(64), GEMM_TILE]
+    on_gpu.tiles_agree(device, experts, 320 if step == 160 else 256, kept, 140, tiles)
+    assert launched >= {"gemm_two_128", "gemm_floats_128"}
+
+
+def test_a_product_over_elements_computes_all_kinds(launched: set[str]) -> None:
+    device: Any = HostDevice(Element.BF16)
+    device.hopper, device.compute_capability, device.multiprocessors = True, (9, 0), 2
+    for kind in ("of the chosen, biases, clamped", "groups, squared", "fused, GELU, scales"):
+        trial = ExpertTrial(device, KINDS[kind], among=(GEMM_TILE,))
+        trial.check(*trial.inputs(9), padding=np.arange(9) % 4 == 3)
+    mixed = ExpertTrial(
+        device, Experts(count=2, used=1, width=64), 64, Format.Q4_0, Format.Q8_0, among=(GEMM_TILE,)
+    )
+    device.multiprocessors = 1
+    mixed.check(*mixed.inputs(5))
+    assert launched >= {"gemm_two_128", "gemm_one_128", "gemm_floats_128"}
+
+
+def test_fp8_is_multiplied_as_it_is(launched: set[str]) -> None:
+    """Against float64 of the rounded numbers; a row's bits are those of the row alone, by both tiles."""
+    device: Any = HostDevice(Element.F16)
+    device.hopper, device.compute_capability, device.multiprocessors = True, (9, 0), 2
+    tiles = tiles_for([Format.FP8], hopper=True, gemm=True)
+    trial = ExpertTrial(device, Experts(count=2, used=1, width=144), 208, Format.FP8, among=tiles)
+    x, logits = trial.inputs(110)
+    assert [trial.tile_rows(len(x[:rows])) for rows in (1, 70, 110)] == [64, 64, 128]
+    found = {rows: trial.check(x[:rows], logits[:rows]) for rows in (1, 70, 110)}
+    for rows in (70, 110):
+        assert_same(results(found[1], slice(None)), results(found[rows], slice(1)))
+    assert_same(results(found[70], slice(None)), results(found[110], slice(70)))
+    assert launched >= {f"gemm_{name}_{rows}" for name in ("two", "floats") for rows in (64, 128)}
 
 
 @pytest.mark.parametrize("kept", [None, Format.FP8])

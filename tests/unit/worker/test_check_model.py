@@ -1,9 +1,11 @@
 """`nightmill check --model`: what it says of a file, and how much of it fits a GPU."""
 
+import bisect
 import json
 import math
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +226,27 @@ def test_what_other_formats_would_make_of_it_is_said(
         assert one[f"{option}_in"] == value
     eight = next(one for one in found["formats"] if one["kv_in"] == "fp8")
     assert eight["cache_tokens"] > 1.9 * found["memory"][0]["cache_tokens"]
+
+
+def test_a_larger_share_is_named_if_whole_contexts_fit_only_so(
+    spec: ModelSpec, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    RecordedDriver((9, 0)).install(monkeypatch)
+    monkeypatch.setenv("NIGHTMILL_MAX_SEQUENCES", "256")
+
+    def fits(free: int) -> bool:
+        room = forecast(spec, replace(LARGE, free=free << 20), Settings(max_sequences=256))
+        return min(room.sequences.values()) == 256
+
+    least = bisect.bisect_left(range(512, 8192), True, key=fits) + 512  # MiB
+    for free, named in ((0.97 * least, True), (least, False), (0.9 * least, False)):
+        held = int(free * (1 << 20))
+        monkeypatch.setattr(sys.modules["pycuda.driver"], "mem_get_info", lambda held=held: (held, 24 << 30))
+        found = [one["found"] for one in check(demo_model(), directory)["formats"]]
+        assert any(one.startswith("with --gpu-memory 0.95, on recorded: ") for one in found) is named
+    monkeypatch.setenv("NIGHTMILL_GPU_MEMORY", "0.95")
+    monkeypatch.setattr(sys.modules["pycuda.driver"], "mem_get_info", lambda: (least << 19, 24 << 30))
+    assert not any("gpu-memory" in one["found"] for one in check(demo_model(), directory)["formats"])
 
 
 def test_what_a_worker_would_refuse_does_not_fit(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

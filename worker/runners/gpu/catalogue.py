@@ -99,6 +99,7 @@ def workspace_bytes(
     needed = [
         Activations.workspace(spec, precision, max_tokens=max_tokens, max_draws=max_draws),
         ModelFormats(spec, precision).workspace(),
+        GroupedProducts.workspace(spec, precision, max_tokens, hopper=hopper),
         Sampler.workspace(max_rows=LOGIT_ROWS, multiprocessors=multiprocessors),
         Rotation.workspace(spec, max_context=max_context),
         *(LatentRows.workspace(one, max_context=max_context) for one in spec.latents),

@@ -73,21 +73,26 @@ class ExpertLaunchers:
     formats  of the matrices of experts
     norms    of the residual stream
     padding  slot of the tokens that fill up a step
+    elements  bytes of room for packed matrices as elements
     """
 
     @classmethod
     def of(
-        cls, device: Device, spec: ModelSpec, precision: Precision, norms: Norms, *, padding: int
-    ) -> "ExpertLaunchers | None":
-        """Load them for a model; None if it has no experts."""
+        cls, device: Device, spec: ModelSpec, precision: Precision, norms: Norms, *, padding: int,
+        max_tokens: int,
+    ) -> "ExpertLaunchers | None":  # fmt: skip
+        """Load them for a model, and steps of up to so many tokens; None if it has no experts."""
         if not spec.experts:
             return None
-        return cls(device, formats_in(spec, precision, *OF_EXPERTS), norms, padding)
+        elements = GroupedProducts.workspace(spec, precision, max_tokens, hopper=device.hopper)
+        return cls(device, formats_in(spec, precision, *OF_EXPERTS), norms, padding, elements)
 
-    def __init__(self, device: Device, formats: set[Format], norms: Norms, padding: int) -> None:
+    def __init__(
+        self, device: Device, formats: set[Format], norms: Norms, padding: int, elements: int
+    ) -> None:
         self.device = device
         self.padding = padding
-        self.grouped = GroupedProducts(device, formats)
+        self.grouped = GroupedProducts(device, formats, elements=elements)
         self.combine = Combine(device)
         self.quantise = Quantise(device) if any(format_.scaled for format_ in formats) else None
         self.norms = norms
@@ -165,7 +170,7 @@ class Mixture:
         routing, read = (x, x) if experts.beside is None else (at.routing, at.read)
         self._router(routing, own.router, at.logits, rows)
         self._routing(
-            own.router_bias, own.selection_bias, at, rows, tile.rows, slots=slots,
+            own.router_bias, own.selection_bias, at, rows, tile, slots=slots,
             padding=self._launchers.padding,
         )  # fmt: skip
         if self._latent_down is not None:
@@ -250,7 +255,7 @@ class ExpertAlone:
         sent[:] = -1
         sent[:, 0] = self.expert
         device.copy_in(at.chosen.address, sent)
-        mixture._routing.place(at, rows, tile.rows)
+        mixture._routing.place(at, rows, tile)
         if self.down:
             mixture._multiply_down(x, self.own, rows, tile, rows)
         else:

@@ -94,16 +94,19 @@ def allowed(free: int, gpu_memory: float) -> int:
     return min(gpu_memory, free) if isinstance(gpu_memory, int) else int(free * gpu_memory)
 
 
-def tokens_of_a_step(most: int, least: int, workspace: Callable[[int], int], room: int) -> int:
+def tokens_of_a_step(most: int, least: int, workspace: Callable[[int], int], room: int, wanted: int) -> int:
     """Choose the most tokens of a step: `most`, or fewer if memory is short.
 
     It is halved, but not below `least`, while the workspace of such steps takes more than a quarter of
-    `room`, which is what the weights leave. Texts are the same to the bit: prompts come in more pieces.
+    `room`, which is what the weights leave; and while it leaves less than the `wanted` bytes of whole
+    contexts, if these fit beside that of smaller steps. Texts are the same to the bit: prompts come in more
+    pieces.
     """
-    tokens = most
-    while tokens // 2 >= least and workspace(tokens) > room // 4:
-        tokens //= 2
-    return tokens
+    choices = [most]
+    while choices[-1] // 2 >= least:
+        choices.append(choices[-1] // 2)
+    few = next((one for one in choices if workspace(one) <= room // 4), choices[-1])
+    return next((one for one in choices if one <= few and workspace(one) + wanted <= room), few)
 
 
 def plan_states(

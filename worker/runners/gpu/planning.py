@@ -21,6 +21,7 @@ from nightmill.worker.runners.gpu.memory import (
     allowed,
     plan_memory,
     plan_states,
+    spare_pages,
     tokens_of_a_step,
 )
 from nightmill.worker.runners.gpu.precision import Precision
@@ -83,7 +84,12 @@ class RunnerPlanner:
             least = max(slots - 1 + prompt_grid(spec), LEAST_TOKENS)
             if spec.encoder is not None:  # whose texts are computed whole
                 least = max(least, sizes.context)
-            tokens = tokens_of_a_step(tokens, least, lambda tokens: self._workspace(sizes, tokens), room)
+            layout = kinds_layout(spec, precision.kv)
+            pages = -(-sizes.context // PAGE) if layout is None else layout.pages_for(sizes.context)
+            tokens = tokens_of_a_step(
+                tokens, least, lambda tokens: self._workspace(sizes, tokens), room,
+                (slots * pages + spare_pages(layout)) * page + States.bytes(spec, slots, 0),
+            )  # fmt: skip
         sizes = replace(sizes, max_tokens=tokens)
         room -= self._workspace(sizes, tokens)
         states = plan_states(sizes, page=page, room=room, bytes_of=partial(States.bytes, spec))

@@ -6,7 +6,6 @@ result hangs on that token alone, and so not on slices.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import starmap
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ __all__ = ["SLICE", "ExpertRoom", "most_tiles"]
 SLICE = 8192
 """Tokens that go through experts at once."""
 _LEAST_TILE = 8  # rows of a tile of the products
+_UNIT = 128  # outputs of a unit of expert_gemm.cu, at least
 _TILE = np.dtype("V16")
 
 
@@ -36,8 +36,9 @@ class ExpertRoom:
     sources: Buffer  # the token of each position, int (N,)
     tiles: Buffer  # of positions, as route.cu says
     total: Buffer  # of tiles that there are, int (1,)
+    counts: Buffer  # of panels, of each product, as expert_gemm.cu says, int (3, 1 + E units)
     activated: Buffer  # elements (N, F)
-    ups: Buffer  # of matrices in two formats, the product of the second, float (N, F)
+    ups: Buffer  # of matrices in two formats, the product of the second, float (N, F); then outputs
     outputs: Buffer  # float (N, R)
     # No rows where the model needs none:
     latent: Buffer  # what experts read, if that is not the layer's input, elements (T, R)
@@ -53,21 +54,20 @@ class ExpertRoom:
     def at(cls, address: int, experts: Experts, width: int, tokens: int, *, fp8: bool) -> "ExpertRoom":
         """Lay it out from an address on, with room for steps of so many tokens."""
         buffers = {}
-        for name, shape, dtype in _arrays(experts, width, min(padded_rows(tokens), SLICE), fp8=fp8):
-            size = _bytes(name, shape, dtype)
-            scales = address + size - shape[0] * FLOAT.itemsize if dtype == FP8 else 0
-            buffers[name] = Buffer(address, shape, dtype, scales)
-            address += aligned(size)
+        for name, shape, dtype, place, size in _laid_out(experts, width, tokens, fp8=fp8):
+            start = address + place
+            scales = start + size - shape[0] * FLOAT.itemsize if dtype == FP8 else 0
+            buffers[name] = Buffer(start, shape, dtype, scales)
         return cls(**buffers)
 
     @staticmethod
     def workspace(spec: ModelSpec, tokens: int, *, fp8: bool) -> int:
         """Bytes that it takes for the layer of a model that needs most, for steps of so many tokens."""
-        rows = min(padded_rows(tokens), SLICE)
         return max(
             (
-                sum(map(aligned, starmap(_bytes, _arrays(experts, spec.width, rows, fp8=fp8))))
+                aligned(place + size)
                 for experts in spec.experts
+                for *_, place, size in _laid_out(experts, spec.width, tokens, fp8=fp8)
             ),
             default=0,
         )
@@ -77,6 +77,21 @@ def most_tiles(experts: Experts, tokens: int, rows: int) -> int:
     """Tiles of so many rows that there may be at most for so many tokens."""
     choices = tokens * experts.used
     return min(experts.count, choices) + choices // rows
+
+
+def _laid_out(
+    experts: Experts, width: int, tokens: int, *, fp8: bool
+) -> Iterator[tuple[str, tuple[int, ...], np.dtype[Any], int, int]]:
+    """Names, shapes and types of the buffers for steps of so many tokens; where they begin, and bytes."""
+    place, ups = 0, (0, 0)
+    for name, shape, dtype in _arrays(experts, width, min(padded_rows(tokens), SLICE), fp8=fp8):
+        size = _bytes(name, shape, dtype)
+        if name == "ups":
+            ups = place, place + size
+        if name == "outputs":  # when these are written, activations are made of ups
+            place = ups[0]
+        yield name, shape, dtype, place, size
+        place = aligned(place + size if name != "outputs" else max(place + size, ups[1]))
 
 
 def _arrays(
@@ -92,6 +107,7 @@ def _arrays(
     yield "sources", (positions,), INT
     yield "tiles", (most_tiles(experts, tokens, _LEAST_TILE),), _TILE
     yield "total", (1,), INT
+    yield "counts", (3, 1 + experts.count * -(-max(experts.width, read) // _UNIT)), INT
     yield "activated", (positions, experts.width), ELEMENT
     yield "ups", (positions * experts.gated, experts.width), FLOAT
     yield "outputs", (positions, read), FLOAT

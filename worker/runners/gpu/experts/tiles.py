@@ -1,12 +1,17 @@
 """Tiles of the products of experts: how many positions blocks take at once, and what kernels they are of."""
 
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from nightmill.worker.runners.gpu.device.operands import PANEL_ROWS, Format
 from nightmill.worker.runners.gpu.device.sources import Source, source_of
 
-__all__ = ["ExpertTile", "Multiplier", "grouped_source", "grouped_sources", "tiles_for"]
+__all__ = [
+    "GEMM_BY_DEFAULT", "GEMM_TILE", "ExpertTile", "Multiplier", "grouped_source", "grouped_sources",
+    "made_elements", "tile_for", "tiles_for",
+]  # fmt: skip
 
 _PANELS = 2  # of a warp
 _ALIGNMENT = 1024  # of a stage in shared memory
@@ -15,7 +20,18 @@ _BOX = 64  # inputs
 _CHUNK = 256  # inputs of a stage of packets
 _GROUP = 32  # inputs with one scale
 _FILLED = 0.75  # of a tile
-_MANY = 384  # tokens of an expert, from which on few tiles are not full, however large
+_STAYING = ((1.0, 16), (6.0, 8), (12.0, 16), (48.0, 64), (math.inf, 128))
+"""Tokens that an expert is sent on average, up to which blocks that stay take tiles of so many rows.
+
+As measured with 1, 64, 256 and 8,192 tokens of Qwen3-30B-A3B on an H200 (`benchmarks/history/speed.md`).
+"""
+_LEAST_MANY, _LEAST_MADE = 48, 192
+"""Tokens of an expert on average, beyond which elements are multiplied by `expert_gemm.cu`, or made for it.
+
+Predicted: to make them takes what their bytes take, a third of a product of 512 rows.
+"""
+GEMM_BY_DEFAULT = False
+"""Whether `expert_gemm.cu` computes what it can: it waits for a first run on a GPU (benchmarks/TRIED.md)."""
 _MOST_PACKETS = 4  # stages of packets
 
 
@@ -26,6 +42,8 @@ class Multiplier(Enum):
     WGMMA = "hopper_grouped"
     STAYING = "packed_experts"
     """The kernel of packed weights: blocks stay and take tile after tile; few positions go by mma.sync."""
+    GEMM = "expert_gemm"
+    """The kernel over elements for many positions, which packed weights become on the way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,33 +57,43 @@ class ExpertTile:
         """The kernel that leaves `floats`, activations of `one` matrix, or of `two`."""
         if self.by is Multiplier.MMA:
             return f"experts_{name}_{self.rows // 16}"
+        if self.by is Multiplier.GEMM:
+            return f"gemm_{name}_{self.rows}"
         return f"{'hopper' if self.by is Multiplier.WGMMA else 'packed'}_{name}_{self.rows}"
+
+    @property
+    def stays(self) -> bool:
+        """Whether blocks take tile after tile, so that there are no more than run at once."""
+        return self.by in (Multiplier.STAYING, Multiplier.GEMM)
 
     def warps(self, format_: Format) -> int:
         """Warps that multiply, with two panels of weights each, as the kernels' files say."""
         if self.by is Multiplier.MMA:
             return 4
+        if self.by is Multiplier.GEMM:
+            return self.rows // 16
         if self.by is Multiplier.STAYING:
             return 12 if self.rows == 128 else 8 if self.rows >= 64 else 4
         return 8 if self.rows < 128 else 16 if 2 * self._stage(format_, 16) <= self._room else 12
 
     def threads(self, format_: Format) -> int:
         """Threads of a block."""
+        if self.by is Multiplier.GEMM:
+            return 2 * self.rows + 128
         if self.by is not Multiplier.STAYING:
             return 32 * self.warps(format_)
         copying = 128 if self.rows >= 128 else 64
         return 32 * self.warps(format_) + copying
 
-    @property
-    def most(self) -> float:
-        """Tokens that an expert is sent on average, up to which the tile suits: some are sent more."""
-        if self.by is Multiplier.STAYING and self.rows == 128:
-            return _MANY
-        return self.rows * _FILLED
-
     def outputs(self, format_: Format, sides: int) -> int:
         """Outputs that a block has at once, if each has so many rows of the weight."""
+        if self.by is Multiplier.GEMM:
+            return self.columns(format_) // sides
         return self.warps(format_) * PANEL_ROWS * _PANELS // sides
+
+    def columns(self, format_: Format) -> int:
+        """Rows of the weight that a block of `expert_gemm.cu` has at once."""
+        return 256 if not format_.scaled else 64 if self.rows == 64 else 192
 
     @property
     def blocks(self) -> int:
@@ -74,6 +102,9 @@ class ExpertTile:
 
     def shared(self, format_: Format) -> int:
         """Bytes of shared memory of a block."""
+        if self.by is Multiplier.GEMM:
+            stages = 4 if not format_.scaled else 6 if self.rows == 64 else 5
+            return stages * (self.rows + self.columns(format_)) * 2 * _BOX + _ALIGNMENT
         if self.by is Multiplier.STAYING:
             return self._staying(format_)
         stage = self._stage(format_, self.warps(format_))
@@ -98,7 +129,7 @@ class ExpertTile:
     def _staying(self, format_: Format) -> int:
         """Bytes of stages of x, of computed scales and of stages of packets."""
         panels, rows = _PANELS * self.warps(format_), self.rows
-        boxes = 1 if rows >= 64 else 2 if rows >= 32 else 4
+        boxes = 1 if rows >= 64 else 4
         stages = {128: 5, 64: 4}.get(rows, 3)
         kept = stages * boxes * rows * 2 * _BOX
         kept += panels * PANEL_ROWS * (_CHUNK // _GROUP) * format_.computed
@@ -107,19 +138,57 @@ class ExpertTile:
         return kept + min((room - _ALIGNMENT - kept) // packets, _MOST_PACKETS) * packets + _ALIGNMENT
 
 
-def tiles_for(*, hopper: bool, packed: bool) -> tuple[ExpertTile, ...]:
-    """The tiles of products, the smallest first; packed: all matrices are."""
+GEMM_TILE = ExpertTile(128, Multiplier.GEMM)
+_FEW_OF_FP8 = ExpertTile(64, Multiplier.GEMM)
+
+
+def tiles_for(
+    formats: Collection[Format], *, hopper: bool, gemm: bool = GEMM_BY_DEFAULT
+) -> tuple[ExpertTile, ...]:
+    """The tiles of products with matrices of these formats, the smallest first.
+
+    gemm  also those of `expert_gemm.cu`, whose sums of FP8 are others: so it has all of these
+    """
     if not hopper:
         return tuple(ExpertTile(rows) for rows in (16, 32, 64))
-    if packed:
-        return tuple(ExpertTile(rows, Multiplier.STAYING) for rows in (8, 16, 32, 64, 128, 256))
-    return (ExpertTile(16), *(ExpertTile(rows, Multiplier.WGMMA) for rows in (32, 64, 128)))
+    if gemm and formats and all(one.scaled for one in formats):
+        return _FEW_OF_FP8, GEMM_TILE
+    gemm = gemm and not any(one.scaled for one in formats)
+    many = (GEMM_TILE,) * gemm
+    if all(one.packed for one in formats):
+        return (*(ExpertTile(rows, Multiplier.STAYING) for rows in (8, 16, 64, 128)), *many)
+    return (ExpertTile(16), *(ExpertTile(rows, Multiplier.WGMMA) for rows in (32, 64, 128)), *many)
 
 
-def grouped_sources(format_: Format, *, hopper: bool, packed: bool) -> list[Source]:
-    """The files of a format's kernels; packed: those of all matrices are."""
-    files = dict.fromkeys(tile.by for tile in tiles_for(hopper=hopper, packed=packed))
-    return [grouped_source(format_, by) for by in files]
+def made_elements(formats: Collection[Format], mean: float, *, hopper: bool, gemm: bool) -> bool:
+    """Whether packed matrices become elements, if an expert is sent so many tokens on average at most."""
+    packed = any(one.packed for one in formats)
+    return packed and GEMM_TILE in tiles_for(formats, hopper=hopper, gemm=gemm) and mean > _LEAST_MADE
+
+
+def tile_for(tiles: Sequence[ExpertTile], mean: float, *, packed: bool) -> ExpertTile:
+    """The tile of these, the smallest first, that suits so many tokens of an expert on average.
+
+    packed  matrices are: to make elements of them has to be worthwhile
+    """
+    if GEMM_TILE in tiles and mean > (_LEAST_MADE if packed else _LEAST_MANY):
+        return GEMM_TILE
+    if _FEW_OF_FP8 in tiles:
+        return _FEW_OF_FP8
+    for most, rows in _STAYING:
+        staying = ExpertTile(rows, Multiplier.STAYING)
+        if mean <= most and staying in tiles:
+            return staying
+    others = [tile for tile in tiles if tile != GEMM_TILE] or tiles  # some experts are sent more
+    return next((tile for tile in others if mean <= tile.rows * _FILLED and not tile.stays), others[-1])
+
+
+def grouped_sources(
+    formats: Collection[Format], *, hopper: bool, gemm: bool = GEMM_BY_DEFAULT
+) -> list[Source]:
+    """The files of the kernels of matrices of these formats."""
+    files = dict.fromkeys(tile.by for tile in tiles_for(formats, hopper=hopper, gemm=gemm))
+    return [grouped_source(format_, by) for format_ in sorted(formats, key=str) for by in files]
 
 
 def grouped_source(format_: Format, by: Multiplier) -> Source:

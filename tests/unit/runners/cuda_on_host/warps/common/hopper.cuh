@@ -8,7 +8,7 @@
 #include "common/store_row.cuh"
 #include "common/waits.cuh"
 
-// Of 2 or 3 dimensions, the fastest first; strides in bytes. What is outside is zero. Elements are swizzled, words of 8 bytes not.
+// Of 2 or 3 dimensions, the fastest first; strides in bytes. What is outside is zero. Elements and bytes are swizzled, words of 8 bytes not.
 struct TensorMap {
     const unsigned char* base;
     int size[3], stride[3], box[3], unit;
@@ -69,6 +69,15 @@ inline void barrier_arrive_after_copies(uint32_t barrier) { barrier_arrive(barri
 inline void barrier_wait(uint32_t barrier, int parity) {
     while (host::barriers.at(barrier).parity == parity) host::wait_a_turn();
 }
+inline void publish_to_bulk_copies() {}
+inline void bring_to_l2(const void*) {}
+inline void count_up(unsigned* count) {
+    ++*count;
+    host::happened();
+}
+inline void wait_for_count(const unsigned* count, unsigned least) {
+    while (*const_cast<const volatile unsigned*>(count) < least) host::wait_a_turn();
+}
 inline bool elected() { return host::lane() == 0; }
 inline void group_sync(int group) { host::meet(host::of_warpgroup[group], 128); }
 
@@ -87,7 +96,7 @@ inline void load_box(uint32_t target, const TensorMap* map, uint32_t barrier, in
                     source += int64_t(place[i]) * map->stride[i];
                 }
                 const uint32_t there = target + map->unit * elements;
-                unsigned char* to = host::at(map->unit == 2 ? host::swizzled(there) : there, map->unit);
+                unsigned char* to = host::at(map->unit <= 2 ? host::swizzled(there) : there, map->unit);
                 inside ? memcpy(to, source, map->unit) : memset(to, 0, map->unit);
             }
     host::barriers.at(barrier).bytes -= map->unit * elements;
