@@ -306,7 +306,7 @@ class EngineStep(bootsteps.StartStopStep):
         """Take leave, or sleep and load another model if only this one fails. Raises DatabaseError."""
         reason = None if self.turn is None else self.turn.failed(error)
         if reason is None:
-            self.claims.withdraw(has_slept=self.options.get("worker_id") is not None)
+            self.claims.withdraw()
         else:
             self.claims.fall_asleep(reason)
             self.rest_reason = reason

@@ -112,6 +112,8 @@ class RegisteredWorker:
     def __init__(self, database: Database, worker_id: str) -> None:
         self.database = database
         self.worker_id = worker_id
+        self.has_slept = False
+        """Whether it was asleep when it was registered."""
 
     @retried
     def register(self, host: str, pid: int, model: str, gpu: str | None, detail: str | None = None) -> None:
@@ -129,7 +131,9 @@ class RegisteredWorker:
         }
         before = (WorkerState.SLEEPING, WorkerState.LOST, WorkerState.STARTING)
         woken = update(WorkerRow).where(WorkerRow.id == self.worker_id, WorkerRow.state.in_(before))
+        state = select(WorkerRow.state).where(WorkerRow.id == self.worker_id)
         with self.database.write() as connection:
+            self.has_slept |= connection.execute(state).scalar_one_or_none() == WorkerState.SLEEPING
             if not connection.execute(woken.values(**values)).rowcount:
                 connection.execute(insert(WorkerRow).values(id=self.worker_id, **values))
 
@@ -176,12 +180,12 @@ class RegisteredWorker:
             )
 
     @retried
-    def withdraw(self, *, has_slept: bool = False) -> None:
+    def withdraw(self) -> None:
         """Delete the row of this worker, which ends before it could claim anything.
 
         One that has slept signs off: it may have had jobs before, and callers know its models by its row.
         """
-        if has_slept:
+        if self.has_slept:
             self.sign_off()
             return
         with self.database.write() as connection:

@@ -140,10 +140,13 @@ def test_a_worker_falls_asleep_with_empty_hands(client: Client, monkeypatch: pyt
 
 def test_a_worker_that_is_ended_while_it_loads_is_forgotten_unless_it_has_slept(client: Client) -> None:
     """Callers were told that it would serve its models in turn: they are not refused meanwhile."""
-    for letter, options in (("a", {}), ("b", {"worker_id": "b" * 32})):
+    for letter in "ab":
         claims = registered(client, letter, f"first-{letter}")
         claims.register_models([f"first-{letter}", f"second-{letter}"], swap_for_interactive=False)
-        step_of(client, claims, **options)._not_loaded(KeyboardInterrupt())
+        if letter == "b":
+            claims.beat(WorkerState.SLEEPING, "between two models")
+            claims = registered(client, letter, "second-b")
+        step_of(client, claims)._not_loaded(KeyboardInterrupt())
     assert client.worker_store.models() == ["first-b", "second-b"]
     client.enqueue("in turn", model="second-b")
     assert [worker.state for worker in client.workers()] == [WorkerState.STOPPED]

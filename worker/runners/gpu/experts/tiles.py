@@ -31,7 +31,7 @@ _LEAST_MANY, _LEAST_MADE = 48, 192
 Predicted: to make them takes what their bytes take, a third of a product of 512 rows.
 """
 GEMM_BY_DEFAULT = False
-"""Whether `expert_gemm.cu` computes what it can: it waits for a first run on a GPU (benchmarks/TRIED.md)."""
+"""True if `expert_gemm.cu` computes what it can: it waits for a first run on a GPU (benchmarks/TRIED.md)."""
 _MOST_PACKETS = 4  # stages of packets
 
 
@@ -63,7 +63,7 @@ class ExpertTile:
 
     @property
     def stays(self) -> bool:
-        """Whether blocks take tile after tile, so that there are no more than run at once."""
+        """True if blocks take tile after tile, so that there are no more than run at once."""
         return self.by in (Multiplier.STAYING, Multiplier.GEMM)
 
     def warps(self, format_: Format) -> int:
@@ -161,7 +161,7 @@ def tiles_for(
 
 
 def made_elements(formats: Collection[Format], mean: float, *, hopper: bool, gemm: bool) -> bool:
-    """Whether packed matrices become elements, if an expert is sent so many tokens on average at most."""
+    """Return True if packed matrices become elements where an expert is sent so many tokens on average."""
     packed = any(one.packed for one in formats)
     return packed and GEMM_TILE in tiles_for(formats, hopper=hopper, gemm=gemm) and mean > _LEAST_MADE
 

@@ -18,7 +18,7 @@ _PIECES = (1, 2, 4)  # kernels, by the pieces of 8 values that a thread has
 _ADDED = "PPPPfifPP"  # arguments of an addition
 
 THREE_AT_ONCE = False
-"""Whether what a dense network, experts beside it and their router read is normed in one launch.
+"""True if what a dense network, experts beside it and their router read is normed in one launch.
 
 Off until it was seen to be right and faster on a GPU (benchmarks/TRIED.md); tests and `benchmarks.engine
 --three-norms` turn it on.

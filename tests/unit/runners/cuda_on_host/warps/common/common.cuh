@@ -28,6 +28,10 @@ inline Element8 pack(const float (&values)[8]) {
 
 inline float logistic_times(float gate, float power, float up) { return gate / (1.0f + exp2f(power)) * up; }
 inline float silu_times(float gate, float up) { return logistic_times(gate, gate * -LOG2_E, up); }
+inline float gelu_erf_times(float gate, float up) {
+    const float half = 0.5f * gate;
+    return (half * erff(gate * 0.7071067811865476f) + half) * up;
+}
 inline float gelu_times(float gate, float up) {
     const float u = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
     return 0.5f * gate * (1.0f + tanhf(u)) * up;
