@@ -29,6 +29,7 @@ from tests.gpu.expert_trials import KINDS, ExpertTrial, assert_same, results
 from tests.gpu.oracles import nmse
 from tests.support.cuda_runners import pretended_card
 from tests.support.elements import BOTH_ELEMENTS, rounded
+from tests.support.needs import Need, missing
 from tests.support.operands import all_products, buffer, elements, fetched, matrix, room
 
 ROWS = (1, 3, 17, 64, 200, 2048)
@@ -123,7 +124,7 @@ def test_all_tiles_have_the_same_bits(device: Device, kept: Format) -> None:
 def test_whole_operands_have_the_same_bits(device: Device) -> None:
     """Of elements; more items than blocks, and outputs that fill no unit."""
     if not device.hopper:
-        pytest.skip("expert_gemm.cu is for Hopper")
+        missing(Need.HOPPER)
     tiles = [ExpertTile(16), *tiles_for([device.element.format], hopper=True, gemm=True)]
     tiles_agree(device, Experts(count=9, used=3, width=168), 328, None, 150, tiles)
     tiles_agree(device, Experts(count=30, used=2, width=512), 768, None, 3000, tiles)
@@ -132,7 +133,7 @@ def test_whole_operands_have_the_same_bits(device: Device) -> None:
 def test_fp8_as_it_is_depends_on_the_row_alone(device: Device) -> None:
     """By both tiles, against the rounded numbers in float64."""
     if not device.hopper:
-        pytest.skip("expert_gemm.cu is for Hopper")
+        missing(Need.HOPPER)
     tiles = tiles_for([Format.FP8], hopper=True, gemm=True)
     for experts, width in ((Experts(count=9, used=3, width=176), 336), SIZES["Qwen3-30B-A3B"]):
         trial = ExpertTrial(device, experts, width, Format.FP8, among=tiles)

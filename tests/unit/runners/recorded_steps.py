@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from nightmill.worker.runners.base import FROM_SLOT, IntArray, StepBatch, make_draws
+from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.runner import CudaRunner
 from tests.support.driving import Chunk, Pages
 
-__all__ = ["benchmarked", "decode_all", "take_steps", "two_sequences"]
+__all__ = ["allocations", "benchmarked", "decode_all", "take_steps", "two_sequences"]
 
 
 def two_sequences(context: int, cut: int) -> list[list[Chunk]]:
@@ -31,6 +32,25 @@ def take_steps(runner: CudaRunner, pages: Pages, steps: list[list[Chunk]]) -> No
     for step in steps:
         runner.launch(pages.batch(step, admit=step is steps[0], kinds=runner.page_kinds))
         assert runner.collect() is not None
+
+
+def allocations(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """Bytes of device memory that is allocated from now on and not freed yet, by address."""
+    taken: dict[int, int] = {}
+    allocate, free = Device.allocate, Device.free
+
+    def noted(device: Device, size: int, purpose: str = "a buffer") -> int:
+        address = allocate(device, size, purpose)
+        taken[address] = size
+        return address
+
+    def freed(device: Device, address: int) -> None:
+        del taken[address]
+        free(device, address)
+
+    monkeypatch.setattr(Device, "allocate", noted)
+    monkeypatch.setattr(Device, "free", freed)
+    return taken
 
 
 def benchmarked(

@@ -15,7 +15,6 @@ from nightmill.worker.runners.base import PageKind
 from nightmill.worker.runners.gpu import feed_forward
 from nightmill.worker.runners.gpu.attention.pieces import NO_PIECES
 from nightmill.worker.runners.gpu.attention.plans import AttentionPlans
-from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import Format
 from nightmill.worker.runners.gpu.experts import room
 from nightmill.worker.runners.gpu.kv_cache import kinds_layout
@@ -39,7 +38,7 @@ from tests.support.parts import file_of_halves, file_of_q8_0
 from tests.support.quantised_models import quantised
 from tests.support.specs import GEMMAS
 from tests.unit.runners.recorded_cuda import RecordedDriver
-from tests.unit.runners.recorded_steps import take_steps
+from tests.unit.runners.recorded_steps import allocations, take_steps
 
 pytestmark = pytest.mark.heavy  # kernels are compiled where nvcc is
 
@@ -196,20 +195,7 @@ def test_layers_with_large_heads_have_fast_attention_each(
 def test_the_memory_plan_covers_all_that_is_taken_and_little_more(
     driver: RecordedDriver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, kv: KvFormat
 ) -> None:
-    taken: dict[int, int] = {}
-    allocate, free = Device.allocate, Device.free
-
-    def noted(device: Device, size: int, purpose: str = "a buffer") -> int:
-        address = allocate(device, size, purpose)
-        taken[address] = size
-        return address
-
-    def freed(device: Device, address: int) -> None:
-        del taken[address]
-        free(device, address)
-
-    monkeypatch.setattr(Device, "allocate", noted)
-    monkeypatch.setattr(Device, "free", freed)
+    taken = allocations(monkeypatch)
     file = file_of(tmp_path, *GEMMA4_FILES[name])
     precision = Precision(kv=kv)
     options = OPTIONS | {"graphs": False, "precision": precision}

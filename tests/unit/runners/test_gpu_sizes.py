@@ -26,7 +26,7 @@ from tests.support.cuda_runners import cuda_runner
 from tests.support.ggufs import write_model
 from tests.support.specs import dense_spec
 from tests.unit.runners.recorded_cuda import AMPERE, HOPPER, RecordedDriver, record
-from tests.unit.runners.recorded_steps import decode_all
+from tests.unit.runners.recorded_steps import allocations, decode_all
 
 pytestmark = pytest.mark.heavy  # kernels are compiled where nvcc is
 
@@ -86,20 +86,7 @@ def test_more_sequences_than_a_grid_has_rows_are_refused(hopper: RecordedDriver)
 def test_the_memory_plan_covers_all_that_is_taken_and_little_more(
     driver: RecordedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken: dict[int, int] = {}
-    allocate, free = Device.allocate, Device.free
-
-    def noted(device: Device, size: int, purpose: str = "a buffer") -> int:
-        address = allocate(device, size, purpose)
-        taken[address] = size
-        return address
-
-    def freed(device: Device, address: int) -> None:
-        del taken[address]
-        free(device, address)
-
-    monkeypatch.setattr(Device, "allocate", noted)
-    monkeypatch.setattr(Device, "free", freed)
+    taken = allocations(monkeypatch)
     file = GgufFile.open(MODEL)
     kv = KvFormat.FP8 if driver.capability == HOPPER else KvFormat.ELEMENT  # which takes more, and less
     options = {"slots": SLOTS, "context": CONTEXT, "kv_pages": 64, "precision": Precision(kv=kv)}

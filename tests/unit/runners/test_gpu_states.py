@@ -41,6 +41,7 @@ from tests.support.ggufs import spec_tensors
 from tests.support.hybrid_cases import GPU_HYBRID_FILES, HYBRID_FILES
 from tests.support.specs import HYBRIDS, PLAIN
 from tests.unit.runners.recorded_cuda import RecordedDriver
+from tests.unit.runners.recorded_steps import allocations
 
 pytestmark = pytest.mark.heavy  # kernels are compiled where nvcc is
 
@@ -164,20 +165,7 @@ def test_states_are_copied_before_a_step_and_after_it(
 def test_the_memory_plan_covers_all_that_is_taken_and_little_more(
     kind: str, weights: WeightsFormat, hopper: RecordedDriver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    taken: dict[int, int] = {}
-    allocate, free = Device.allocate, Device.free
-
-    def noted(device: Device, size: int, purpose: str = "a buffer") -> int:
-        address = allocate(device, size, purpose)
-        taken[address] = size
-        return address
-
-    def freed(device: Device, address: int) -> None:
-        del taken[address]
-        free(device, address)
-
-    monkeypatch.setattr(Device, "allocate", noted)
-    monkeypatch.setattr(Device, "free", freed)
+    taken = allocations(monkeypatch)
     file = file_of(tmp_path, *GPU_HYBRID_FILES[kind])
     spec, precision = read_spec(file), Precision(weights=weights)
     with closing(cuda_runner(file, spec, slots=9, kv_pages=64, precision=precision, **OPTIONS)) as runner:

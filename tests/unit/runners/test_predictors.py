@@ -63,7 +63,7 @@ def block_tensors(spec: ModelSpec) -> Tensors:
 
 
 def alike_tensors(spec: ModelSpec) -> Tensors:
-    """Weights with which a token hangs on the one before it alone, of which the predictor says the same."""
+    """Weights with which each token depends only on the one before it, and the predictor says so, too."""
     own = spec_tensors(spec) | block_tensors(spec)
     adding = ("attn_output.weight", "ssm_out.weight", "ffn_down.weight", "ffn_down_exps.weight",
               "ffn_down_shexp.weight")  # fmt: skip
