@@ -128,9 +128,10 @@ def test_sigterm_hands_unfinished_jobs_back_with_no_attempt_lost(
     jobs_client: Client, start_worker: StartWorker
 ) -> None:
     short = jobs_client.enqueue("Write a haiku about snow", max_tokens=2, temperature=0)
-    ids = jobs_client.enqueue_many(["Write a haiku about snow"] * 3, **ENDLESS)  # for the worker that leaves
     with start_worker("leaving", "--max-sequences", "2", drain_seconds=0.3) as leaving:
         wait_until(lambda: jobs_client.get(short).state.final, PATIENCE)
+        # Only now: of two shards that wait, either may be claimed first.
+        ids = jobs_client.enqueue_many(["Write a haiku about snow"] * 3, **ENDLESS)
         wait_until(lambda: in_state(jobs_client, JobState.RUNNING), PATIENCE)
         leaving.send_signal(signal.SIGTERM)
         assert leaving.wait(timeout=60) == 0
