@@ -35,6 +35,7 @@ from nightmill.worker.runners.gpu.device.known_cards import known_card
 from nightmill.worker.runners.gpu.device.nvml import GpuProbe
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.kv_format import KvFormat
+from nightmill.worker.runners.ranking import Ranker
 from nightmill.worker.runners.reference import ReferenceRunner, Rounding, choose_kv_pages, choose_slots
 from nightmill.worker.runners.starting import StartStep
 
@@ -68,6 +69,8 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
         )
         undoing.callback(runner.close)
 
+        ranker = None if spec.ranking is None else Ranker(model.file, spec.ranking, spec.width)
+
         def engine() -> Engine:
             return Engine(
                 runner,
@@ -83,6 +86,7 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
                     interactive_slots=interactive_slots(sequences),
                     encodes=spec.encoder is not None,
                     model_context=spec.context_length,
+                    rank=ranker,
                 ),
                 prefix_sharing=settings.prefix_sharing,
                 constraints=grammars,
