@@ -22,11 +22,15 @@ class Ranker:
     """
 
     def __init__(self, file: GgufFile, head: RankHead, width: int) -> None:
+        """Read the weights; raises ModelFileError, which names a tensor that holds what is not a number."""
         self._head = head
         self._weights = {
             role: np.ascontiguousarray(file.array(weight.names[0]), dtype=np.float32).reshape(weight.shape)
             for role, weight in head.weights(width).items()
         }
+        for role, weight in head.weights(width).items():
+            if not np.isfinite(self._weights[role]).all():
+                file.fail(f"tensor {weight.names[0]}: holds what is not a number: download the file again")
 
     def __call__(self, total: SumArray, tokens: int) -> bytes:
         """Return the logit as float32 bytes, of the sum of a pair's states (width,), of so many tokens."""

@@ -238,6 +238,16 @@ def test_a_head_that_contradicts_itself_is_refused(
         read_spec(file)
 
 
+def test_a_head_that_holds_no_numbers_is_refused(tmp_path: Path) -> None:
+    tensors = rank_tensors() | {"cls.output.bias": np.array([np.nan], np.float32)}
+    path = write_bert(tmp_path / "m.gguf", keys={"pooling_type": 4}, tensors=tensors)
+    with GgufFile.open(path) as file:
+        spec = read_spec(file)
+        assert spec.ranking is not None
+        with pytest.raises(ModelFileError, match="tensor cls.output.bias: holds what is not a number"):
+            Ranker(file, spec.ranking, spec.width)
+
+
 def test_modern_berts_head_takes_the_mean(tmp_path: Path) -> None:
     """A dense layer without a bias, GELU, a norm, one row: as transformers' classifier has it."""
     keys, like = ENCODER_FILES["modern-bert"]

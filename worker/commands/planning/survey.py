@@ -126,6 +126,9 @@ def _tokenise(row: InputRow, reader: PromptReader) -> tuple[Tokens, tuple[Tokens
     most = spec.params.truncate_prompt_tokens or 0
     try:
         prompt_ids = reader.encode(spec.prompt, spec.rendering)[-most:]
+        if spec.params.rerank is not None:  # read before its document
+            name = "rerank"
+            prompt_ids = (*reader.tokenize_texts((spec.params.rerank,))[0], *prompt_ids)
         name = "score"
         return prompt_ids, reader.tokenize_texts(spec.params.score) if spec.params.score else (), None
     except NightmillError as refused:
