@@ -126,7 +126,7 @@ def test_a_cross_encoder_ranks_documents_through_every_door(
     for name, value in worker_env(settings).items():
         monkeypatch.setenv(name, value)
     query, documents = "the river", ["a mill", "the night, the stone", "[SEP] grain [CLS]", "milling " * 9]
-    rows = [{"rerank": query, "prompt": one} for one in [*documents, ""]]
+    rows = [{"rerank": query, "prompt": one} for one in documents]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     pq.write_table(pa.table({"text": documents}), tmp_path / "in.parquet")
     with Client(settings) as client, running_worker(client, tmp_path / "worker.log", ["--name", "bert"]):
@@ -147,9 +147,8 @@ def test_a_cross_encoder_ranks_documents_through_every_door(
             body["documents"] = ["a mill", documents[3] * 9]
             refused = httpx2.post(f"{url}/v1/rerank", json=body, timeout=60).json()
     said = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [row["relevance"] for row in said[:4]] == found and 0 < said[4]["relevance"] < 1
-    assert len({*found, *cut, said[4]["relevance"]}) == 6 and not any("embedding" in row for row in said)
-    assert [row["prompt_tokens"] for row in said] == [7, 9, 12, 23, 5]
+    assert [row["relevance"] for row in said] == found and 0 < min(found) < max(found) < 1
+    assert len({*found, *cut}) == 5 and not any("embedding" in row for row in said)
     table = pq.read_table(tmp_path / "out.parquet")
     assert table.schema.names == ["text", "relevance", "prompt_tokens", "job_id"]
     assert table["relevance"].to_pylist() == found

@@ -244,7 +244,7 @@ def test_a_head_that_holds_no_numbers_is_refused(tmp_path: Path) -> None:
     with GgufFile.open(path) as file:
         spec = read_spec(file)
         assert spec.ranking is not None
-        with pytest.raises(ModelFileError, match="tensor cls.output.bias: holds what is not a number"):
+        with pytest.raises(ModelFileError, match=r"tensor cls\.output\.bias: holds what is not a number"):
             Ranker(file, spec.ranking, spec.width)
 
 
