@@ -29,6 +29,8 @@ static __device__ __forceinline__ int pitch_of(int inputs) { return inputs * sta
 static __device__ __forceinline__ void ask(uint32_t target, const Element* source, int rows, int inputs, uint32_t full) {
     const int lane = threadIdx.x % 32, row = lane % 8, begin = lane / 8 * piece_of(inputs);
     const int bytes = max(min(piece_of(inputs), inputs - begin), 0) * static_cast<int>(sizeof(Element));
+    // BARRIER full: as `w_full` and `x_full` below, of a piece: one lane arrives and expects its bytes before the warp's lanes ask for
+    // them; the same warp waits, once.
     if (row == 0) barrier_expect(full + 8 * (lane / 8), rows * bytes);
     __syncwarp();
     if (row < rows && bytes > 0)
