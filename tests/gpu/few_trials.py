@@ -1,4 +1,4 @@
-"""A few tokens through experts by the kernels for any number of tokens, and by those for a few: the same bits."""
+"""A few tokens through experts by the kernels for any number, and by those for a few: the same bits."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -125,7 +125,7 @@ class FewTrial:
 
 
 def few_agree(trial: FewTrial, rows: tuple[int, ...]) -> None:
-    """Numbers of tokens; of which some are of padding, all are, or one is no number; a token alone is as among others."""
+    """So many tokens, and each of these alone is as among the others."""
     x = trial.inputs(max(rows))
     found = {tokens: trial.agrees(x[:tokens]) for tokens in rows}
     for tokens, left in found.items():

@@ -86,7 +86,9 @@ def test_a_few_tokens_take_three_launches_where_weights_are_packed(
     options = {"slots": 8, "context": CONTEXT, "kv_pages": 64, "max_tokens": 128}
     own = "few_router", "few_gate_up", "few_down"
     spec = read_spec(file)
-    with closing(cuda_runner(file, spec, precision=Precision(weights=weights), graphs=False, **options)) as runner:
+    with closing(
+        cuda_runner(file, spec, precision=Precision(weights=weights), graphs=False, **options)
+    ) as runner:
         pages = Pages(8, CONTEXT // 16)
         for slots, chunk, three in ((1, 20, False), (1, 1, True), (8, 1, True), (3, 3, False)):
             launched = hopper.launches.copy()

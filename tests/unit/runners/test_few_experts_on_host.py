@@ -30,9 +30,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> set[str]:
     return run_few_experts_on_host(monkeypatch, tmp_path)
 
 
-def few_trial(
-    element: Element, experts: Experts, width: int, kept: Format, multiprocessors: int
-) -> FewTrial:
+def few_trial(element: Element, experts: Experts, width: int, kept: Format, multiprocessors: int) -> FewTrial:
     device: Any = HostDevice(element)
     device.hopper, device.compute_capability, device.multiprocessors = True, (9, 0), multiprocessors
     products = MmaTiles(device, alone=True)

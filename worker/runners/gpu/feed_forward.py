@@ -172,9 +172,7 @@ class Mixture:
             return False
         biases, padding = (own.router_bias, own.selection_bias), self._launchers.padding
         few.route(self._routing, x, own.router, biases, at, rows, (slots, padding))
-        few.gate_up(
-            experts, x, own.gate_up, Given(own.gate_up_bias, own.gate_scale, own.up_scale), at, rows
-        )
+        few.gate_up(experts, x, own.gate_up, Given(own.gate_up_bias, own.gate_scale, own.up_scale), at, rows)
         few.add(experts, own.down, Given(own.down_bias, own.down_scale), at, ending, stream, out, rows)
         return True
 

@@ -1,5 +1,6 @@
-"""Experts of up to 8 tokens, with packed weights on Hopper, in three launches: router and choice, gate and up, down and sums.
+"""Experts of up to 8 tokens, with packed weights on Hopper, in three launches.
 
+These are router and choice, gate and up, and down with the sums over ranks and the norm of what comes next.
 They have the bits of the launches that compute any number of tokens (`route.py`, `grouped.py`, `combine.py`).
 """
 
@@ -67,7 +68,7 @@ class FewMemory:
     def of(
         cls, device: Device, format_: Format, *, warps: int, left: int, rows: int, inputs: int, tasks: int
     ) -> "FewMemory | None":  # fmt: skip
-        """With as many stages as there is room for, and as warps with so many tasks each use; None: too few."""
+        """With as many stages as fit, and as warps with so many tasks each use; None: too few."""
         used = min(tasks * -(-inputs // _CHUNK), _MOST_STAGES)
         for stages in range(used, min(_LEAST_STAGES, used) - 1, -1):
             memory = cls(format_, device.element, warps, left, rows, inputs, stages)
@@ -94,7 +95,7 @@ class FewExperts:
     """Launches `few_router.cu` and `few_experts.cu` for experts in these formats."""
 
     def __init__(self, device: Device, formats: Collection[Format]) -> None:
-        """Load them; those in other than packed formats, and all on other cards, are for others to compute."""
+        """Load them; it takes no other than packed formats, and none on other cards."""
         self._device = device
         self._formats = {one for one in formats if one.packed} if device.hopper else set[Format]()
         self._gate_up: dict[Format, Function] = {}
@@ -103,7 +104,11 @@ class FewExperts:
             return
         self._arrived = device.allocate(2 * INT.itemsize, "arrivals of blocks")
         device.fill(self._arrived, 0, 2 * INT.itemsize)
-        most: Any = {"shared": device.features.block_shared - _DECLARED, "dependent": True, "all_shared": True}
+        most: Any = {
+            "shared": device.features.block_shared - _DECLARED,
+            "dependent": True,
+            "all_shared": True,
+        }
         letters = "PPiPPPPPPPiiiifiiiiiiifiPPPP"
         self._router = Module.of(device, source_of("few_router")).function("few_router", letters, **most)
         for format_ in self._formats:
@@ -120,7 +125,10 @@ class FewExperts:
     def takes(
         self, experts: Experts, router: Matrix, matrices: tuple[Matrix, Matrix], ending: Ending, tokens: int
     ) -> bool:
-        """Return whether it computes so many tokens with these matrices, of gate and up and of down, and `ending`."""
+        """Return whether it computes so many tokens with these matrices and this ending.
+
+        matrices  of gate and up, and of down
+        """
         if not self._formats.issuperset(one.format for one in matrices):
             return False
         then = ending.before or NO_NORM
@@ -176,7 +184,7 @@ class FewExperts:
         )  # fmt: skip
 
     def _of_gate_up(self, experts: Experts, weight: Matrix, tokens: int) -> FewMemory | None:
-        """Two warps for each pair of panels that a block has at most, or for as many in each of several turns."""
+        """Two warps for each pair of panels that a block has at most, in one turn or several."""
         pairs = tokens * experts.used * experts.width // PANEL_ROWS
         own = -(-pairs // self._device.multiprocessors)
         tasks = -(-own // (_MOST_WARPS // 2))
@@ -210,7 +218,7 @@ class FewExperts:
         return -(-weight.rows // (experts.count * PANEL_ROWS * self._device.multiprocessors))
 
     def _of_down(self, experts: Experts, weight: Matrix, tokens: int) -> FewMemory | None:
-        """A warp for each panel of each expert that a block has at most, or for as many in each of several turns."""
+        """A warp for each panel of each expert that a block has at most, in one turn or several."""
         columns, choices = self._columns(experts, weight), tokens * experts.used
         own = columns * min(choices, experts.count)
         tasks = -(-own // _MOST_WARPS)
