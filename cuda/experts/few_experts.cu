@@ -321,10 +321,10 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 2)
         ask_for_rows(activated_rows, met.total > 0 ? end.y + end.z : 0, inputs, memory, x_full, shared);
     }
     // Which number of the stream this thread adds to: there are as many threads, at least.
-    const int numbers = own * PANEL, token = threadIdx.x / numbers, column = threadIdx.x % numbers;
-    const bool adds = token < tokens;
-    float* const place = x + static_cast<int64_t>(token) * width + first_panel * PANEL + column;
-    const float before = adds ? *place : 0.0f, times = factor == nullptr ? 1.0f : *factor;
+    const auto token_of = [&] { return static_cast<int>(threadIdx.x) / (own * PANEL); };
+    const auto column_of = [&] { return static_cast<int>(threadIdx.x) % (own * PANEL); };
+    const auto place_of = [&] { return x + static_cast<int64_t>(token_of()) * width + first_panel * PANEL + column_of(); };
+    const float before = token_of() < tokens ? *place_of() : 0.0f;
     float* const sums = reinterpret_cast<float*>(shared + memory.left_at);
     __syncthreads();  // zeros beyond K are there
     barrier_wait(x_full, 0);
@@ -345,13 +345,14 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 2)
             }
         });
     __syncthreads();
-    if (adds) {
+    if (const int token = token_of(); token < tokens) {
+        const float times = factor == nullptr ? 1.0f : *factor;
         float sum = 0.0f;
         for (int rank = 0; rank < used; ++rank) {
             const int position = met.of_places[token * used + rank];
-            if (position >= 0) sum = fmaf(met.shares[token * used + rank], sums[position * columns * PANEL + column], sum);
+            if (position >= 0) sum = fmaf(met.shares[token * used + rank], sums[position * columns * PANEL + column_of()], sum);
         }
-        *place = fmaf(scale, sum, before) * times;
+        *place_of() = fmaf(scale, sum, before) * times;
     }
     if (out == nullptr) return;
     __threadfence();
