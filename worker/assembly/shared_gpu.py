@@ -29,7 +29,8 @@ _TABLE = struct.Struct(f"={4 * MOST_ENGINES}d")  # all accounts
 _SIZE = _HEAD.size + _TABLE.size
 _LOCK = struct.Struct("@hhqqi4x")  # the system's `struct flock`
 _ALL = MOST_ENGINES  # the byte whose lock is the one for all accounts
-_PATIENCE_SECONDS, _POLL_SECONDS = 0.2, 5e-5
+_PATIENCE_SECONDS, _POLL_SECONDS = 0.2, 5e-5  # for the lock
+_LOOK_SECONDS = 0.2  # between two looks whether the others live
 
 
 def new_ledger() -> int:
@@ -64,6 +65,7 @@ class SharedGpu:
         self._own = self._open_account()
         self._working = False
         self._waited_in_vain = False
+        self._look_at = 0.0
 
     def begin(self) -> None:
         """It has work from now on."""
@@ -107,7 +109,10 @@ class SharedGpu:
         try:
             (until, counted), now = self._head(), self._now()
             working = _TABLE.unpack_from(self._memory, _HEAD.size)[::4]
-            busy = [number for number, works in enumerate(working) if works and self._lives(number)]
+            busy = [number for number, works in enumerate(working) if works]
+            if len(busy) > 1 and now >= self._look_at:
+                busy = [number for number in busy if self._lives(number)]
+                self._look_at = now + _LOOK_SECONDS
             for number in busy:
                 works, seconds, joules, unread = self._account(number)
                 each = max(0.0, now - until) / len(busy)

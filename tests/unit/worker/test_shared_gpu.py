@@ -1,4 +1,4 @@
-"""One GPU, shared by engines: sums of time and energy, halves, deaths, and a lock whose holder stands still."""
+"""One GPU, shared by engines: sums of time and energy, deaths, and a lock whose holder stands still."""
 
 import os
 import random
