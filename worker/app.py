@@ -26,7 +26,7 @@ from nightmill.jobs.base.logs import fit
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.batches.batches import Batches
 from nightmill.jobs.commands.terminal import echo
-from nightmill.jobs.errors import NightmillError
+from nightmill.jobs.errors import NightmillError, SettingsError
 from nightmill.jobs.messages.announcing import Announcer
 from nightmill.jobs.messages.broker import Broker, make_app, queue_name, resolve_broker_url
 from nightmill.jobs.reply.job import UNTIL
@@ -41,6 +41,7 @@ from nightmill.worker.assembly.fetching import with_files, with_model_file
 from nightmill.worker.assembly.model import LoadedModel, load_model, served_name
 from nightmill.worker.assembly.options import (
     gpu_name,
+    group_options,
     merge_options,
     turn_option,
     turn_options,
@@ -189,6 +190,8 @@ class EngineStep(bootsteps.StartStopStep):
 
         turn: str | None = self.options.get("turn")
         settings = with_files(merge_options(Settings.from_env(), self.options), turn, tell)
+        if settings.together and self.options.get("group") is None:
+            raise SettingsError("--together starts several workers: start it as `nightmill worker`")
         atexit.register(self._sleep, settings)
         if settings.models is not None and turn is None:
             self._sleep_at_once(settings)  # which chooses the first model
@@ -200,7 +203,12 @@ class EngineStep(bootsteps.StartStopStep):
             self.registry = serve_metrics(settings.metrics_host, settings.metrics_port)
             log.info("metrics at http://%s:%d/metrics", settings.metrics_host, settings.metrics_port)
         # It loads the model while this process goes on.
-        engine = launch_engine(settings, ENGINE_COMMAND, hang_seconds=hang_seconds(settings))
+        engine = launch_engine(
+            settings,
+            ENGINE_COMMAND,
+            hang_seconds=hang_seconds(settings),
+            ledger=self.options.get("ledger"),
+        )
         LastResort(celery_flags.told_to_end, settings.drain_seconds + END_SECONDS, engine.kill).start()
         try:
             self._serve(parent, settings, engine)
@@ -227,9 +235,14 @@ class EngineStep(bootsteps.StartStopStep):
         self.claims.register(socket.gethostname(), os.getpid(), served_name(settings), named, detail)
         if settings.models is not None:
             models = named_models(settings)
-            self.claims.register_models([*models], swap_for_interactive=settings.swap_for_interactive)
+            group = self.options.get("group")
+            self.claims.register_models(
+                [*models], swap_for_interactive=settings.swap_for_interactive, together=group
+            )
             if (turn := self.options.get("turn")) is not None:
                 self.turn = Turn(self.claims, settings, turn)
+                if group is not None:
+                    self.turn.begin()
         return named
 
     def _sleep_at_once(self, settings: Settings) -> NoReturn:
@@ -370,7 +383,7 @@ def make_worker_app() -> Celery:
     worker_app.amqp_cls = FilteringAMQP
     worker_app.conf.update(worker_pool="threads", worker_concurrency=TASK_THREADS)
     worker_app.user_options["worker"].update(
-        [*worker_options(), *turn_options(), worker_id_option(), turn_option()]
+        [*worker_options(), *turn_options(), worker_id_option(), turn_option(), *group_options()]
     )
     worker_app.steps["worker"].add(EngineStep)
     worker_app.steps["consumer"].add(RoomStep)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
 
-from sqlalchemy import Connection, and_, case, func, insert, select, update
+from sqlalchemy import Connection, and_, case, func, insert, or_, select, update
 
 from nightmill.jobs.base.contract import JobState, StopReason, WorkerState
 from nightmill.jobs.base.ids import IdSource
@@ -113,6 +113,12 @@ class Loads:
             connection.execute(update(WorkerRow).where(WorkerRow.id == self.worker_id).values(model=model))
         return model
 
+    def is_open(self) -> bool:
+        """Return True if this worker has chosen a model, and its load has not ended."""
+        query = select(LoadRow.id).where(LoadRow.worker == self.worker_id, _OPEN).limit(1)
+        with self.database.read() as connection:
+            return connection.execute(query).one_or_none() is not None
+
     def held_by_others(self) -> dict[str, int]:
         """Return what `begin` gives to `choose`, without a lock."""
         with self.database.read() as connection:
@@ -175,8 +181,12 @@ class Loads:
             return _failures(connection, self.worker_id, models)
 
     def has_loaded_any(self) -> bool:
-        """Return True if this worker has loaded a model: so it is not its GPU that fails."""
-        loaded = select(LoadRow.id).where(LoadRow.worker == self.worker_id, LoadRow.ready_at.is_not(None))
+        """Return True if this worker, or one that shares its GPU, has loaded a model: so it is not the GPU
+        that fails."""
+        own_group = select(WorkerRow.together).where(WorkerRow.id == self.worker_id).scalar_subquery()
+        beside = select(WorkerRow.id).where(WorkerRow.together == own_group)
+        ours = or_(LoadRow.worker == self.worker_id, LoadRow.worker.in_(beside))
+        loaded = select(LoadRow.id).where(ours, LoadRow.ready_at.is_not(None))
         with self.database.read() as connection:
             return connection.execute(loaded.limit(1)).one_or_none() is not None
 

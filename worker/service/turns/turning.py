@@ -130,6 +130,14 @@ class Turn:
         self._look_at = 0.0  # while there is work
         self._rested_at = 0.0  # when the last look has been paid for
 
+    def begin(self) -> None:
+        """Take the model at the start of a worker that has others beside it. Raises DatabaseError.
+
+        Nothing has waited for it yet, so nobody has chosen it.
+        """
+        if not self._loads.is_open():
+            self._loads.begin(lambda _: (self.model, "is loaded together with others"))
+
     def failed(self, error: BaseException) -> str | None:
         """Record why the model could not be loaded; returns that for people.
 
