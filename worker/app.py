@@ -26,7 +26,7 @@ from nightmill.jobs.base.logs import fit
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.batches.batches import Batches
 from nightmill.jobs.commands.terminal import echo
-from nightmill.jobs.errors import NightmillError, SettingsError
+from nightmill.jobs.errors import NightmillError
 from nightmill.jobs.messages.announcing import Announcer
 from nightmill.jobs.messages.broker import Broker, make_app, queue_name, resolve_broker_url
 from nightmill.jobs.reply.job import UNTIL
@@ -69,7 +69,7 @@ from nightmill.worker.service.room import RoomStep
 from nightmill.worker.service.service_options import ServiceOptions
 from nightmill.worker.service.shards import Service
 from nightmill.worker.service.sleeping import become, sleep_command, with_option
-from nightmill.worker.service.turns.turning import Turn, named_models
+from nightmill.worker.service.turns.turning import Turn, named_models, register_turn
 
 log = logging.getLogger("nightmill.worker")
 
@@ -158,6 +158,7 @@ class EngineStep(bootsteps.StartStopStep):
         reason = resting.look()
         if reason is None and self.turn is not None:
             reason = self.turn.look(self.service.in_flight)
+            self.service.yields = self.turn.yields()
         if reason is None:
             return
         log.info("going to sleep: %s", reason)
@@ -190,8 +191,6 @@ class EngineStep(bootsteps.StartStopStep):
 
         turn: str | None = self.options.get("turn")
         settings = with_files(merge_options(Settings.from_env(), self.options), turn, tell)
-        if settings.together and self.options.get("group") is None:
-            raise SettingsError("--together starts several workers: start it as `nightmill worker`")
         atexit.register(self._sleep, settings)
         if settings.models is not None and turn is None:
             self._sleep_at_once(settings)  # which chooses the first model
@@ -203,12 +202,8 @@ class EngineStep(bootsteps.StartStopStep):
             self.registry = serve_metrics(settings.metrics_host, settings.metrics_port)
             log.info("metrics at http://%s:%d/metrics", settings.metrics_host, settings.metrics_port)
         # It loads the model while this process goes on.
-        engine = launch_engine(
-            settings,
-            ENGINE_COMMAND,
-            hang_seconds=hang_seconds(settings),
-            ledger=self.options.get("ledger"),
-        )
+        seconds, ledger = hang_seconds(settings), self.options.get("ledger")
+        engine = launch_engine(settings, ENGINE_COMMAND, hang_seconds=seconds, ledger=ledger)
         LastResort(celery_flags.told_to_end, settings.drain_seconds + END_SECONDS, engine.kill).start()
         try:
             self._serve(parent, settings, engine)
@@ -234,15 +229,8 @@ class EngineStep(bootsteps.StartStopStep):
         named = None if gpu is None else gpu_name(gpu)
         self.claims.register(socket.gethostname(), os.getpid(), served_name(settings), named, detail)
         if settings.models is not None:
-            models = named_models(settings)
-            group = self.options.get("group")
-            self.claims.register_models(
-                [*models], swap_for_interactive=settings.swap_for_interactive, together=group
-            )
-            if (turn := self.options.get("turn")) is not None:
-                self.turn = Turn(self.claims, settings, turn)
-                if group is not None:
-                    self.turn.begin()
+            options = (self.options.get("turn"), self.options.get("group"))
+            self.turn = register_turn(self.claims, settings, *options)
         return named
 
     def _sleep_at_once(self, settings: Settings) -> NoReturn:

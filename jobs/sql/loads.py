@@ -160,6 +160,35 @@ class Loads:
         ended = update(LoadRow).where(LoadRow.worker == self.worker_id, _OPEN)
         connection.execute(ended.values(ended_at=now, **said))
 
+    def beside(self) -> list[str]:
+        """Return the models of the workers that share this one's GPU, and that take jobs now."""
+        stale = timedelta(seconds=self.database.settings.stale_seconds)
+        own = select(WorkerRow.together).where(WorkerRow.id == self.worker_id).scalar_subquery()
+        query = select(WorkerRow.model).where(
+            WorkerRow.together == own,
+            WorkerRow.id != self.worker_id,
+            WorkerRow.state == WorkerState.READY,
+            WorkerRow.heartbeat_at > self.database.clock_time(ago=stale),
+        )
+        with self.database.read() as connection:
+            return sorted(connection.execute(query.distinct()).scalars())
+
+    def top_priority(self, models: Sequence[str | None]) -> int | None:
+        """Return the priority of the most urgent row that waits for these models, and that nobody waits for;
+        None if none does. Rows without a message are not seen: of the most urgent ones, some have theirs."""
+        now = self.database.now()
+        found: list[int] = []
+        with self.database.read() as connection:
+            for model in models:  # one after another, each by its index
+                query = select(JobRow.priority).where(
+                    of_models([model]),
+                    JobRow.sent_at.is_not(None),
+                    JobRow.priority < INTERACTIVE,
+                    *claimable(now),
+                )
+                found += connection.execute(query.order_by(JobRow.priority.desc()).limit(1)).scalars()
+        return max(found, default=None)
+
     def seconds(self, models: Sequence[str]) -> dict[str, float]:
         """Return how long the last load of each of these models took, where there was one."""
         found: dict[str, float] = {}

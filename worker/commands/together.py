@@ -4,8 +4,10 @@ import logging
 import sys
 import uuid
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.base.logs import fit as fit_logs
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.errors import ModelFileError, SettingsError
@@ -37,6 +39,44 @@ def fit_together(settings: Settings, card: "Card") -> "Fit":
             raise ModelFileError(f"--together: {name} has no share without its file: {error}") from error
         planned[name] = Planned(model.spec, precision_of(settings, model.file, model.spec))
     return share_out(planned, card, settings)
+
+
+def cards_for(settings: Settings) -> list["Card"]:
+    """Return this machine's GPU, or without one the card that is pretended; none if there is neither."""
+    from nightmill.worker.assembly.forecast import card_here, card_of
+    from nightmill.worker.runners.gpu.device.known_cards import known_card
+
+    pretended = known_card(settings.pretend_device)
+    here = None if settings.reference else card_here(settings.gpu, pretended)
+    found = here or (None if pretended is None else card_of(pretended))
+    return [] if found is None else [found]
+
+
+def describe_fit(fit: "Fit") -> str:
+    """Say for people what fits, and what each model gets."""
+    from nightmill.worker.assembly.forecast import GIB
+
+    if not fit.fits:
+        return fit.refusal
+    each = "; ".join(
+        f"{name} {share.bytes / GIB:.1f} GiB: {share.forecast}" for name, share in fit.shares.items()
+    )
+    return f"all fit {fit.card} at once (speeds are those of a model that computes alone): {each}"
+
+
+def fit_as_json(fit: "Fit") -> JsonObject:
+    """Return the same for programs."""
+    return {
+        "card": fit.card.name,
+        "free": fit.card.free,
+        "fits": fit.fits,
+        "budget": fit.budget,
+        "needs": fit.needs,
+        "would_fit": list(fit.would_fit),
+        "shares": {
+            name: {"bytes": share.bytes} | asdict(share.forecast) for name, share in fit.shares.items()
+        },
+    }
 
 
 def serve_together(log_format: str | None, worker_id: str | None, options: Mapping[str, Any]) -> NoReturn:
@@ -81,17 +121,14 @@ def serve_together(log_format: str | None, worker_id: str | None, options: Mappi
 
 def _shares(settings: Settings) -> dict[str, int]:
     """Return the bytes of the GPU's memory that each model gets; none without a GPU."""
-    from nightmill.worker.assembly.forecast import GIB, card_here
     from nightmill.worker.assembly.sizes import gpu_index
-    from nightmill.worker.runners.gpu.device.known_cards import known_card
 
-    gpu = gpu_index(settings)
-    card = None if gpu is None else card_here(gpu, known_card(settings.pretend_device))
-    if card is None:
+    if gpu_index(settings) is None:
         return {}
-    fit = fit_together(settings, card)
-    if not fit.fits:
-        raise SettingsError(fit.refusal)
-    for name, share in fit.shares.items():
-        log.info("%s gets %.1f GiB: %s", name, share.bytes / GIB, share.forecast)
-    return {name: share.bytes for name, share in fit.shares.items()}
+    for card in cards_for(settings):
+        fit = fit_together(settings, card)
+        if not fit.fits:
+            raise SettingsError(fit.refusal)
+        log.info("%s", describe_fit(fit))
+        return {name: share.bytes for name, share in fit.shares.items()}
+    return {}

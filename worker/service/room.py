@@ -6,7 +6,7 @@ from celery import bootsteps
 
 
 class RoomStep(bootsteps.StartStopStep):
-    """Lets the consumer pull messages only while the service has room for their jobs.
+    """Lets the consumer pull messages only while the service has room for their jobs, and yields to nobody.
 
     A consumer step, since a reconnect brings a new channel. Celery's own `worker_disable_prefetch` gates
     the channel in the same way, by the number of pool threads.
@@ -22,6 +22,8 @@ class RoomStep(bootsteps.StartStopStep):
 
         def can_consume() -> bool:
             service = step.service
-            return service is not None and service.in_flight.room > 0 and bool(within_prefetch())
+            if service is None or service.yields or service.in_flight.room <= 0:
+                return False
+            return bool(within_prefetch())
 
         qos.can_consume = can_consume
