@@ -158,7 +158,7 @@ class EngineStep(bootsteps.StartStopStep):
         reason = resting.look()
         if reason is None and self.turn is not None:
             reason = self.turn.look(self.service.in_flight)
-            self.service.yields = self.turn.yields()
+            self.service.in_flight.set_yields(self.turn.yields())
         if reason is None:
             return
         log.info("going to sleep: %s", reason)

@@ -6,7 +6,7 @@ from celery import bootsteps
 
 
 class RoomStep(bootsteps.StartStopStep):
-    """Lets the consumer pull messages only while the service has room for their jobs, and yields to nobody.
+    """Lets the consumer pull messages only while the service has room for their jobs.
 
     A consumer step, since a reconnect brings a new channel. Celery's own `worker_disable_prefetch` gates
     the channel in the same way, by the number of pool threads.
@@ -22,8 +22,6 @@ class RoomStep(bootsteps.StartStopStep):
 
         def can_consume() -> bool:
             service = step.service
-            if service is None or service.yields or service.in_flight.room <= 0:
-                return False
-            return bool(within_prefetch())
+            return service is not None and service.in_flight.room > 0 and bool(within_prefetch())
 
         qos.can_consume = can_consume

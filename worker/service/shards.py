@@ -75,8 +75,6 @@ class Service:
         )
         self.drain_seconds = options.drain_seconds
         self.last_shard_at = time.monotonic()
-        self.yields = False
-        """Whether it takes no rows of batches, as more urgent ones wait for a model on the same GPU."""
         self._on_fatal = on_fatal
         self._drain_until: float | None = None
         self._cancels_sent: set[JobKey] = set()

@@ -45,10 +45,11 @@ def test_what_does_not_fit_is_refused_with_figures_and_with_what_would() -> None
     fit = fitted("1.5B", "7B", "14B")
     assert not fit.fits and fit.needs["14B"] is None
     assert fit.refusal == (
-        "--together: the models do not fit a card of 24 GB, 22.8 GiB free at once: 1.5B needs 3.1 "
-        "GiB, 7B needs 10.4 GiB, 14B needs more than 18.5 GiB, and --gpu-memory 0.9 leaves 18.5 GiB for 3 "
-        "engines. 1.5B and 7B would fit together (13.6 GiB). Name fewer models; leave out --together, so that they are "
-        "loaded in turn; or lower --context or --max-sequences"
+        "--together: the models do not fit a card of 24 GB, 22.8 GiB free at once: "
+        "1.5B needs 3.1 GiB, 7B needs 10.4 GiB, 14B needs more than 18.5 GiB, "
+        "and --gpu-memory 0.9 leaves 18.5 GiB for 3 engines. 1.5B and 7B would fit together (13.6 GiB). "
+        "Name fewer models; leave out --together, so that they are loaded in turn; or lower --context or "
+        "--max-sequences"
     )
     alone = fitted("1.5B", "7B", context=2048, gpu_memory=4 * GIB)
     assert alone.would_fit == ("1.5B",) and "1.5B alone would fit" in alone.refusal
