@@ -12,6 +12,7 @@ import pytest
 from sqlalchemy import select
 
 from nightmill.jobs.base.contract import JobState, StopReason, WorkerState
+from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.client.client import Client
 from nightmill.jobs.reply.job import Worker
 from nightmill.jobs.sql.tables import LoadRow
@@ -21,6 +22,13 @@ from tests.integration.worker.conftest import on_sqlite
 from tests.integration.worker.test_turns import PATIENCE, PROMPTS, ask, loads, texts_alone
 from tests.support.ggufs import write_model
 from tests.support.servers import wait_until, worker_env
+
+
+@pytest.fixture
+def patient(quick: Settings) -> Iterator[Client]:
+    """A client on settings by which a slow worker is not taken for a dead one: attempts are counted here."""
+    with Client(quick.model_copy(update={"stale_seconds": 10.0})) as client:
+        yield client
 
 
 @contextmanager
@@ -69,9 +77,9 @@ def descendants(pid: int) -> "list[psutil.Process]":
 @pytest.mark.slow
 @on_sqlite
 def test_rows_of_all_are_answered_without_a_swap_and_a_broken_model_fails_only_its_own(
-    jobs_client: Client, tmp_path: Path
+    patient: Client, tmp_path: Path
 ) -> None:
-    client, log = jobs_client, tmp_path / "together.log"
+    client, log = patient, tmp_path / "together.log"
     other, broken = write_model(tmp_path / "other.gguf"), tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF, or so it says")
     order = ["demo", "other", "demo", "broken"] * 3
@@ -133,9 +141,9 @@ def test_rows_of_all_are_answered_without_a_swap_and_a_broken_model_fails_only_i
 @pytest.mark.slow
 @on_sqlite
 def test_a_model_gives_precedence_to_more_urgent_rows_and_a_death_costs_only_its_own(
-    jobs_client: Client, tmp_path: Path
+    patient: Client, tmp_path: Path
 ) -> None:
-    client, log = jobs_client, tmp_path / "together.log"
+    client, log = patient, tmp_path / "together.log"
     models = f"demo={demo_model()},{write_model(tmp_path / 'other.gguf')}"
 
     def held(worker: Worker) -> int:
