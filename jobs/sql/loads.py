@@ -173,7 +173,7 @@ class Loads:
         with self.database.read() as connection:
             return sorted(connection.execute(query.distinct()).scalars())
 
-    def top_priority(self, models: Sequence[str | None]) -> int | None:
+    def most_urgent(self, models: Sequence[str | None]) -> int | None:
         """Return the priority of the most urgent row that waits for these models, and that nobody waits for;
         None if none does. Rows without a message are not seen: of the most urgent ones, some have theirs."""
         now = self.database.now()

@@ -19,7 +19,7 @@ from nightmill.worker.runners.gpu.precision import Precision
 __all__ = ["ENGINE_BYTES", "Fit", "Planned", "Share", "share_out"]
 
 ENGINE_BYTES = 1 << 30
-"""What a process takes on a GPU beside what is planned: its context, kernels, graphs, libraries. One engine's
+"""Bytes that a process takes on a GPU beside what is planned: its context, kernels, graphs, libraries. One engine's
 is in the tenth that --gpu-memory leaves; each further one's is set aside."""
 _STEP = 64 << 20  # to which a need is found
 _EXPECTED_TOKENS = 1024

@@ -30,7 +30,7 @@ log = logging.getLogger("nightmill.supervisor")
 
 
 class Each(StrEnum):
-    """What each worker has for itself: label of its metrics, and key of its lines in a log of JSON."""
+    """The thing that each worker has for itself: label of its metrics, key of its lines in a log of JSON."""
 
     GPU = "gpu"
     MODEL = "model"

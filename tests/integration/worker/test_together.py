@@ -3,19 +3,19 @@
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 import pytest
-from sqlalchemy import select
+from sqlalchemy import func, select
 
 from nightmill.jobs.base.contract import JobState, StopReason, WorkerState
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.client.client import Client
 from nightmill.jobs.reply.job import Worker
-from nightmill.jobs.sql.tables import LoadRow
+from nightmill.jobs.sql.tables import JobRow, LoadRow
 from nightmill.worker.assembly.model import demo_model
 from nightmill.worker.commands.process import WORKER_COMMAND
 from tests.integration.worker.conftest import on_sqlite
@@ -52,10 +52,6 @@ def in_state(client: Client, *states: WorkerState) -> dict[str, Worker]:
     return {worker.model: worker for worker in client.workers() if worker.state in states}
 
 
-def all_ended(client: Client, ids: Sequence[str]) -> Callable[[], bool]:
-    return lambda: all(client.get(job_id).finished_at for job_id in ids)
-
-
 def engine_of(worker: Worker) -> int:
     """The process id of a worker's engine."""
     (engine,) = (
@@ -90,7 +86,7 @@ def test_rows_of_all_are_answered_without_a_swap_and_a_broken_model_fails_only_i
         }
     with together(client, log, f"demo={demo_model()},{other},{broken}") as process:
         wait_until(lambda: {*in_state(client, WorkerState.READY)} == {"demo", "other"}, PATIENCE)
-        wait_until(all_ended(client, [*ids.values()]), PATIENCE)
+        client.wait([*ids.values()], timeout=PATIENCE)
         ready = in_state(client, WorkerState.READY)
         assert {*ready} == {"demo", "other"}  # both at once; the third sleeps, and tries again
         assert len({worker.together for worker in client.workers()}) == 1 and len(client.workers()) == 3
@@ -151,7 +147,9 @@ def test_a_model_gives_precedence_to_more_urgent_rows_and_a_death_costs_only_its
         return int(found[worker.id].get("in_flight", 0))
 
     def started(ids: Sequence[str]) -> int:
-        return sum(client.get(job_id).attempt > 0 for job_id in ids)
+        query = select(func.count()).where(JobRow.id.in_(ids), JobRow.attempt > 0)
+        with client.database.read() as connection:
+            return int(connection.execute(query).scalar_one())
 
     with together(client, log, models, "--max-sequences", "2"):
         wait_until(lambda: len(in_state(client, WorkerState.READY)) == 2, PATIENCE)
@@ -160,7 +158,9 @@ def test_a_model_gives_precedence_to_more_urgent_rows_and_a_death_costs_only_its
         os.kill(engine, signal.SIGSTOP)  # so that rows of its model wait
         urgent = client.enqueue_many(["rain"] * 10, model="demo", priority=8, max_tokens=8)
         wait_until(lambda: held(before["demo"]) > 2, PATIENCE)
-        later = client.enqueue_many(["snow"] * 40, model="other", max_tokens=200, ignore_eos=True)
+        later = client.enqueue_many(
+            ["snow"] * 40, model="other", max_tokens=100, ignore_eos=True, batch="later"
+        )
         # Some are taken before it is seen that others wait. It ends these, and takes none of the rest.
         wait_until(lambda: started(later) and held(before["other"]) == 0, PATIENCE)
         some = started(later)
@@ -168,11 +168,10 @@ def test_a_model_gives_precedence_to_more_urgent_rows_and_a_death_costs_only_its
         client.wait(awaited, timeout=PATIENCE)
         assert some == started(later) < 40 and started(urgent) < 10
         os.kill(engine, signal.SIGKILL)
-        wait_until(all_ended(client, urgent), PATIENCE)
+        client.wait(urgent, timeout=PATIENCE)
         wait_until(lambda: started(later) > some, PATIENCE)  # it goes on once no more urgent ones wait
-        for job_id in later:
-            client.cancel(job_id)
-        wait_until(all_ended(client, later), PATIENCE)
+        client.cancel_batch("later")
+        client.wait(later, timeout=PATIENCE)
         wait_until(lambda: len(in_state(client, WorkerState.READY)) == 2, PATIENCE)
         after = in_state(client, WorkerState.READY)
         assert after["demo"].id != before["demo"].id and after["other"].id == before["other"].id

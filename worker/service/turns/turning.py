@@ -188,8 +188,8 @@ class Turn:
         """
         if not self._has_others_beside:
             return False
-        theirs = self._loads.top_priority(self._loads.beside())
-        ours = None if theirs is None else self._loads.top_priority((None, self.model))
+        theirs = self._loads.most_urgent(self._loads.beside())
+        ours = None if theirs is None else self._loads.most_urgent((None, self.model))
         return theirs is not None and ours is not None and theirs > ours
 
 
