@@ -19,8 +19,8 @@ from nightmill.worker.runners.gpu.precision import Precision
 __all__ = ["ENGINE_BYTES", "Fit", "Planned", "Share", "share_out"]
 
 ENGINE_BYTES = 1 << 30
-"""Bytes that a process takes on a GPU beside what is planned: its context, kernels, graphs, libraries. One engine's
-is in the tenth that --gpu-memory leaves; each further one's is set aside."""
+"""Bytes that a process takes on a GPU beside what is planned: its context, kernels, graphs, libraries. One
+engine's are in the tenth that --gpu-memory leaves; each further one's are set aside."""
 _STEP = 64 << 20  # to which a need is found
 _EXPECTED_TOKENS = 1024
 
@@ -43,7 +43,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Whether models fit a GPU together.
+    """The answer whether models fit a GPU together.
 
     budget     bytes that all of them may have
     needs      the least bytes that each needs; None: more than there are
