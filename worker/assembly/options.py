@@ -226,7 +226,7 @@ def merge_options(settings: Settings, options: dict[str, Any]) -> Settings:
     if "model" in given and "models" in given:
         raise SettingsError("--model and --models: give one of them")
     if "model" in given:
-        given["models"] = None
+        given = {"together": False} | given | {"models": None}
     try:
         return Settings.model_validate(settings.model_dump() | given)
     except ValidationError as error:
