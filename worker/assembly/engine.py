@@ -11,6 +11,7 @@ from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.errors import SettingsError
 from nightmill.worker.assembly.draft_model import build_draft_model
 from nightmill.worker.assembly.model import LoadedModel, OpenModel, element_of
+from nightmill.worker.assembly.shared_gpu import SharedGpu
 from nightmill.worker.assembly.sizes import (
     PAGE_SIZE,
     REFERENCE,
@@ -71,7 +72,7 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
 
         ranker = None if spec.ranking is None else Ranker(model.file, spec.ranking, spec.width)
 
-        def engine() -> Engine:
+        def engine(metering: Metering | None = None) -> Engine:
             return Engine(
                 runner,
                 Detokenizer(
@@ -91,16 +92,23 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
                 prefix_sharing=settings.prefix_sharing,
                 constraints=grammars,
                 drafts=Drafts(settings.drafts),
-                metering=Metering(None if gpu is None else GpuProbe(gpu), time.monotonic),
+                metering=metering,
             )
 
         model.progress(StartStep.PROBING, "")
         probe(engine(), spec.vocab)  # by an engine of its own, which counts for itself
         undoing.pop_all()
-    made = engine()
+    made = engine(_metering(None if gpu is None else GpuProbe(gpu), model.ledger))
     if draft is not None:
         made.guess_by(draft)
     return made
+
+
+def _metering(counter: GpuProbe | None, ledger: int | None) -> Metering:
+    if ledger is None:
+        return Metering(counter, time.monotonic)
+    shared = SharedGpu(ledger, counter)
+    return Metering(None if counter is None else shared, shared.clock, shared)
 
 
 def _runner(
