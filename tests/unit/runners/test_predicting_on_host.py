@@ -170,7 +170,7 @@ def asked() -> list[Request]:
 def texts(runner: CudaRunner, drafts: Drafts) -> tuple[Bits, int, int]:
     """What becomes of the requests; the guesses, and those that were right."""
     runner.takes_back = True  # rows with log-probabilities are guessed, too
-    with closing(engine_of(runner, 96, budget=64, drafts=drafts)) as engine:
+    with closing(engine_of(runner, 96, budget=100, drafts=drafts)) as engine:
         done = bits(complete(engine, asked()))
         return done, engine.stats.guessed_tokens, engine.stats.guessed_right
 
