@@ -30,6 +30,7 @@ from nightmill.worker.runners.gpu.device.operands import Buffer
 from nightmill.worker.runners.gpu.products.elements import few_rows
 from nightmill.worker.runners.gpu.products.elements.few_rows import FewRows
 from nightmill.worker.runners.gpu.products.formats import ModelFormats
+from nightmill.worker.runners.gpu.products.fp8 import quantise
 from nightmill.worker.runners.gpu.rows import pooling, predictor
 from nightmill.worker.runners.gpu.runner import CudaRunner
 from nightmill.worker.runners.gpu.sampling import sampler
@@ -56,18 +57,24 @@ class _Device(HostDevice):
     """In place of `Device`; memory that is taken holds NaN."""
 
     lost = False
+    compute_capability = (8, 9)
     pretended = None
     architecture = "host"
 
     def __init__(self, index: int, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments)
-        self.allocated = 0
+        self.sizes: dict[int, int] = {}
 
     def allocate(self, size: int, purpose: str = "") -> int:
         address = super().allocate(size)
         self.fill(address, 0xFF, size)
-        self.allocated += size
+        if purpose:  # but for tensors on their way
+            self.sizes[address] = size
         return address
+
+    def free(self, address: int) -> None:
+        super().free(address)
+        self.sizes.pop(address, None)
 
     def free_memory(self) -> int:
         return _MEMORY
@@ -83,6 +90,10 @@ class _Device(HostDevice):
     @property
     def block_shared(self) -> int:
         return self.features.block_shared
+
+    @property
+    def fp8(self) -> bool:
+        return self.features.fp8
 
     def close(self) -> None:
         self._held.clear()
@@ -168,7 +179,7 @@ def run_on_host(patch: pytest.MonkeyPatch, folder: Path, *, few: bool = False) -
     if not few:
         patch.setattr(FewRows, "suits_products", lambda *_, **__: False)
     launched = launch_models_on_host(patch, folder)
-    for module in (pooling, predictor, sampler, chunks, convolution, delta_net, mamba2, recurrent):
+    for module in (quantise, pooling, predictor, sampler, chunks, convolution, delta_net, mamba2, recurrent):
         patch.setattr(module, "KernelPairs", HostModule)
     for module in (memory, few_rows):
         patch.setattr(module, "Module", HostModule)

@@ -9,20 +9,26 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from gguf import GGMLQuantizationType
+from gguf.quants import quantize
 
 from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.worker.engine.drafting import Drafts
 from nightmill.worker.engine.request import Request
 from nightmill.worker.model.families import read_spec
+from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.base import Drawn, Runner, StepBatch
+from nightmill.worker.runners.gpu.device.operands import Format
+from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.predicting import draw_groups, known_tokens
 from nightmill.worker.runners.gpu.runner import CudaRunner
 from nightmill.worker.runners.reference.runner import ReferenceRunner
 from tests.support.driving import Chunk, Pages
 from tests.support.engines import Bits, bits, complete, engine_of
 from tests.support.expert_cases import GPU_EXPERT_FILES
-from tests.support.hybrid_cases import GPU_HYBRID_FILES
+from tests.support.ggufs import spec_tensors, write_file
+from tests.support.hybrid_cases import GPU_HYBRID_FILES, KEYS
 from tests.unit.runners import test_predictors as predictors
 from tests.unit.runners.host_runner import host_runner, run_on_host
 
@@ -186,6 +192,40 @@ def test_drafts_by_the_block_change_no_bit(launched: set[str], name: str, tmp_pa
         assert drafted == plain
         assert guessed > 10
         assert right >= share * guessed
+
+
+def in_q8_0(path: Path, name: str) -> GgufFile:
+    """A file of the case, with such a block, whose matrices are packed where their rows are whole blocks."""
+    keys, like = CASES[name]
+    keys = KEYS | keys | {"block_count": len(like.layers) + 1, "nextn_predict_layers": 1}
+    tensors: dict[str, npt.NDArray[Any]] = spec_tensors(like) | predictors.block_tensors(
+        predictors.predicting(name)
+    )
+    for tensor, numbers in tensors.items():
+        if numbers.ndim == 2 and numbers.shape[1] % 32 == 0 and "ssm_conv" not in tensor:
+            tensors[tensor] = quantize(numbers, GGMLQuantizationType.Q8_0)
+    return GgufFile.open(write_file(path / "q8.gguf", like.family, keys, tensors, GGMLQuantizationType.Q8_0))
+
+
+@pytest.mark.parametrize("weights", [WeightsFormat.ELEMENT, WeightsFormat.FILE, WeightsFormat.FP8])
+def test_the_memory_plan_covers_what_the_block_takes(
+    launched: set[str], weights: WeightsFormat, tmp_path: Path
+) -> None:
+    """In each format of weights it takes what is planned, and little less."""
+    file = in_q8_0(tmp_path, "qwen35")
+    spec, precision = read_spec(file), Precision(weights=weights)
+    assert spec.predictor is not None
+    taken, planned, formats = [], [], set[Format]()
+    for predicts in (False, True):
+        with closing(host_runner(file, spec, predicts=predicts, precision=precision, slots=8)) as runner:
+            plan, device = runner.memory, runner.device
+            planned.append(plan.weights + plan.workspace + plan.cache + plan.states.bytes)
+            taken.append(sum(device.sizes.values()))
+            if runner._predictor is not None:
+                formats = set(runner._predictor._weights.block.layers[0].formats)
+    assert 0 <= (planned[1] - planned[0]) - (taken[1] - taken[0]) < 8 << 10
+    wanted = {"16bit": {Format.F16}, "file": {Format.Q8_0}, "fp8": {Format.FP8}}
+    assert formats == wanted[weights.value]
 
 
 def test_the_tokens_behind_those_of_a_step() -> None:

@@ -175,7 +175,8 @@ class CudaRunner:
         self.precision = precision  # as they were chosen
         check_spec(spec, precision, device)
         formats = ModelFormats(spec, precision)
-        self.predicts = sizes.predicts and can_predict(spec, precision)
+        drafts = self.prompt_grid == 1 or self.takes_back
+        self.predicts = sizes.predicts and drafts and can_predict(spec, precision)
         sources = sources_for(spec, precision, hopper=device.hopper, predicts=self.predicts)
         self._progress(StartStep.COMPILING, "")
         compile_all(sources, device.architecture, report=self._compiled)  # each is then in the cache
@@ -206,6 +207,7 @@ class CudaRunner:
         self._products = products = formats.products(device, activate, at.gate_up, at.quantised)
         self._progress(StartStep.LOADING, "")
         weights = load_weights(device, file, spec, precision, report=self._report)
+        of_block = load_predictor(device, file, spec, precision, weights) if self.predicts else None
         self._progress(StartStep.STARTING, "binding the layers")
         layout = kinds_layout(spec, device.kv)
         self.page_kinds = () if layout is None else layout.kinds
@@ -235,8 +237,7 @@ class CudaRunner:
         shared = Shared(embedding, norms, LogitScale(device, spec), sampler, given, drawing)
         self._pooled = PooledSums(device, spec, slots=slots, depth=self.depth)
         self._model = Model(spec, weights, shared, layers, products, self._slots.address, cache.tokens, at)
-        if predicting is not None:
-            of_block = load_predictor(device, file, spec, precision, weights)
+        if predicting is not None and of_block is not None:
             self._predictor = CudaPredictor(
                 device, spec, of_block, predicting, self._model, launchers, self._plans
             )
