@@ -47,6 +47,7 @@ def fewer_layers(name: str, keys: dict[str, Any], layers: Sequence[int]) -> tupl
 CASES = {
     "qwen35": fewer_layers("qwen35", {"full_attention_interval": 2}, (0, 2)),
     "glm4moe": fewer_layers("glm4moe", {}, (0, 1)),
+    "qwen35moe": (GPU_HYBRID_FILES | GPU_EXPERT_FILES)["qwen35moe"],
 }
 
 
@@ -181,7 +182,9 @@ def texts(runner: CudaRunner, drafts: Drafts) -> tuple[Bits, int, int]:
         return done, engine.stats.guessed_tokens, engine.stats.guessed_right
 
 
-@pytest.mark.parametrize("name", ["glm4moe", pytest.param("qwen35", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["glm4moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen35", "qwen35moe"))]
+)
 def test_drafts_by_the_block_change_no_bit(launched: set[str], name: str, tmp_path: Path) -> None:
     """One that guesses at random, and one that knows the model."""
     for tensors, share in ((None, 0.0), (predictors.alike_tensors(predictors.predicting(name)), 0.5)):
