@@ -23,6 +23,7 @@ from nightmill.worker.runners.gpu.device.operands import Format
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.predicting import draw_groups, known_tokens
 from nightmill.worker.runners.gpu.runner import CudaRunner
+from nightmill.worker.runners.gpu.states import choice
 from nightmill.worker.runners.reference.runner import ReferenceRunner
 from tests.support.driving import Chunk, Pages
 from tests.support.engines import Bits, bits, complete, engine_of
@@ -185,8 +186,11 @@ def texts(runner: CudaRunner, drafts: Drafts) -> tuple[Bits, int, int]:
 @pytest.mark.parametrize(
     "name", ["glm4moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen35", "qwen35moe"))]
 )
-def test_drafts_by_the_block_change_no_bit(launched: set[str], name: str, tmp_path: Path) -> None:
+def test_drafts_by_the_block_change_no_bit(
+    launched: set[str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that guesses at random, and one that knows the model."""
+    monkeypatch.setattr(choice, "_SEEN_WITH_EXPERTS", True)
     for tensors, share in ((None, 0.0), (predictors.alike_tensors(predictors.predicting(name)), 0.5)):
         file = predictors.opened(tmp_path, name, tensors)
         spec = read_spec(file)
