@@ -55,6 +55,7 @@ from nightmill.worker.runners.gpu.device.waits import BOUNDED_WAITS
 from nightmill.worker.runners.gpu.experts.few import few_sources
 from nightmill.worker.runners.gpu.experts.tiles import Multiplier, grouped_source
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
+from nightmill.worker.runners.gpu.rows.predictor import predictor_sources
 from nightmill.worker.runners.gpu.sampling.sampler import SLOT
 from nightmill.worker.runners.gpu.states.convolution import ShortConvolution
 from nightmill.worker.runners.gpu.states.delta_net import DeltaNet
@@ -189,7 +190,8 @@ def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
     yield from state_sources()
     yield from expert_sources()
     for element, architecture in ((Element.F16, HOPPER), (Element.BF16, "sm_80")):
-        yield (*for_element(source_of("layer_inputs"), element), architecture)
+        for source in (source_of("layer_inputs"), *predictor_sources()):
+            yield (*for_element(source, element), architecture)
     yield from reference_sources()
     for path, options in sources_for(bundled, f16, hopper=True):
         if path.stem in BOUNDED:

@@ -125,12 +125,14 @@ def _runner(
         return runner, sequences, token_budget
     from nightmill.worker.assembly.forecast import forecast_of
     from nightmill.worker.assembly.speed import GpuSpeed
+    from nightmill.worker.runners.gpu import predicting
     from nightmill.worker.runners.gpu.runner import CudaRunner
 
+    predicts = predicting.SEEN and settings.drafts != "off"
     cuda = CudaRunner(
         model.file,
         spec,
-        runner_sizes(settings, spec),
+        replace(runner_sizes(settings, spec), predicts=predicts),
         gpu=chosen,
         precision=replace(precision_of(settings, model.file, spec), plain_products=model.plain_products),
         progress=model.progress,

@@ -244,6 +244,7 @@ class ScriptedRunner:
                 "keeps",
                 "restores",
                 "text_types",
+                "guesses",
             ):
                 assert getattr(batch, field.name).dtype == np.int32
         self.batches.append(batch)

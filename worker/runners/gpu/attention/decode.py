@@ -104,6 +104,11 @@ class DecodeAttention:
         """Bytes of device memory that they take."""
         return sum(_meeting(attention, max_context, multiprocessors))
 
+    @property
+    def segment(self) -> int:
+        """Tokens of a segment."""
+        return self._planner.segment
+
     def pieces(self, lengths: IntArray, sequences: IntArray) -> IntArray:
         """Divide contexts into the pieces that blocks compute, on the host; good until the next call.
 
