@@ -68,6 +68,7 @@ _LAST = (
     LatentKernels,
     StateMixers,
     Routing,
+    Combine,
     GroupedProducts,
 )
 
