@@ -78,8 +78,8 @@ MOST_STACK = {
     # states of sizes that no model has which runs by these: on Hopper 128 x 128 goes by the files below
     "delta_chunked": 56, "mamba_chunked": 152,
     # on Hopper, where benchmarks/RESULTS.md has their speed; of tiles those that are no faster are not chosen
-    "decode_attention": 8, "delta_hopper": 856, "mamba_hopper": 400, "hopper_attention": 168, "hopper_gemm": 32,
-    "hopper_qkv": 112, "packed_gemm": 128, "hopper_grouped": 64, "expert_gemm": 24,
+    "decode_attention": 8, "delta_hopper": 856, "mamba_hopper": 400, "hopper_attention": 168,
+    "hopper_gemm": 32, "hopper_qkv": 112, "packed_gemm": 128, "hopper_grouped": 64, "expert_gemm": 24,
 }  # fmt: skip
 """Bytes of stack that kernels may need, by file, or by file and kernel: all others none."""
 _SHOWN = 5
