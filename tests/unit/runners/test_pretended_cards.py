@@ -136,9 +136,15 @@ def test_without_a_gpu_a_worker_does_not_pretend(monkeypatch: pytest.MonkeyPatch
     settings = Settings(model=MODEL, pretend_device="rtx4090")
     with (
         closing(load_model(settings)) as model,
-        pytest.raises(SettingsError, match=r"4090.*check --pret"),
+        pytest.raises(SettingsError, match=r"4090.*check --pret.*plan --no-measure"),
     ):
         build_engine(settings, model)
+
+
+def test_numpy_that_is_asked_for_by_name_pretends_nothing_and_is_not_refused() -> None:
+    settings = Settings(model=MODEL, pretend_device="rtx4090", reference=True, max_sequences=1)
+    with closing(load_model(settings)) as model, closing(build_engine(settings, model)) as engine:
+        assert engine.stats.sequences == 1
 
 
 def test_kernels_ask_for_no_more_shared_memory_than_a_block_of_the_card_has(real: RecordedDriver) -> None:
