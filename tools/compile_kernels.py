@@ -74,7 +74,7 @@ MOST_STACK = {
     "attention_any": 24, "layer_inputs": 8, "sample_reference": 48,
     # outside of loops, or once for a head's state of 64 KiB; rows of more than 4,096 numbers on an RTX 50
     "few_rows": 16, "rms_norm": 8, "unpack": 8, "delta_recurrent": 32, "residual residual_4": 16,
-    "three_norms three_norms_4": 16, "split_attention split_attention_16": 8,
+    "three_norms three_norms_4": 16, "combine combine_2": 8, "split_attention split_attention_16": 8,
     # states of sizes that no model has which runs by these: on Hopper 128 x 128 goes by the files below
     "delta_chunked": 56, "mamba_chunked": 152,
     # on Hopper, where benchmarks/RESULTS.md has their speed; of tiles those that are no faster are not chosen

@@ -52,7 +52,8 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
     if gpu is None and pretended is not None and not settings.reference:
         raise SettingsError(
             f"there is no GPU that could be taken for {pretended.name}: unset NIGHTMILL_PRETEND_DEVICE; "
-            f"`nightmill check --pretend {pretended.key}` and `nightmill plan --no-measure` forecast without one"
+            f"`nightmill check --pretend {pretended.key}` and `nightmill plan --no-measure` forecast without "
+            "one"
         )
     vocabulary = model.vocabulary
     vocabulary.spell_all()

@@ -267,7 +267,8 @@ def _make(
 def _memory(settings: Settings, model: "OpenModel") -> "tuple[str | None, Forecast | None]":
     """The name of the GPU that would run the model, and how its memory is shared out.
 
-    Both are None without one, the second also where the model does not fit. A pretended card need not be there.
+    Both are None without one, the second also where the model does not fit. A pretended card need not be
+    there.
     """
     from nightmill.worker.assembly.forecast import card_here, card_of, forecast
     from nightmill.worker.assembly.sizes import gpu_index, precision_of

@@ -245,3 +245,13 @@ def test_the_list_of_tests_as_other_cards_names_files_that_are_there() -> None:
         "tests/gpu/test_a.py::test_x[a b] PASSED [ 5%]\ntests/gpu/test_a.py::test_y FAILED [10%]\nE PASSED\n"
     )
     assert cards.outcomes(shown) == {"PASSED": 1, "FAILED": 1, "ERROR": 0, "SKIPPED": 0}
+
+
+@pytest.mark.heavy
+def test_a_part_without_tests_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its `-k` fits nothing any more: it would pass with nothing run."""
+    empty = cards.TestedPart("delta", ("test_states_kernels",), "no_such_test")
+    monkeypatch.setattr(cards, "PARTS", (empty,))
+    assert cards.main(["--card", "rtx3090", "delta"]) == 1 and "failed" in capsys.readouterr().out
