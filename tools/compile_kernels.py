@@ -190,6 +190,7 @@ def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
     yield from latent_sources()
     heads = scoring("prefill_attention", with_heads(bundled, 256, RopeStyle.HALVES).attentions[0])
     yield heads[0], (*heads[1], "-DQUERIES_SHARED=8"), "sm_80"
+    yield (*scoring("wide_attention", with_heads(bundled, 512, RopeStyle.HALVES).attentions[0]), "sm_80")
     for path, options in sources_for(large, replace(bf16, kv=KvFormat.FP8), hopper=False):
         if any(included.name == "e4m3.cuh" for included in included_files(path)):
             yield path, options, "sm_89"

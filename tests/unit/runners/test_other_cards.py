@@ -9,6 +9,7 @@ import pytest
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.assembly.forecast import card_of
 from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.runners.gpu.attention.wide import WideDecode
 from nightmill.worker.runners.gpu.catalogue import check_spec, sources_for
 from nightmill.worker.runners.gpu.device.chosen import ChosenGpu
 from nightmill.worker.runners.gpu.device.device import Device
@@ -87,6 +88,24 @@ def test_each_card_computes_or_refuses_each_family(
     assert (len(taken) > 0.8 * len(SPECS)) is (
         weights is not WeightsFormat.FP8 or KNOWN_CARDS[key].features.fp8
     )
+
+
+@pytest.mark.parametrize("key", ["rtx3090", "a100"])
+def test_heads_of_512_are_taken_with_one_stage_if_that_is_on(
+    key: str, real: RecordedDriver, loaded: list[Source], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, weights = "heads of 256 and of 512", WeightsFormat.FILE
+    spec, wide = typed(SPECS[name]), {"wide_decode_1", "wide_prefill_32"}
+    assert is_computed(real, loaded, name, KNOWN_CARDS[key], weights)
+    assert real.launches.keys() >= {"decode_attention_any", "prefill_attention_any"} and not (
+        real.launches.keys() & wide
+    )
+    monkeypatch.setattr(WideDecode, "one_stage", True)
+    assert is_computed(real, loaded, name, KNOWN_CARDS[key], weights)
+    assert real.launches.keys() >= wide and "decode_attention_any" not in real.launches
+    outlook = kernel_outlook(spec, Precision(weights=weights), hopper=False)
+    assert outlook["drawn tokens"].endswith("wide decode attention for heads of 512")
+    assert outlook["prompts"].endswith("attention by mma.sync for heads of 512")
 
 
 def is_computed(
