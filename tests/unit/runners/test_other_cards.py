@@ -1,8 +1,10 @@
 """Every family on other cards than Hopper: a runner launches what such a card has, or says why not before."""
 
 from contextlib import closing
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,9 +17,14 @@ from nightmill.worker.runners.gpu.device.chosen import ChosenGpu
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import Module
 from nightmill.worker.runners.gpu.device.known_cards import KNOWN_CARDS, KnownCard
+from nightmill.worker.runners.gpu.device.operands import Format
 from nightmill.worker.runners.gpu.device.sources import Source, for_element
 from nightmill.worker.runners.gpu.outlook import kernel_outlook
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
+from nightmill.worker.runners.gpu.products.chooser import Products
+from nightmill.worker.runners.gpu.products.formats import ModelFormats
+from nightmill.worker.runners.gpu.products.packed.packed_gemm import packed_products
+from nightmill.worker.runners.gpu.shapes import Kind, Shape
 from tests.support.cuda_runners import cuda_runner
 from tests.support.driving import Chunk, Pages
 from tests.support.expert_shapes import EXPERT_SHAPES
@@ -88,6 +95,41 @@ def test_each_card_computes_or_refuses_each_family(
     assert (len(taken) > 0.8 * len(SPECS)) is (
         weights is not WeightsFormat.FP8 or KNOWN_CARDS[key].features.fp8
     )
+
+
+@pytest.mark.parametrize("key", [*CARDS, "h200"])
+def test_packed_weights_never_have_to_become_elements_and_may_in_large_steps_alone(
+    key: str, real: RecordedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the kernels among which products choose: the table of docs/cards.md. Q6_K takes most room of all."""
+    found: list[Products] = []
+    make = ModelFormats.products
+
+    def noted(formats: ModelFormats, *given: Any) -> Products:
+        found.append(make(formats, *given))
+        return found[-1]
+
+    monkeypatch.setattr(ModelFormats, "products", noted)
+    spec = typed(SPECS["Qwen3 8B"])
+    types = {name: "Q6_K" if "down" in name else kind for name, kind in spec.tensor_types.items()}
+    spec, kept = replace(spec, tensor_types=types), Precision(weights=WeightsFormat.FILE)
+    options = {"slots": 8, "context": 128, "kv_pages": 64, "max_tokens": 256, "graphs": False, "tune": False}
+    card = ChosenGpu(0, KNOWN_CARDS[key])
+    with closing(cuda_runner(hollow_file(spec), spec, gpu=card, precision=kept, **options)):
+        multiplied = packed_products(spec, kept)
+        assert multiplied >= {(Kind.SWIGLU, Format.Q4_K), (Kind.RESIDUAL, Format.Q6_K)}
+        for kind, format_ in multiplied:
+            for rows in (1, 16, 24, 64, 72, 256, 288, 4096):
+                names = [one.name for one in found[0]._candidates(Shape(rows, 4096, 4096, kind, format_))]
+                made = [name.startswith("elements, ") for name in names]
+                assert any(made) is (rows > (64 if key == "h200" else 256)), (kind, format_, rows)
+                assert not all(made), (kind, format_, rows)
+                if key != "h200":
+                    by = {
+                        " ".join(name.split()[:2]) for name, one in zip(names, made, strict=True) if not one
+                    }
+                    warps = {"packed rows"} if rows <= 64 else set()
+                    assert by == warps | ({"packed mma"} if rows > 16 else set())
 
 
 @pytest.mark.parametrize("key", ["rtx3090", "a100"])
