@@ -145,6 +145,8 @@ def test_heads_of_512_are_taken_with_one_stage_if_that_is_on(
     monkeypatch.setattr(WideDecode, "one_stage", True)
     assert is_computed(real, loaded, name, KNOWN_CARDS[key], weights)
     assert real.launches.keys() >= wide and "decode_attention_any" not in real.launches
+    on_hopper = kernel_outlook(spec, Precision(weights=weights), hopper=True)["drawn tokens"]
+    assert on_hopper == "fast decode attention for heads of 256; wide decode attention for heads of 512"
     outlook = kernel_outlook(spec, Precision(weights=weights), hopper=False)
     assert outlook["drawn tokens"].endswith("wide decode attention for heads of 512")
     assert outlook["prompts"].endswith("attention by mma.sync for heads of 512")

@@ -56,7 +56,8 @@ def _attention(alike: list[Attention], precision: Precision, *, hopper: bool) ->
     wide = all(map(WideDecode.suits, alike)) and precision.kv is KvFormat.ELEMENT
     wide = wide and (hopper or WideDecode.one_stage)
     if DecodeAttention.suits(first):
-        drawn = f"fast decode attention for {heads}{', in clusters' if hopper else ''}"
+        clusters = hopper and DecodeAttention.splits(first)
+        drawn = f"fast decode attention for {heads}{', in clusters' if clusters else ''}"
     elif wide:
         drawn = f"wide decode attention for {heads}"
     else:
