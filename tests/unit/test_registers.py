@@ -30,6 +30,16 @@ def test_a_stack_that_a_kernel_should_not_need_is_a_complaint() -> None:
     assert Resources("new", "of_a_new_file", "sm_80", 255, 8).spoilt, "a file that nobody granted anything"
 
 
+def test_what_the_record_has_needs_no_stack_that_it_was_not_granted() -> None:
+    lines = [line for line in read_lines(kernel_record.RECORD).values() if not line.quick]
+    used = set(resources(lines))
+    assert len(used) > 1000
+    assert not sorted(str(one) for one in used if one.spoilt)
+    stacked = {f"{one.file} {one.kernel}" for one in used if one.stack}
+    idle = [key for key in MOST_STACK if not any(name.startswith(key) for name in stacked)]
+    assert idle == [], "granted, and needed by no kernel any more"
+
+
 def test_the_table_has_the_largest_stacks_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(compile_kernels, "ROOT", tmp_path)
     used = [Resources("a", "k", "sm_80", 10, 0), Resources("b", "l", "sm_86", 20, 48)]

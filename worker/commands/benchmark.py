@@ -14,6 +14,7 @@ import click
 
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.commands.terminal import LiveLine, ProgressLine, echo, table
+from nightmill.jobs.errors import SettingsError
 from nightmill.worker.assembly.fetching import with_model_file
 from nightmill.worker.assembly.options import merge_options, require_worker_extra
 
@@ -78,6 +79,7 @@ def benchmark(
         settings = settings.model_copy(update={"model": demo_model()})
     settings = with_model_file(settings, show=True)
     target = output or Path("nightmill-benchmark.json")
+    _check_writable(target)
     gpu = gpu_index(settings) is not None
     loads = QUICK_LOADS if quick else LOADS
     if not gpu:  # NumPy takes minutes for what a GPU does in a second
@@ -169,6 +171,23 @@ class _Run:
         return report
 
 
+def _check_writable(target: Path) -> None:
+    """Raise SettingsError if no report can be written there: before minutes are spent on one."""
+    part = _part_of(target)
+    try:
+        part.touch()
+        part.unlink()
+    except OSError as error:
+        raise SettingsError(
+            f"the report cannot be written to {target}: {error.strerror}; name another --output"
+        ) from error
+
+
+def _part_of(target: Path) -> Path:
+    """The file that becomes the report once it is written whole."""
+    return target.with_name(target.name + ".part")
+
+
 def _write(target: Path, run: _Run, seconds: float) -> None:
     """Write the report as far as it is."""
     spec = run.model.spec
@@ -186,7 +205,7 @@ def _write(target: Path, run: _Run, seconds: float) -> None:
         "failed": [one.part for one in run.reports if not one.ok],
         "parts": [one.values() for one in run.reports],
     }  # fmt: skip
-    part = target.with_name(target.name + ".part")
+    part = _part_of(target)
     part.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     part.replace(target)
 

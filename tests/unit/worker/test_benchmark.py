@@ -74,6 +74,12 @@ def test_a_report_has_what_a_card_is_judged_by(tmp_path: Path) -> None:
     assert "128 + 64" in done.output and str(output) in done.output
 
 
+def test_a_report_that_cannot_be_written_is_refused_before_anything_is_run(tmp_path: Path) -> None:
+    output = tmp_path / "none" / "report.json"
+    done = CliRunner().invoke(main, ["benchmark", "--reference", "-o", str(output)])
+    assert done.exit_code == 1 and "name another --output" in done.output and "part 1" not in done.output
+
+
 @pytest.mark.parametrize(
     ("fault", "expected"),
     [
