@@ -75,6 +75,8 @@ MOST_STACK = {
     # outside of loops, or once for a head's state of 64 KiB; rows of more than 4,096 numbers on an RTX 50
     "few_rows": 16, "rms_norm": 8, "unpack": 8, "delta_recurrent": 32, "residual residual_4": 16,
     "three_norms three_norms_4": 16, "combine combine_2": 8, "split_attention split_attention_16": 8,
+    # of heads of 256 before Hopper, most of it before the loop: `PortablePrefill.shares_queries` ends it
+    "prefill_attention": 48,
     # states of sizes that no model has which runs by these: on Hopper 128 x 128 goes by the files below
     "delta_chunked": 56, "mamba_chunked": 152,
     # on Hopper, where benchmarks/RESULTS.md has their speed; of tiles those that are no faster are not chosen
@@ -189,7 +191,7 @@ def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
             yield from ((path, options, architecture) for path, options in sources)
     yield from latent_sources()
     heads = scoring("prefill_attention", with_heads(bundled, 256, RopeStyle.HALVES).attentions[0])
-    yield heads[0], (*heads[1], "-DQUERIES_SHARED=8"), "sm_80"
+    yield from ((heads[0], (*heads[1], *more), "sm_80") for more in ((), ("-DQUERIES_SHARED=8",)))
     yield (*scoring("wide_attention", with_heads(bundled, 512, RopeStyle.HALVES).attentions[0]), "sm_80")
     for path, options in sources_for(large, replace(bf16, kv=KvFormat.FP8), hopper=False):
         if any(included.name == "e4m3.cuh" for included in included_files(path)):
