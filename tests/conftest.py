@@ -14,6 +14,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import hypothesis
@@ -109,10 +110,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             terminalreporter.write_line(line, yellow=True)
 
 
+@cache
+def _is_below(path: Path, *folders: Path) -> bool:
+    """Of a module: asked for each of its tests, of which there are thousands."""
+    return any(map(path.is_relative_to, folders))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Whatever starts a server or a browser is `heavy`; other modules and tests say so themselves."""
-    if _SERVERS.intersection(getattr(item, "fixturenames", ())) or item.path.is_relative_to(_SERVED):
+    if _SERVERS.intersection(getattr(item, "fixturenames", ())) or _is_below(item.path, _SERVED):
         item.add_marker(pytest.mark.heavy)
 
 
@@ -124,8 +131,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if processes == 1:
         return
-    long = [item for item in items if any(map(item.path.is_relative_to, LONG))]
-    short = [item for item in items if not any(map(item.path.is_relative_to, LONG))]
+    long = [item for item in items if _is_below(item.path, *LONG)]
+    short = [item for item in items if not _is_below(item.path, *LONG)]
     ordered: list[pytest.Item] = []
     for process in range(processes):
         share = long[process::processes]

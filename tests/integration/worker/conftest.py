@@ -12,7 +12,8 @@ import pytest
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.client.client import Client
 from nightmill.worker.assembly.model import demo_model
-from nightmill.worker.commands.process import running_worker
+from nightmill.worker.commands.process import WORKER_COMMAND, running_worker
+from tests.support import paced_worker
 from tests.support.servers import REFERENCE
 
 StartWorker = Callable[..., AbstractContextManager[Popen[bytes]]]
@@ -47,11 +48,17 @@ def jobs_client(quick: Settings) -> Iterator[Client]:
 
 @pytest.fixture
 def start_worker(jobs_client: Client, tmp_path: Path) -> StartWorker:
-    """Start a worker process and wait until it takes jobs: `with start_worker("a", ...) as process`."""
+    """Start a worker process and wait until it takes jobs: `with start_worker("a", ...) as process`.
 
-    def start(name: str, *arguments: str, **changes: Any) -> AbstractContextManager[Popen[bytes]]:
+    paced: its jobs are to be interrupted, and what it writes plays no part (tests/support/paced_worker.py).
+    """
+
+    def start(
+        name: str, *arguments: str, paced: bool = False, **changes: Any
+    ) -> AbstractContextManager[Popen[bytes]]:
         changed = jobs_client.settings.model_copy(update=changes)
         client = Client(changed) if changes else jobs_client
-        return running_worker(client, tmp_path / f"{name}.log", list(arguments))
+        command = paced_worker.COMMAND if paced and REFERENCE else WORKER_COMMAND
+        return running_worker(client, tmp_path / f"{name}.log", list(arguments), command)
 
     return start

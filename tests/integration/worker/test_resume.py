@@ -13,7 +13,7 @@ from tests.integration.worker.conftest import StartWorker
 from tests.support.servers import LONG_TOKENS, wait_until
 
 PATIENCE = 120.0
-JOBS = 8
+JOBS = 4
 PROMPTS = [f"Write a haiku about the sea, number {n}" for n in range(JOBS)]
 ENOUGH = LONG_TOKENS // 6  # tokens that each job shall have when its worker is stopped
 

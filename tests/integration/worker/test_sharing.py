@@ -19,10 +19,10 @@ def test_jobs_with_one_system_prompt_share_it_unless_that_is_switched_off(
             ids = [
                 jobs_client.enqueue(
                     [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"Haiku {n}"}],
-                    max_tokens=12,
+                    max_tokens=8,
                     seed=n,
                 )
-                for n in range(12)
+                for n in range(6)
             ]
             jobs_client.wait(ids, timeout=120)
         finished = [jobs_client.get(job_id) for job_id in ids]
