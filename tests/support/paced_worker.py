@@ -1,6 +1,7 @@
-"""A worker whose steps take their time and no arithmetic: its jobs are under way for seconds, at no cost.
+"""A worker whose steps take a tenth of a second, and no arithmetic: for tests that interrupt one.
 
-For tests that interrupt a worker. Its texts are meaningless; all else is a worker's.
+So a job is under way for as long as a test needs, however busy the machine is, and costs no processor time.
+`instant_worker` finishes what this one has left. Its texts are meaningless; all else is a worker's.
 """
 
 import sys
@@ -17,7 +18,7 @@ from tests.support.own_engine import engine_on, run_module
 NAME = "tests.support.paced_worker"
 COMMAND = (sys.executable, "-m", NAME)
 
-STEP_SECONDS = 0.02
+STEP_SECONDS = 0.1
 CONTEXT = 512  # the demo model's
 
 

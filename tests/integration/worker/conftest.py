@@ -1,7 +1,7 @@
 """A worker's fixtures: quick heartbeats, and processes that are gone when a test is over."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from subprocess import Popen
@@ -13,8 +13,11 @@ from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.client.client import Client
 from nightmill.worker.assembly.model import demo_model
 from nightmill.worker.commands.process import WORKER_COMMAND, running_worker
-from tests.support import paced_worker
+from tests.support import instant_worker, paced_worker
 from tests.support.servers import REFERENCE
+
+SLOW, QUICK = paced_worker.COMMAND, instant_worker.COMMAND
+"""Workers that do no arithmetic: one whose jobs are to be interrupted, and one that ends what it is given."""
 
 StartWorker = Callable[..., AbstractContextManager[Popen[bytes]]]
 
@@ -50,15 +53,15 @@ def jobs_client(quick: Settings) -> Iterator[Client]:
 def start_worker(jobs_client: Client, tmp_path: Path) -> StartWorker:
     """Start a worker process and wait until it takes jobs: `with start_worker("a", ...) as process`.
 
-    paced: its jobs are to be interrupted, and what it writes plays no part (tests/support/paced_worker.py).
+    command: SLOW or QUICK where what it writes plays no part; on a GPU it is a worker like any other.
     """
 
     def start(
-        name: str, *arguments: str, paced: bool = False, **changes: Any
+        name: str, *arguments: str, command: Sequence[str] = WORKER_COMMAND, **changes: Any
     ) -> AbstractContextManager[Popen[bytes]]:
         changed = jobs_client.settings.model_copy(update=changes)
         client = Client(changed) if changes else jobs_client
-        command = paced_worker.COMMAND if paced and REFERENCE else WORKER_COMMAND
-        return running_worker(client, tmp_path / f"{name}.log", list(arguments), command)
+        chosen = command if REFERENCE else WORKER_COMMAND
+        return running_worker(client, tmp_path / f"{name}.log", list(arguments), chosen)
 
     return start

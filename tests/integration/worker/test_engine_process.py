@@ -9,11 +9,12 @@ import psutil  # type: ignore[import-untyped]
 from nightmill.jobs.base.contract import JobState, StopReason
 from nightmill.jobs.base.last_resort import END_SECONDS
 from nightmill.jobs.client.client import Client
-from tests.integration.worker.conftest import StartWorker, on_postgresql, on_sqlite
+from tests.integration.worker.conftest import SLOW, StartWorker, on_postgresql, on_sqlite
 from tests.support import paced_worker
 from tests.support.servers import LONG_TOKENS, wait_until
 
 LONG: dict[str, Any] = {"max_tokens": LONG_TOKENS, "ignore_eos": True, "temperature": 0.8}
+SHORT = LONG | {"max_tokens": LONG_TOKENS // 3}  # for those that are waited for: still seconds
 PATIENCE = 120.0
 
 
@@ -34,8 +35,8 @@ def test_killed_engine_gives_its_jobs_back_and_signals_to_every_process_drain_in
     jobs_client: Client, start_worker: StartWorker, tmp_path: Path
 ) -> None:
     """The signals are those of a supervisor that tells a whole control group."""
-    with start_worker("doomed", paced=True) as process:
-        ids = jobs_client.enqueue_many(["Write a haiku about rain"] * 8, **LONG)
+    with start_worker("doomed", command=SLOW) as process:
+        ids = jobs_client.enqueue_many(["Write a haiku about rain"] * 8, **SHORT)
         all_run(jobs_client, 8)
         engine_of(process.pid).kill()
         assert process.wait(PATIENCE) == 1
@@ -43,9 +44,9 @@ def test_killed_engine_gives_its_jobs_back_and_signals_to_every_process_drain_in
     assert "the engine failed: its process ended without a word" in said
     jobs = jobs_client.list_jobs(limit=100)
     assert {job.state for job in jobs} == {JobState.QUEUED} and {job.failures for job in jobs} == {0}
-    with start_worker("sound", paced=True) as process:
+    with start_worker("sound", command=SLOW) as process:
         jobs_client.wait(ids, timeout=PATIENCE)
-        last = jobs_client.enqueue_many(["Write a haiku about rain"] * 4, **LONG)
+        last = jobs_client.enqueue_many(["Write a haiku about rain"] * 4, **SHORT)
         all_run(jobs_client, 4)
         engine_of(process.pid).send_signal(signal.SIGTERM)
         engine_of(process.pid).send_signal(signal.SIGINT)
@@ -54,14 +55,14 @@ def test_killed_engine_gives_its_jobs_back_and_signals_to_every_process_drain_in
     assert {job.stop_reason for job in jobs_client.results(ids)} == {StopReason.LENGTH}
     drained = list(jobs_client.results(last, wait=False))
     assert {(job.state, job.attempt) for job in drained} == {(JobState.SUCCEEDED, 1)}
-    assert {job.completion_tokens for job in drained} == {LONG_TOKENS}
+    assert {job.completion_tokens for job in drained} == {SHORT["max_tokens"]}
 
 
 @on_sqlite
 def test_engine_that_hangs_ends_with_its_worker_even_if_that_is_killed(
     jobs_client: Client, start_worker: StartWorker
 ) -> None:
-    with start_worker("doomed", paced=True) as process:
+    with start_worker("doomed", command=SLOW) as process:
         jobs_client.enqueue_many(["Write a haiku about rain"] * 8, **LONG)
         all_run(jobs_client, 8)
         engine = engine_of(process.pid)
@@ -76,7 +77,7 @@ def test_engine_that_hangs_ends_with_its_worker_even_if_that_is_killed(
 def test_engine_that_hangs_is_killed_and_ends_the_worker(
     jobs_client: Client, start_worker: StartWorker, tmp_path: Path
 ) -> None:
-    with start_worker("doomed", paced=True, hang_seconds=2.0) as process:
+    with start_worker("doomed", command=SLOW, hang_seconds=2.0) as process:
         jobs_client.enqueue_many(["Write a haiku about rain"] * 8, **LONG)
         all_run(jobs_client, 8)
         engine = engine_of(process.pid)
@@ -91,7 +92,7 @@ def test_engine_that_hangs_is_killed_and_ends_the_worker(
 @on_sqlite
 def test_sigterm_ends_a_worker_whose_engine_hangs(jobs_client: Client, start_worker: StartWorker) -> None:
     with start_worker(
-        "doomed", paced=True, drain_seconds=0.5
+        "doomed", command=SLOW, drain_seconds=0.5
     ) as process:  # which would find out only after ten minutes
         jobs_client.enqueue_many(["Write a haiku about rain"] * 8, **LONG)
         all_run(jobs_client, 8)

@@ -30,9 +30,9 @@ from tests.support.small_hub import SmallHub, serving
 
 PATIENCE = 120.0
 MODEL = "nightmill-demo"
-ROWS = 48
+ROWS = 40
 BAD = {5: "{broken", 20: '{"prompt": "x", "prompts": []}'}
-LEAST = 16  # tokens of an answer, to which the number of its row is added: two seconds for all
+LEAST = 6  # tokens of an answer, to which the number of its row is added: a second for all
 
 
 @pytest.fixture

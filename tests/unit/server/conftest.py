@@ -21,7 +21,8 @@ from nightmill.jobs.server.connections import Connection
 from nightmill.jobs.server.job_service import ServerLimits
 from nightmill.jobs.server.keys import ApiKeys
 from tests.support.servers import free_port, wait_until
-from tests.unit.engine.scripted import ARITHMETIC, ScriptedRunner, expected, make_request
+from tests.unit.engine.by_definition import expected
+from tests.unit.engine.scripted import ARITHMETIC, ScriptedRunner, make_request
 from tests.unit.worker.bench import PROMPT, Bench, stop
 
 ALICE, BOB, EVE, OPS = "alice-has-a-long-key", "bob-has-a-long-key", "eve-reads-all-jobs", "ops-does-anything"

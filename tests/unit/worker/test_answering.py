@@ -16,7 +16,8 @@ from nightmill.worker.engine.request import Completion, DrawnTokens, Request
 from nightmill.worker.service.answering import Answering, pack, unpack
 from nightmill.worker.service.in_flight import InFlight
 from tests.support.servers import wait_until
-from tests.unit.engine.scripted import ScriptedRunner, expected, make_request
+from tests.unit.engine.by_definition import expected
+from tests.unit.engine.scripted import ScriptedRunner, make_request
 from tests.unit.worker.bench import Bench, Gated, Pausing, ScriptedPrompting, stop
 
 PROMPT = tuple(n % 11 for n in range(22))  # five pages and a half

@@ -18,7 +18,8 @@ from nightmill.jobs.commands.terminal import to_json
 from nightmill.jobs.errors import EmbeddingError, InvalidParameterError, InvalidPromptError
 from nightmill.jobs.reply.embeddings import encoded, numbers, written
 from nightmill.jobs.request.spec import JobSpec
-from tests.unit.engine.scripted import ScriptedRunner, expected_embedding, make_request
+from tests.unit.engine.by_definition import expected_embedding
+from tests.unit.engine.scripted import ScriptedRunner, make_request
 from tests.unit.worker.bench import PROMPT, Bench
 
 EMBED: dict[str, Any] = {"embed": True, "pooling": "last"}

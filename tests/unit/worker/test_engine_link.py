@@ -15,7 +15,8 @@ from nightmill.worker.link.link import EngineLink
 from nightmill.worker.link.messages import Loading
 from nightmill.worker.runners.starting import StartStep
 from tests.support.servers import wait_until
-from tests.unit.engine.scripted import EOS, PieceStream, ScriptedRunner
+from tests.unit.engine.by_definition import EOS, PieceStream
+from tests.unit.engine.scripted import ScriptedRunner
 from tests.unit.worker.threads import engine_in_thread
 
 

@@ -25,7 +25,8 @@ from nightmill.jobs.sql import requeueing
 from nightmill.jobs.sql.claims import Claim
 from nightmill.jobs.sql.deletion import delete_job
 from nightmill.jobs.sql.tables import BatchRow, JobRow, PartialRow
-from tests.unit.engine.scripted import ScriptedRunner, expected, make_request
+from tests.unit.engine.by_definition import expected
+from tests.unit.engine.scripted import ScriptedRunner, make_request
 from tests.unit.worker.bench import Bench
 
 MOST = 40

@@ -14,7 +14,8 @@ from nightmill.jobs.reply.job import Job
 from nightmill.jobs.sql.deletion import delete_job
 from nightmill.jobs.sql.tables import JobRow
 from tests.support.servers import wait_until
-from tests.unit.engine.scripted import ScriptedRunner, expected, make_request
+from tests.unit.engine.by_definition import expected
+from tests.unit.engine.scripted import ScriptedRunner, make_request
 from tests.unit.worker.bench import PROMPT, Bench, Gated, ScriptedPrompting
 
 EXACT: dict[str, Any] = {"reuse": "exact", "seed": 7, "max_tokens": 30, "ignore_eos": True}

@@ -11,7 +11,8 @@ import pytest
 from nightmill.jobs.base.contract import JobState
 from nightmill.jobs.sql.sweep import Sweep
 from tests.support.servers import Clock, wait_until
-from tests.unit.engine.scripted import ScriptedRunner, expected, make_request
+from tests.unit.engine.by_definition import expected
+from tests.unit.engine.scripted import ScriptedRunner, make_request
 from tests.unit.worker.bench import PROMPT, Bench, Pausing, ScriptedPrompting, stop, these
 
 LONG: dict[str, Any] = {"max_tokens": 120, "ignore_eos": True, "stop": ("STOPSTOPSTOP",)}
