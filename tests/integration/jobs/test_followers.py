@@ -193,14 +193,14 @@ def test_no_row_is_overlooked_while_its_prior_ends(server_settings: Settings, ro
         barrier = threading.Barrier(2)
 
         def work() -> None:
-            barrier.wait(30)
+            barrier.wait(120)
             for at in range(0, len(ids), 20):
                 claims = worker.claim(ids[at : at + 20])
                 worker.finish([Outcome(one.job_id, one.attempt, StopReason.EOS, "t", 1, 1) for one in claims])
 
         thread = threading.Thread(target=work)
         thread.start()
-        barrier.wait(30)
+        barrier.wait(120)
         judged = follow(client, template="{{ prior.text }}")
         thread.join()
         assert judged.status().held == 0

@@ -43,7 +43,7 @@ def finished_elsewhere(server_settings: Settings) -> Iterator[Any]:
 
     yield start
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
 
 
 def test_results_come_in_the_order_of_enqueueing_or_of_finishing(client: Client, clock: Clock) -> None:
@@ -98,7 +98,7 @@ def test_results_of_ids_span_many_pages(client: Client) -> None:
 def test_a_batch_is_read_on_as_it_grows(client: Client) -> None:
     first = client.enqueue("a", batch="b")
     _finish(client, [first])
-    results = client.results(batch="b", timeout=30)
+    results = client.results(batch="b", timeout=120)
     assert next(results).id == first
     second = client.enqueue("b", batch="b")
     _finish(client, [second])
@@ -112,7 +112,7 @@ def test_jobs_of_a_transaction_that_commits_late_come_at_the_end(postgres_settin
         late = list(client.enqueue_many(["late"] * 700, batch="b", session=session))
         later = list(client.enqueue_many(["later"] * 700, batch="b"))
         _finish(client, [first, *later])
-        results = client.results(batch="b", timeout=30)
+        results = client.results(batch="b", timeout=120)
         read = [next(results).id for _ in range(701)]
         session.commit()
         _finish(client, late)

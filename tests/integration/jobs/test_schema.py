@@ -348,7 +348,7 @@ def test_processes_that_use_a_new_database_at_once_all_succeed(
         process.start()
     ids = [said.get(timeout=60) for _ in processes]
     for process in processes:
-        process.join(30)
+        process.join(120)
     assert [process.exitcode for process in processes] == [0] * count, ids
     with Client(settings) as client:
         assert [job.id for job in client.list_jobs()] == sorted(ids, reverse=True)

@@ -66,7 +66,7 @@ class Reader(threading.Thread):
                     self._read(answer)
             except httpx2.TransportError:
                 self.broken += 1
-                url = f"{self._second.result(30)}/v1/jobs/{self.job_id}/events"
+                url = f"{self._second.result(120)}/v1/jobs/{self.job_id}/events"
                 with http.stream("GET", url, headers=self._last) as answer:
                     self._read(answer)
 
@@ -140,7 +140,7 @@ def test_streams_and_a_batch_outlive_the_server_that_had_them(
             )
             wait_until(lambda: here.batches.retrieve(batch.id).request_counts.total)  # type: ignore[union-attr]
             killed.send_signal(signal.SIGKILL)
-            killed.wait(30)
+            killed.wait(120)
             runner.gate.set()
             second.set_result(f"http://127.0.0.1:{later.enter_context(listening(client, None))}")
             beside = here.with_options(base_url=f"{second.result()}/v1")

@@ -35,7 +35,7 @@ def running_attempt(client: Client, job_id: str) -> int | None:
 
 
 @on_sqlite
-def test_a_worker_answers_with_reasons_what_is_queued_lost_due_late_or_impossible(
+def test_a_worker_answers_with_reasons_what_is_queued_lost_due_expired_or_impossible(
     jobs_client: Client, start_worker: StartWorker
 ) -> None:
     """One start for all: none of these jobs is another's business."""
@@ -46,13 +46,12 @@ def test_a_worker_answers_with_reasons_what_is_queued_lost_due_late_or_impossibl
     chat = jobs_client.enqueue([{"role": "user", "content": "Write a haiku about rain"}], temperature=0)
     too_long = jobs_client.enqueue("word " * 2000)
     with start_worker("a"):
-        late = jobs_client.enqueue("Write a haiku about fire", deadline=timedelta(seconds=1), **ENDLESS)
         expired = jobs_client.enqueue(
             "Write a haiku about fire", deadline=timedelta(seconds=0.3), scheduled_at=timedelta(hours=1)
         )
         due = jobs_client.enqueue("Count from 1 to 3", max_tokens=2, scheduled_at=timedelta(seconds=1))
         later = jobs_client.enqueue_many(["Count from 1 to 5"] * 70, max_tokens=4, temperature=0)
-        ids = [*lost, plain, chat, too_long, late, expired, due, *later]
+        ids = [*lost, plain, chat, too_long, expired, due, *later]
         jobs_client.wait(ids, timeout=PATIENCE)
     jobs = {job.id: job for job in jobs_client.results(ids)}
     assert {jobs[job_id].attempt for job_id in lost} == {1}
@@ -66,15 +65,12 @@ def test_a_worker_answers_with_reasons_what_is_queued_lost_due_late_or_impossibl
     assert (failed.state, failed.stop_reason, failed.attempt) == (JobState.FAILED, StopReason.ERROR, 1)
     assert failed.error is not None
     assert "this worker's context holds 512" in failed.error and "shorten it" in failed.error
-    _due_and_late(jobs[late], jobs[expired], jobs[due])
+    _due_and_expired(jobs[due], jobs[expired])
     assert [worker.state for worker in jobs_client.workers()] == ["stopped"]
 
 
-def _due_and_late(late: Job, expired: Job, due: Job) -> None:
-    """They begin when they are due, and stop at their deadline with their text."""
-    assert (late.state, late.stop_reason) == (JobState.FAILED, StopReason.DEADLINE)
-    assert late.error is not None and late.error.startswith("the deadline passed after")
-    assert late.text
+def _due_and_expired(due: Job, expired: Job) -> None:
+    """They begin when they are due, or not at all."""
     assert (expired.state, expired.stop_reason) == (JobState.FAILED, StopReason.DEADLINE)
     assert expired.error == "the deadline passed before a worker began"
     assert due.state is JobState.SUCCEEDED
@@ -122,12 +118,13 @@ def test_job_that_kills_every_worker_ends_failed_with_its_history(
 
 
 @on_sqlite
-def test_cancelled_jobs_keep_their_text_and_sigterm_hands_the_others_back_with_no_attempt_lost(
+def test_late_and_cancelled_jobs_keep_their_text_and_sigterm_hands_others_back_with_no_attempt_lost(
     jobs_client: Client, start_worker: StartWorker
 ) -> None:
     short = jobs_client.enqueue("Write a haiku about snow", max_tokens=2, temperature=0)
     with start_worker("leaving", "--max-sequences", "2", command=SLOW, drain_seconds=0.3) as leaving:
         wait_until(lambda: jobs_client.get(short).state.final, PATIENCE)
+        _late(jobs_client)
         # Only now: of two shards that wait, either may be claimed first.
         ids = jobs_client.enqueue_many(["Write a haiku about snow"] * 12, **ENDLESS)
         wait_until(lambda: in_state(jobs_client, JobState.RUNNING), PATIENCE)
@@ -143,6 +140,16 @@ def test_cancelled_jobs_keep_their_text_and_sigterm_hands_the_others_back_with_n
     assert {job.state for job in finished} == {JobState.SUCCEEDED}
     assert all(job.failures == 0 for job in finished)
     assert {job.attempt for job in finished} <= {1, 2}
+
+
+def _late(client: Client) -> None:
+    """A job stops at its deadline, with its text; on a busy machine it has begun long before."""
+    job_id = client.enqueue("Write a haiku about fire", deadline=timedelta(seconds=5), **ENDLESS)
+    client.wait(job_id, timeout=PATIENCE)
+    late = client.get(job_id)
+    assert (late.state, late.stop_reason) == (JobState.FAILED, StopReason.DEADLINE)
+    assert late.error is not None and late.error.startswith("the deadline passed after")
+    assert late.text
 
 
 def _cancelled(client: Client) -> None:

@@ -101,7 +101,7 @@ def working(client: Client, bench: Bench) -> Iterator[None]:
         yield
     finally:
         over.set()
-        thread.join(30)
+        thread.join(120)
 
 
 @contextmanager
@@ -120,7 +120,7 @@ def listening(
         yield port
     finally:
         server.should_exit = True
-        thread.join(30)
+        thread.join(120)
 
 
 @pytest.fixture

@@ -118,7 +118,7 @@ def test_a_stream_that_is_open_when_the_grace_ends_is_one_sentence_in_the_log(
                 server.should_exit = True
                 with suppress(httpx2.TransportError):
                     answer.read()
-            thread.join(30)
+            thread.join(120)
         finally:
             uvicorn_log.removeFilter(is_news)
             server.should_exit = True

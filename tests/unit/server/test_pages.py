@@ -238,7 +238,7 @@ def test_a_night_is_handed_in_watched_and_downloaded(start: Start) -> None:
         wait_until(lambda: len(server.client.list_batches()) == 1)
         (batch,) = server.client.list_batches()
         name = batch.name
-        status = batch.wait(timeout=30)
+        status = batch.wait(timeout=120)
         assert (status.succeeded, status.unsuccessful) == (2, 1)
         page = browser.get("/batch", name=name).text
         assert "tonight" in page
@@ -276,10 +276,10 @@ def test_a_prompt_is_tried_and_repeated_to_the_letter(start: Start) -> None:
         browser = Browser(server, OPS)
         made = browser.send("/try", "/try", prompt="hello", kind="plain", max_tokens="12", temperature="1")
         first = parse_qs(urlsplit(str(made.url)).query)["id"][0]
-        server.client.wait(first, timeout=30)
+        server.client.wait(first, timeout=120)
         again = browser.send("/", "/job/repeat", id=first)
         second = parse_qs(urlsplit(str(again.url)).query)["id"][0]
-        server.client.wait(second, timeout=30)
+        server.client.wait(second, timeout=120)
         assert second != first
         assert server.client.get(second).text == server.client.get(first).text
         events = browser.get("/job/events", id=first).text

@@ -76,14 +76,14 @@ def test_who_holds_too_many_bytes_is_asked_to_come_again_and_others_are_served(
     def parse(body: Any) -> Any:
         if b"wait" in body:
             begun.release()
-            assert go.wait(30)
+            assert go.wait(120)
         return real(body)
 
     monkeypatch.setattr(bodies, "parse_object", parse)
     body = b'{"wait": 1'.ljust(59_999) + b"}"
     with server.http() as http, server.http(BOB) as other, ThreadPoolExecutor(1) as pool:
         held = pool.submit(http.post, "/v1/jobs", content=body, headers=JSON)
-        assert begun.acquire(timeout=30)
+        assert begun.acquire(timeout=120)
         busy = httpx2.post(
             f"{server.url}/v1/jobs", content=body, headers={**JSON, "Authorization": f"Bearer {ALICE}"}
         )
@@ -92,7 +92,7 @@ def test_who_holds_too_many_bytes_is_asked_to_come_again_and_others_are_served(
         large = b'{"prompt": "x"'.ljust(59_999) + b"}"
         assert other.post("/v1/jobs", content=large, headers=JSON).status_code == 202
         go.set()
-        assert held.result(30).status_code == 400
+        assert held.result(120).status_code == 400
         assert (
             http.post("/v1/jobs", content=large, headers=JSON).status_code == 202
         )  # nothing is held any more

@@ -79,7 +79,7 @@ def test_a_job_that_is_stopped_keeps_what_its_answers_had(build: Callable[..., B
         for sequence in bench.engine._live:
             bench.engine._live._deadlines.append((0.0, sequence.order, sequence))
     runner.gate.set()
-    thread.join(30)
+    thread.join(120)
     job = bench.client.get(job_id)
     whole = [alone(3, number, max_tokens=120) for number in range(8)]
     reason = StopReason(how)
@@ -108,8 +108,8 @@ def test_another_worker_goes_on_from_the_tokens_of_each_answer(build: Callable[.
     draining.start()
     wait_until(lambda: leaving.service.draining)
     runner.gate.set()
-    draining.join(30)
-    thread.join(30)
+    draining.join(120)
+    thread.join(120)
     assert leaving.client.get(job_id).state is JobState.QUEUED
     other = build(ScriptedRunner(), name="b")
     other.service.run_shard([job_id])

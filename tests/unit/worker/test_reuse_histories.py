@@ -85,7 +85,7 @@ class Histories(RuleBasedStateMachine):
         ids = self._queued()
         threads = [bench.run(ids[number::2]) for number, bench in enumerate(self.benches)]
         for thread in threads:
-            thread.join(30)
+            thread.join(120)
 
     @rule(number=numbers)
     def cancel(self, number: int) -> None:

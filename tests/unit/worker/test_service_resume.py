@@ -32,8 +32,8 @@ def drain_in_the_middle(bench: Bench, ids: list[str]) -> None:
     drained.start()
     wait_until(lambda: bench.service.draining)
     bench.runner.gate.set()
-    drained.join(30)
-    thread.join(30)
+    drained.join(120)
+    thread.join(120)
 
 
 def test_a_drained_workers_jobs_go_on_from_their_tokens_elsewhere(build: Callable[..., Bench]) -> None:
@@ -124,9 +124,9 @@ def test_a_database_that_is_slow_to_save_holds_up_no_token(
     saver.start()
     wait_until(lambda: bench.service.engine._question == 1)  # it has asked
     bench.runner.gate.set()
-    thread.join(30)
+    thread.join(120)
     assert not thread.is_alive()
     assert bench.client.get(job_id).text == undisturbed(7)[1]
     released.set()
-    saver.join(30)
+    saver.join(120)
     assert written == [0]  # too late: the job has ended

@@ -159,7 +159,7 @@ def test_two_who_submit_a_file_at_once_enter_each_row_once(
 
     def submit() -> None:
         with Client(server_settings) as own:
-            barrier.wait(30)
+            barrier.wait(120)
             own.submit_batch(path, name="night")
 
     threads = [threading.Thread(target=submit) for _ in range(3)]
