@@ -19,6 +19,7 @@ from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.tokenizer.vocabulary import Vocabulary
 from nightmill.worker.runners.reference.runner import ReferenceRunner
 from tests.support.engines import NoText, complete
+from tests.support.thinning import thinned
 from tests.support.true_guesses import guess_truly
 
 VOCAB = 4096
@@ -103,7 +104,9 @@ def held_requests(**params: Any) -> list[Request]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("depth", "params"), [(1, {}), (3, {}), (2, {"min_tokens": 20})])
+@pytest.mark.parametrize(
+    ("depth", "params"), thinned([(1, {}), (3, {}), (2, {"min_tokens": 20})], 3, first=2)
+)
 def test_drafts_change_no_bit_of_answers_under_constraints(
     file: GgufFile, grammars: Grammars, monkeypatch: pytest.MonkeyPatch, depth: int, params: dict[str, Any]
 ) -> None:

@@ -15,7 +15,7 @@ from nightmill.jobs.errors import BatchConflictError, InvalidTransitionError
 from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.jobs.sql.sweep import Sweep
 from nightmill.jobs.sql.tables import JobRow
-from tests.integration.jobs.following import (
+from tests.integration.jobs.following.rows import (
     ask,
     finish,
     follow,

@@ -14,7 +14,7 @@ from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.main import main
 from nightmill.jobs.errors import BatchConflictError, InvalidParameterError
 from nightmill.jobs.sql.claims import Claims
-from tests.integration.jobs.following import (
+from tests.integration.jobs.following.rows import (
     RATE,
     ROWS,
     ask,

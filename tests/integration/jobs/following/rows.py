@@ -1,18 +1,13 @@
 """Three rows, batches that follow them, and a worker that ends rows: for tests of rows that follow rows."""
 
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
-
 from nightmill.jobs.base.contract import StopReason
-from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.batches.batch import Batch
 from nightmill.jobs.client.client import Client
 from nightmill.jobs.reply.job import Job
 from nightmill.jobs.sql.claims import Claims, Outcome
 from tests.integration.jobs.batches.rows import jobs_of
-from tests.support.servers import Clock
 
 ROWS: list[dict[str, Any]] = [
     {"id": 1, "review": "fine"},
@@ -20,17 +15,6 @@ ROWS: list[dict[str, Any]] = [
     {"id": 3, "review": "so so"},
 ]
 RATE = "Rate {{ review }}:\n{{ prior.content }}"
-
-
-@pytest.fixture
-def client(server_settings: Settings, clock: Clock) -> Iterator[Client]:
-    with Client(server_settings, clock=clock) as made:
-        yield made
-
-
-@pytest.fixture
-def worker(client: Client) -> Claims:
-    return registered(client, "a")
 
 
 def registered(client: Client, letter: str) -> Claims:
