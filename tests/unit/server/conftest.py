@@ -1,5 +1,7 @@
 """A real server on a free port, and a worker in this process whose texts tests know beforehand."""
 
+import json
+import socket
 import ssl
 import threading
 import time
@@ -78,6 +80,16 @@ class Server:
         """Plain HTTP."""
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         return httpx2.Client(base_url=self.url, headers=headers, timeout=60)
+
+    def left(self, path: str, body: dict[str, Any], jobs: int = 1) -> None:
+        """Ask, and go away without a word as soon as the request has become so many jobs."""
+        content = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {ALICE}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+        address = ("127.0.0.1", int(self.url.rpartition(":")[2]))
+        with socket.create_connection(address) as connection:
+            connection.sendall(head.encode() + content)
+            wait_until(lambda: len(self.client.list_jobs()) == jobs)
 
 
 @contextmanager
