@@ -22,6 +22,8 @@ from tests.support.engines import NoText, complete
 from tests.support.thinning import thinned
 from tests.support.true_guesses import guess_truly
 
+pytestmark = pytest.mark.heavy
+
 VOCAB = 4096
 LENGTHS = [1, 15, 16, 17, 40]
 
