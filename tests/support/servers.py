@@ -113,7 +113,7 @@ def http_server(settings: Settings, log: Path, more: Mapping[str, str] | None = 
             yield url
         finally:
             process.terminate()
-            code = process.wait(60)
+            code = process.wait(240)
     assert code == 0, log.read_text()
 
 

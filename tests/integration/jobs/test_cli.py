@@ -43,7 +43,7 @@ def test_enqueue_streams_a_text_to_its_end(run: Run, cli_client: Client) -> None
     command.start()
     (job,) = wait_until(cli_client.list_jobs)
     _finish(cli_client, job.id, "a\n\x1btext")
-    command.join(60)
+    command.join(240)
     (result,) = done
     assert (result.exit_code, result.stdout) == (0, "a\n\x1btext\n")
     waits = "No worker is running: start one, nightmill worker --model FILE\n"
@@ -61,7 +61,7 @@ def test_enqueue_that_waits_for_a_job_that_fails_says_so_by_its_exit_code(
     jobs = wait_until(lambda: len(found := cli_client.list_jobs()) == 2 and found)
     for job in jobs:
         (_finish if job.prompt == "good" else _fail)(cli_client, job.id)
-    command.join(60)
+    command.join(240)
     assert [result.exit_code for result in done] == [3]
 
 
@@ -309,7 +309,7 @@ def _nightmill(settings: Settings, *arguments: str, **more: object) -> subproces
         env=worker_env(settings, **more),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
 

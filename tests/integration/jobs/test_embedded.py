@@ -242,7 +242,7 @@ def test_programs_one_after_the_other_share_rows_and_messages(redis_of: Any, dir
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=240,
         ).stdout.strip()
         for _ in range(2)
     ]

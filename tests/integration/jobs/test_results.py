@@ -81,7 +81,7 @@ def test_each_result_comes_once_while_another_client_finishes_jobs(
         ids = list(client.enqueue_many([f"{n}" for n in range(1200)], batch="b"))
         shuffled = [ids[start::40] for start in range(40)]
         finished_elsewhere(shuffled)
-        found = [job.id for job in client.results(batch="b", order=order, timeout=60)]
+        found = [job.id for job in client.results(batch="b", order=order, timeout=240)]
     assert sorted(found) == ids
     assert order == "finished" or found == ids
 
@@ -140,7 +140,7 @@ def test_wait_returns_when_all_are_final(server_settings: Settings, finished_els
         ids = list(client.enqueue_many(["prompt"] * 30, batch="b"))
         finished_elsewhere([ids[:10], ids[10:29]])
         client.cancel(ids[29])
-        client.wait(ids, timeout=60)
+        client.wait(ids, timeout=240)
         client.wait(batch="b", timeout=0)
         client.wait(ids[0], timeout=0)
         assert client.stats("b")["state"] == {"succeeded": 29, "cancelled": 1}

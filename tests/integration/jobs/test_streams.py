@@ -90,7 +90,7 @@ def test_an_inbox_that_nobody_reads_is_bounded_and_its_reader_asks_again(
     settings = sqlite_settings.model_copy(update={"broker_url": broker.settings.broker_url})
     with Client(settings) as client:
         job_id = client.enqueue("prompt")
-        pieces, worker = client.stream(job_id, timeout=60), Followers(broker)
+        pieces, worker = client.stream(job_id, timeout=240), Followers(broker)
         read = Subscriber.read
         monkeypatch.setattr(Subscriber, "read", lambda self, seconds: time.sleep(seconds) or [])
         first: list[str] = []
@@ -104,7 +104,7 @@ def test_an_inbox_that_nobody_reads_is_bounded_and_its_reader_asks_again(
         monkeypatch.setattr(Subscriber, "read", read)
         (again,) = wait_until(lambda: [one for one in worker.look()[follower] if one != line])
         worker.send({follower: [TextChunk(again, 0, "x" * 100)]})
-        reader.join(60)
+        reader.join(240)
         assert first == ["x" * 100]
 
 

@@ -56,7 +56,7 @@ class Reader(threading.Thread):
         self._last: dict[str, str] = {}
 
     def run(self) -> None:
-        with httpx2.Client(timeout=60) as http:
+        with httpx2.Client(timeout=240) as http:
             try:
                 with http.stream(
                     "POST", f"{self._first}/execute", json=ASKED | {"seed": self.seed}
@@ -147,12 +147,12 @@ def test_streams_and_a_batch_outlive_the_server_that_had_them(
             assert beside.batches.retrieve(batch.id).status in ("validating", "in_progress")
 
             for reader in readers:
-                reader.join(60)
+                reader.join(240)
                 assert (reader.broken, reader.end["state"]) == (1, "succeeded")
                 assert reader.text == text_of(reader.seed, max_tokens=120, ignore_eos=True)
-            unable.join(60)
+            unable.join(240)
             assert unable.error is not None and "connection" in str(unable.error).lower()
-            client.wait(unable.job_id, timeout=60)
+            client.wait(unable.job_id, timeout=240)
             assert client.get(unable.job_id).text == text_of(99, max_tokens=120, ignore_eos=True)
 
             wait_until(lambda: beside.batches.retrieve(batch.id).status == "in_progress")

@@ -130,7 +130,7 @@ def test_late_and_cancelled_jobs_keep_their_text_and_sigterm_hands_others_back_w
         wait_until(lambda: in_state(jobs_client, JobState.RUNNING), PATIENCE)
         _cancelled(jobs_client)
         leaving.send_signal(signal.SIGTERM)
-        assert leaving.wait(timeout=60) == 0
+        assert leaving.wait(timeout=240) == 0
     assert in_state(jobs_client, JobState.RUNNING) == []
     left = in_state(jobs_client, JobState.QUEUED)
     assert left and all(job.failures == 0 and job.errors == [] for job in left)

@@ -61,7 +61,7 @@ def test_interrupted_jobs_go_on_from_what_was_saved(
             first_done = jobs_client.enqueue("Go", max_tokens=ENOUGH, ignore_eos=True, interactive=True)
             jobs_client.wait(first_done, timeout=PATIENCE)
         leaving.send_signal(stop)
-        leaving.wait(60)
+        leaving.wait(240)
     unfinished = [job for job in ids if not jobs_client.get(job).state.final]
     left = saved_tokens(jobs_client, unfinished)
     assert sum(left.values()) > 0

@@ -85,7 +85,7 @@ def test_both_commands_start_the_same_worker(
                 wait_until(lambda: receiver.received)
             finally:
                 process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0
+            assert process.wait(240) == 0
         assert client.workers()[0].state == "stopped"
     lines = log.read_text().splitlines()
     if "json" in command:
@@ -142,7 +142,7 @@ def test_unknown_setting_is_refused_with_a_suggestion(sqlite_settings: Settings)
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     said = done.stdout + done.stderr

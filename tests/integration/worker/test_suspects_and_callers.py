@@ -107,7 +107,7 @@ def test_interactive_jobs_are_admitted_while_a_worker_drains(bench: Watched) -> 
     bench.gate.set()
     for thread in (running, turn):
         thread.join(120)
-    bench.client.wait([*rows, *suspects, job_id], timeout=60)
+    bench.client.wait([*rows, *suspects, job_id], timeout=240)
     assert all(not together & set(suspects) or together <= set(suspects) for together in bench.together)
 
 
@@ -119,9 +119,9 @@ def test_long_suspects_are_interrupted_for_an_interactive_job_and_go_on_from_the
     turn = bench.turn(turn_seconds=0.0, recess_seconds=30.0)
     wait_until(lambda: len(bench.runner.batches) >= 40)
     job_id = bench.client.enqueue("prompt", interactive=True, max_tokens=3)
-    bench.client.wait(job_id, timeout=60)
+    bench.client.wait(job_id, timeout=240)
     bench.gate.set()
-    bench.client.wait(suspects, timeout=60)
+    bench.client.wait(suspects, timeout=240)
     turn.join(120)
     assert bench.ended[0] == job_id
     for seed, one in enumerate(map(bench.client.get, suspects)):
@@ -140,9 +140,9 @@ def test_a_long_interactive_job_is_set_aside_for_a_turn_and_goes_on_from_its_tok
     wait_until(lambda: len(bench.runner.batches) >= 40)
     suspects = make_suspects(bench.client, 2)
     turn = bench.turn(turn_seconds=60.0, recess_seconds=0.0)
-    bench.client.wait(suspects, timeout=60)
+    bench.client.wait(suspects, timeout=240)
     bench.gate.set()
-    bench.client.wait(job_id, timeout=60)
+    bench.client.wait(job_id, timeout=240)
     turn.join(120)
     assert bench.ended == [*suspects, job_id]
     job = bench.client.get(job_id)

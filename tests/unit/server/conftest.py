@@ -79,7 +79,7 @@ class Server:
     def http(self, key: str | None = ALICE) -> httpx2.Client:
         """Plain HTTP."""
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        return httpx2.Client(base_url=self.url, headers=headers, timeout=60)
+        return httpx2.Client(base_url=self.url, headers=headers, timeout=240)
 
     def left(self, path: str, body: dict[str, Any], jobs: int = 1) -> None:
         """Ask, and go away without a word as soon as the request has become so many jobs."""

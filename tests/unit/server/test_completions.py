@@ -134,7 +134,7 @@ def test_several_answers_are_choices_whole_and_streamed(server: Server) -> None:
 
 def test_a_hundred_at_once_with_the_asynchronous_client(server: Server) -> None:
     async def program() -> list[str]:
-        async with server.openai_async(timeout=60) as client:
+        async with server.openai_async(timeout=240) as client:
 
             async def ask(seed: int) -> str:
                 if seed % 2:

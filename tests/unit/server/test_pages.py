@@ -43,7 +43,7 @@ class Browser:
     """Plain HTTP with cookies, that reads the token of a page before it sends a form."""
 
     def __init__(self, server: Server, key: str | None = None) -> None:
-        self.http = httpx2.Client(base_url=server.url, timeout=60, follow_redirects=True)
+        self.http = httpx2.Client(base_url=server.url, timeout=240, follow_redirects=True)
         if key is not None:
             answer = self.send("/sign-in", "/sign-in", key=key, next="/")
             assert answer.status_code == 200, answer.text
@@ -134,7 +134,7 @@ def test_a_session_is_known_to_all_servers_until_the_secret_is_deleted_or_its_ti
         browser = Browser(server, ALICE)
         sealed = browser.http.cookies["nightmill_session"].strip('"')
         signed_in = {"Cookie": f"nightmill_session={sealed}"}
-        anonymous = httpx2.Client(timeout=60, headers=signed_in)
+        anonymous = httpx2.Client(timeout=240, headers=signed_in)
 
         def known(url: str) -> bool:
             return anonymous.get(url).status_code == 200

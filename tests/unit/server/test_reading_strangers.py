@@ -216,9 +216,9 @@ def test_a_page_waits_for_one_reading_and_statements_for_none(
     with alone.http(None) as http, ThreadPoolExecutor(12) as pool:
         file = upload(http, "a.jsonl", content).json()["id"]
         asked = [
-            pool.submit(httpx2.get, f"{alone.url}/hand-in/file?id={file}", timeout=60) for _ in range(12)
+            pool.submit(httpx2.get, f"{alone.url}/hand-in/file?id={file}", timeout=240) for _ in range(12)
         ]
-        pages = [one.result(60) for one in asked]
+        pages = [one.result(240) for one in asked]
         assert {page.status_code for page in pages} == {200}
         assert all("is being read" in page.text and 'http-equiv="refresh"' in page.text for page in pages)
         assert http.get("/v1/jobs").status_code == 200  # though more ask than there are database threads

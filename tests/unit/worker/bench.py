@@ -49,7 +49,7 @@ class Gated(ScriptedRunner):
         self.gate = threading.Event()
 
     def launch(self, batch: StepBatch) -> None:
-        assert self.gate.wait(60)
+        assert self.gate.wait(240)
         super().launch(batch)
 
 

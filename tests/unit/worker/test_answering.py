@@ -144,7 +144,7 @@ def test_the_whole_text_of_an_answer_is_read_while_others_are_generated(
     read = {1: "", 7: ""}
 
     def follow(answer: int) -> None:
-        for piece in bench.client.stream(job_id, answer=answer, timeout=60):
+        for piece in bench.client.stream(job_id, answer=answer, timeout=240):
             read[answer] += piece
 
     threads = [threading.Thread(target=follow, args=(answer,), daemon=True) for answer in read]
@@ -155,7 +155,7 @@ def test_the_whole_text_of_an_answer_is_read_while_others_are_generated(
     assert bench.client.get(job_id).state is JobState.RUNNING
     go_on.set()
     for thread in threads:
-        thread.join(60)
+        thread.join(240)
     assert read == {1: texts[1], 7: texts[7]}
     with pytest.raises(InvalidParameterError, match="answer: the job has 8 answers, counted from 0"):
         list(bench.client.stream(job_id, answer=8))
@@ -189,7 +189,7 @@ def test_a_job_with_many_answers_keeps_out_none_with_one(
     wait_until(lambda: len(submitted) == 2)
     runner.gate.set()
     for thread in threads:
-        thread.join(60)
+        thread.join(240)
     assert len(ended) == 132
     # Eight run at once: the others are among the second eight.
     assert {ended.index(job_id) // 8 for job_id in others} == {1}
@@ -207,7 +207,7 @@ def test_no_more_jobs_with_several_answers_are_claimed_than_there_is_room_for(
     wait_until(lambda: bench.service.in_flight.room == -1)  # the third takes what is left, and begins
     assert len(bench.client.list_jobs(state="running", limit=100)) == 3
     runner.gate.set()
-    thread.join(60)
+    thread.join(240)
     assert bench.client.stats()["state"] == {"succeeded": 12}
     assert bench.service.in_flight.room == 8
 

@@ -80,7 +80,7 @@ def test_many_texts_become_embeddings_in_their_order(build: Callable[..., Bench]
     bench = build(ScriptedRunner())
     found: list[Any] = []
     asking = threading.Thread(
-        target=lambda: found.extend(bench.client.embed_many(["a", "b", "c"], pooling="mean", timeout=60))
+        target=lambda: found.extend(bench.client.embed_many(["a", "b", "c"], pooling="mean", timeout=240))
     )
     asking.start()
     while len(ids := [job.id for job in bench.client.list_jobs()]) < 3:
@@ -96,7 +96,7 @@ def test_one_that_fails_is_an_error_of_many(build: Callable[..., Bench]) -> None
 
     def ask() -> None:
         with pytest.raises(EmbeddingError, match=r"without an embedding, failed .*: pooling") as caught:
-            bench.client.embed_many(["a"], timeout=60)
+            bench.client.embed_many(["a"], timeout=240)
         failure.append(caught.value)
 
     asking = threading.Thread(target=ask)

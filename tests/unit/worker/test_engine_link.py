@@ -133,7 +133,7 @@ class Hanging:
 
     def _hang(self) -> list[Completion]:
         self.hangs.set()
-        assert self.going_on.wait(60)
+        assert self.going_on.wait(240)
         raise RunnerError("killed")  # what becomes of a process; a thread has to end by itself
 
     def _on_failure(self, error: RunnerError) -> None:

@@ -131,7 +131,7 @@ class SlowClaims:
         def slow(*wanted: Any) -> Any:
             claims = claim(*wanted)
             self.committed.set()
-            assert self.let_go.wait(60)
+            assert self.let_go.wait(240)
             return claims
 
         monkeypatch.setattr(bench.claims, "claim_within", slow)

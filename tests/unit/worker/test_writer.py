@@ -20,7 +20,7 @@ def test_after_a_group_of_several_the_next_gathers_for_longer(monkeypatch: pytes
 
     def write(outcomes: Sequence[Outcome]) -> int:
         groups.append([outcome.job_id for outcome in outcomes])
-        two_are_there.wait(60)
+        two_are_there.wait(240)
         return len(outcomes)
 
     def put(*job_ids: str) -> None:

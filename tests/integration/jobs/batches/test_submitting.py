@@ -166,7 +166,7 @@ def test_two_who_submit_a_file_at_once_enter_each_row_once(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(240)
     assert sorted(jobs_of(client.get_batch("night"))) == list(range(1, 4001))
     assert client.get_batch("night").status().row_count == 4000
 
