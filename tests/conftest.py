@@ -6,6 +6,7 @@ skips: a server that does not start is an error. What else tests need is in `tes
 """
 
 import gc
+import multiprocessing
 import os
 import re
 import shutil
@@ -43,6 +44,8 @@ from tests.support.servers import (
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 gc.disable()  # until all tests are collected
+# Processes that race begin with what they all import; pytest is for the modules that they are in.
+multiprocessing.set_forkserver_preload(["nightmill.jobs.client.client", "psycopg", "pytest"])
 
 _LONGEST_NAME = 20
 # Tests that start workers or wait for what hangs: begun last, one would keep its process for a minute.

@@ -62,7 +62,7 @@ def test_threads_that_race_for_overlapping_shards_claim_each_job_once(server_set
 
 
 def test_processes_that_race_for_overlapping_shards_claim_each_job_once(server_settings: Settings) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     with Client(server_settings) as client:
         ids = list(client.enqueue_many(f"prompt {n}" for n in range(JOBS)))
         barrier, won = context.Barrier(2), context.Queue()
