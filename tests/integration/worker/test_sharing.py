@@ -11,7 +11,7 @@ from tests.integration.worker.conftest import StartWorker, on_sqlite
 SYSTEM = "Write as Basho would, in three lines, without a title. " * 8
 
 
-# tests/acceptance/test_shared_prefix.py compares texts and counts; test_options.py (unit/worker) has the option.
+# tests/acceptance/test_shared_prefix.py compares texts and counts, unit/worker/test_options.py has options.
 @pytest.mark.slow
 @on_sqlite
 def test_jobs_with_one_system_prompt_share_it_unless_that_is_switched_off(

@@ -328,7 +328,7 @@ def test_a_call_for_a_model_that_waits_for_its_turn_is_told_when_to_come_again(s
 def test_a_stream_that_has_to_wait_begins_with_comments_and_then_says_what_went_wrong(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nightmill.jobs.server.events.PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr("nightmill.jobs.server.events.PAUSE_SECONDS", 0.02)
     with start(limits=ServerLimits(request_seconds=1.0, grace_seconds=0)) as server:
         server.bench.runner.pause_at = 0
         with server.http() as http:
