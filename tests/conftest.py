@@ -50,7 +50,8 @@ multiprocessing.set_forkserver_preload(["nightmill.jobs.client.client", "psycopg
 _LONGEST_NAME = 20
 # Tests that start workers or wait for what hangs: begun last, one would keep its process for a minute.
 LONG = tuple(
-    Path(__file__).parent / one for one in ("integration/worker", "integration/server", "unit/campaign")
+    Path(__file__).parent / one
+    for one in ("integration/worker", "integration/server", "integration/test_packaging.py", "unit/campaign")
 )
 
 _SERVERS = {"redis_url", "redis_server", "postgres_server", "chromium"}
