@@ -23,6 +23,8 @@ from tests.gpu import test_experts_kernels as on_gpu
 from tests.gpu.expert_trials import KINDS, ExpertTrial, assert_same, results
 from tests.unit.runners.host_kernels import HostDevice, holds_on_host, run_experts_on_host
 
+pytestmark = pytest.mark.heavy
+
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> set[str]:

@@ -34,6 +34,8 @@ from nightmill.worker.runners.gpu.precision import HALF
 from tests.support.ggufs import CHATML, byte_vocabulary, write_model
 from tests.unit.runners.recorded_cuda import RecordedDriver
 
+pytestmark = pytest.mark.heavy  # each opens a model, with a process for its template
+
 Values = dict[str, Any]
 H200 = peaks_of((9, 0), 132, clock_khz=1_980_000, memory_khz=3_201_000, bus_bits=6144)
 LARGE = Card("large", 76 << 30, 132, H200, hopper=True)
