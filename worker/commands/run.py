@@ -189,14 +189,15 @@ def run(
                 else input_named(file, query, from_url, format, most=settings.spool_bytes, opened=opened)
             )
             source = stack.enter_context(given_rows)
-            if settings.model_name is None:
-                with Client(settings) as client:
-                    served = ServedFile(client, model_file.digest(), model)
+            with Client(settings) as client:
+                served = ServedFile(client, model_file.digest(), model)
+                if settings.model_name is None:
                     rows["model"], name = served.name_for(source, rows, name)
-                if rows["model"] != model:
-                    model = rows["model"]
-                    say(f"a worker serves this file as {printable(model)!r}: the rows are for that model")
-                    settings = settings.model_copy(update={"model_name": model})
+                served.check_name(rows["model"], source, rows, name)
+            if rows["model"] != model:
+                model = rows["model"]
+                say(f"a worker serves this file as {printable(model)!r}: the rows are for that model")
+                settings = settings.model_copy(update={"model_name": model})
             client = stack.enter_context(Client(settings))
             places = [
                 stack.enter_context(brought_to(place, source.format, most=settings.spool_bytes))
