@@ -18,7 +18,7 @@ from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.options import LOG_FORMAT, CommandGroup
 from nightmill.jobs.commands.terminal import echo
 from nightmill.jobs.errors import SettingsError
-from nightmill.worker.assembly.fetching import with_model_file, with_models
+from nightmill.worker.assembly.fetching import check_files, with_model_file, with_models
 from nightmill.worker.assembly.options import (
     TURN,
     as_arguments,
@@ -74,6 +74,7 @@ def _worker(
     if end_with_parent:
         end_with_stdin()
     if settings.models is not None:
+        check_files(settings.models)
         options["models"] = with_models(settings).models
     elif isinstance(settings.model, str):  # a name: fetched here, where there is a terminal for the progress
         options["model"] = with_model_file(settings).model
