@@ -75,8 +75,8 @@ def check_files(models: str) -> None:
     for name, model in parse_models(models):
         if name is None and not model.startswith(MODEL_SCHEMES) and not Path(model).is_file():
             raise ModelFileError(
-                f"--models: {printable(model)}: there is no such file; if it comes later, name it, as a worker "
-                f"starts without those that have a name: --models NAME={printable(model)}"
+                f"--models: {printable(model)}: there is no such file; a worker starts without those that "
+                f"have a name and may come later: --models NAME={printable(model)}"
             )
 
 
