@@ -376,3 +376,13 @@ def test_single_braces_are_text_unless_a_column_is_meant_and_none_is_named(
     path.write_text('{"x": 1, "id": 2}\n')
     (row,) = rows_of(path, **said)
     assert "{" in str(row.prompt)
+
+
+def test_a_disk_without_room_for_python_s_rows_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        return open("/dev/full", "w+b")  # noqa: PTH123, SIM115 - the product closes it
+
+    monkeypatch.setattr("tempfile.TemporaryFile", full)
+    for rows in (1, 1000):  # written at the end, and before
+        with pytest.raises(BatchFileError, match=r"table: .*\(TMPDIR\).*: No space left on device"):
+            rows_of({"x": "a" * 100} for _ in range(rows))
