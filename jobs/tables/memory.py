@@ -114,8 +114,8 @@ def _disk() -> Iterator[None]:
         yield
     except OSError as error:
         raise BatchFileError(
-            f"table: its rows cannot be kept in {tempfile.gettempdir()} (TMPDIR), which must have room for all: "
-            f"{error.strerror or error}"
+            f"table: its rows cannot be kept in {tempfile.gettempdir()} (TMPDIR), which must have room for "
+            f"all: {error.strerror or error}"
         ) from error
 
 

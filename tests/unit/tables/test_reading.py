@@ -380,7 +380,7 @@ def test_single_braces_are_text_unless_a_column_is_meant_and_none_is_named(
 
 def test_a_disk_without_room_for_python_s_rows_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> Any:
-        return open("/dev/full", "w+b")  # noqa: PTH123, SIM115 - the product closes it
+        return open("/dev/full", "w+b")  # noqa: PTH123 - the product closes it
 
     monkeypatch.setattr("tempfile.TemporaryFile", full)
     for rows in (1, 1000):  # written at the end, and before
