@@ -125,6 +125,12 @@ def layout_of(
     return TableLayout(_FORMATS.get(suffix, format), shape, errors, delimiter=delimiter)
 
 
+def layout_in_database(shape: Shape | None, *, errors: bool = False) -> Layout:
+    """Return the layout of rows in a table of a database, whether or not the batch was a table."""
+    format = FileFormat.PARQUET
+    return layout_of(shape, format, Path("rows.parquet"), errors=errors) or Layout(format, errors)
+
+
 def shown(job: Job, shape: Shape, *, errors: bool) -> str:
     """A row as a line of JSON."""
     return json.dumps(TableLayout(FileFormat.JSONL, shape, errors).row(job), ensure_ascii=False)

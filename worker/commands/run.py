@@ -47,7 +47,9 @@ from nightmill.jobs.reply.batch_status import BatchStatus, status_values
 from nightmill.jobs.request.limits import without_limits
 from nightmill.jobs.tables.following import FollowingRows
 from nightmill.jobs.tables.into import UsersTable
+from nightmill.jobs.tables.layout import layout_in_database
 from nightmill.jobs.tables.options import TableOptions
+from nightmill.jobs.tables.reading import TableFile
 from nightmill.worker.assembly.fetching import with_model_file
 from nightmill.worker.assembly.options import WORKER_SETTINGS, as_arguments, merge_options, worker_options
 from nightmill.worker.commands.keeper import WorkerKeeper
@@ -203,6 +205,9 @@ def run(
                 stack.enter_context(brought_to(place, source.format, most=settings.spool_bytes))
                 for place in (output, errors)
             ]
+            if table_of_results is not None:
+                shape = source.table.shape if isinstance(source, TableFile | FollowingRows) else None
+                table_of_results.check(layout_in_database(shape))
             outputs = stack.enter_context(destinations(source, *places, overwrite=overwrite))
             with submitting(source, show=log is None) as on_rows:
                 batch = client.batches.submit(
