@@ -25,6 +25,7 @@ _FORMATS = {
     ".pq": FileFormat.PARQUET,
     ".arrow": FileFormat.ARROW,
     ".feather": FileFormat.ARROW,
+    ".ipc": FileFormat.ARROW,
 }
 
 
