@@ -258,7 +258,7 @@ def make_status(
         state=state,
         model=record.model,
         format=record.format,
-        source=record.source,
+        source=record.source or _batch_before(record),
         row_count=record.row_count,
         rows=rows,
         states=states,
@@ -286,6 +286,12 @@ def make_status(
         stopped_at=record.stopped_at,
         stopped_because=record.stopped_because,
     )
+
+
+def _batch_before(record: BatchRecord) -> str | None:
+    """Name the batch whose rows those of this one follow, if they follow any."""
+    after = ((record.settings or {}).get("table") or {}).get("after")
+    return None if after is None else f"rows after {after}"
 
 
 def unserved_sentence(models: Sequence[str | None], deadline: str | None = None) -> str:
