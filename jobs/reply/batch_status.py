@@ -290,8 +290,8 @@ def make_status(
 
 def _batch_before(record: BatchRecord) -> str | None:
     """Name the batch whose rows those of this one follow, if they follow any."""
-    after = ((record.settings or {}).get("table") or {}).get("after")
-    return None if after is None else f"rows after {after}"
+    table = (record.settings or {}).get("table")
+    return f"rows after {table['after']}" if isinstance(table, dict) and "after" in table else None
 
 
 def unserved_sentence(models: Sequence[str | None], deadline: str | None = None) -> str:
