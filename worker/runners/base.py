@@ -198,6 +198,7 @@ class StepBatch:
     become
     further         rows and tables of the other kinds of pages, in order; those above are of the first kind
     pools           (P,)    rows of prompts that are added to embeddings (POOL); only where `Runner.embeds`
+    text_types      (T,)    1 for tokens of the second text of a pair, else 0; None: all are 0
     """
 
     tokens: IntArray
@@ -212,6 +213,7 @@ class StepBatch:
     admissions: tuple[Admission, ...] = ()
     snapshots: tuple[tuple[int, int], ...] = ()
     pools: PoolArray = field(default_factory=lambda: NO_POOLS)
+    text_types: IntArray | None = None
     keeps: tuple[tuple[int, int], ...] = ()
     restores: tuple[tuple[int, int], ...] = ()
     further: tuple[KindRows, ...] = ()

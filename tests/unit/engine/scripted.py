@@ -243,6 +243,7 @@ class ScriptedRunner:
                 "pools",
                 "keeps",
                 "restores",
+                "text_types",
             ):
                 assert getattr(batch, field.name).dtype == np.int32
         self.batches.append(batch)

@@ -45,6 +45,7 @@ def _computed(spec: ModelSpec) -> ModelSpec:
         suppressed=spec.suppressed,
         tensor_types=spec.tensor_types,
         encoder=spec.encoder,
+        ranking=spec.ranking,
     )
 
 
