@@ -52,6 +52,7 @@ from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import Format
 from nightmill.worker.runners.gpu.device.sources import for_element, members, source_of
 from nightmill.worker.runners.gpu.device.waits import BOUNDED_WAITS
+from nightmill.worker.runners.gpu.experts.few import few_sources
 from nightmill.worker.runners.gpu.experts.tiles import Multiplier, grouped_source
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.rows.predictor import predictor_sources
@@ -246,10 +247,12 @@ def expert_sources() -> Iterator[tuple[Path, tuple[str, ...], str]]:
     ):
         by = [one for one in Multiplier if one is Multiplier.MMA or architecture == HOPPER]
         by = [one for one in by if one is not Multiplier.STAYING or format_.packed]
-        sources = [*around, *(grouped_source(format_, one) for one in by)]
+        few = few_sources([format_]) if architecture == HOPPER else []
+        sources = [*around, *few, *(grouped_source(format_, one) for one in by)]
         yield from ((*for_element(source, element), architecture) for source in sources)
-    path, options = grouped_source(Format.Q4_K, Multiplier.GEMM)  # which waits for counts in memory
-    yield path, (*options, BOUNDED_WAITS), HOPPER
+    gemm = grouped_source(Format.Q4_K, Multiplier.GEMM)  # which waits for counts in memory
+    for path, options in (gemm, *few_sources([Format.Q4_K])):
+        yield path, (*options, BOUNDED_WAITS), HOPPER
 
 
 def reference_sources() -> Iterator[tuple[Path, tuple[str, ...], str]]:

@@ -99,6 +99,8 @@ def print_all_of(job: Job) -> None:
     elif job.embedding is not None:
         begins = ", ".join(f"{number:.4f}" for number in job.embedding[:_NUMBERS])
         echo(_field("embedding", f"{len(job.embedding):,} numbers: {begins}, ..."))
+    elif job.relevance is not None:
+        echo(_field("relevance", f"{job.relevance:.6f}"))
     elif job.text is not None:
         echo()
         _print_text(job.text, job.replies[0] if job.answers else None)
@@ -165,7 +167,8 @@ def job_values(job: Job) -> dict[str, Any]:
         del values[name]
     read = reply_values(job.replies[0]) if job.answers else {}
     if job.packed_embedding is not None:
-        read |= {"embedding": written(job.packed_embedding)}
+        ranked = job.relevance is not None
+        read |= {"relevance": job.relevance} if ranked else {"embedding": written(job.packed_embedding)}
     return values | {"answers": answer_values(job)} | read
 
 

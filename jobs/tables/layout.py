@@ -94,7 +94,7 @@ class TableLayout(Layout):
         if self.errors:
             return made | {"line": job.row} | error_of(job)
         if job.packed_embedding is not None:
-            made["embedding"] = written(job.packed_embedding)
+            made |= {"embedding": written(job.packed_embedding), "relevance": job.relevance}
         parsed = job.parsed if self.shape.spread else None
         spread = spread_values(parsed, self.shape.spread)
         return (

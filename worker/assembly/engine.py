@@ -11,6 +11,7 @@ from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.errors import SettingsError
 from nightmill.worker.assembly.draft_model import build_draft_model
 from nightmill.worker.assembly.model import LoadedModel, OpenModel, element_of
+from nightmill.worker.assembly.shared_gpu import SharedGpu
 from nightmill.worker.assembly.sizes import (
     PAGE_SIZE,
     REFERENCE,
@@ -35,6 +36,7 @@ from nightmill.worker.runners.gpu.device.known_cards import known_card
 from nightmill.worker.runners.gpu.device.nvml import GpuProbe
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.kv_format import KvFormat
+from nightmill.worker.runners.ranking import Ranker
 from nightmill.worker.runners.reference import ReferenceRunner, Rounding, choose_kv_pages, choose_slots
 from nightmill.worker.runners.starting import StartStep
 
@@ -68,7 +70,9 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
         )
         undoing.callback(runner.close)
 
-        def engine() -> Engine:
+        ranker = None if spec.ranking is None else Ranker(model.file, spec.ranking, spec.width)
+
+        def engine(metering: Metering | None = None) -> Engine:
             return Engine(
                 runner,
                 Detokenizer(
@@ -83,20 +87,28 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
                     interactive_slots=interactive_slots(sequences),
                     encodes=spec.encoder is not None,
                     model_context=spec.context_length,
+                    rank=ranker,
                 ),
                 prefix_sharing=settings.prefix_sharing,
                 constraints=grammars,
                 drafts=Drafts(settings.drafts),
-                metering=Metering(None if gpu is None else GpuProbe(gpu), time.monotonic),
+                metering=metering,
             )
 
         model.progress(StartStep.PROBING, "")
         probe(engine(), spec.vocab)  # by an engine of its own, which counts for itself
         undoing.pop_all()
-    made = engine()
+    made = engine(_metering(None if gpu is None else GpuProbe(gpu), model.ledger))
     if draft is not None:
         made.guess_by(draft)
     return made
+
+
+def _metering(counter: GpuProbe | None, ledger: int | None) -> Metering:
+    if ledger is None:
+        return Metering(counter, time.monotonic)
+    shared = SharedGpu(ledger, counter)
+    return Metering(None if counter is None else shared, shared.clock, shared)
 
 
 def _runner(

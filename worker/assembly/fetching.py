@@ -79,6 +79,8 @@ def with_files(settings: Settings, turn: str | None, tell: Callable[[str], objec
     models = dict(parse_models(settings.models))
     if turn is not None and turn not in models:
         raise SettingsError(f"--turn: {turn!r} is not among the models of this worker")
+    if settings.together and turn is None:  # Celery's command starts one worker
+        raise SettingsError("--together starts a worker for each model: start them by `nightmill worker`")
     name = turn or next(iter(models))
     return Settings.model_validate(settings.model_dump() | {"model": models[name], "model_name": name})
 

@@ -172,6 +172,7 @@ class BatchBuilder:
                 pools=pools,
                 following=_following([*decodes, *others], contexts) if self._predicts else _NO_INTS,
                 guesses=plan.guesses,
+                text_types=_text_types(prompts, sequence_starts[drawn:], len(tokens)),
             ),
             Receivers(drawing, asking, embedding),
         )
@@ -297,6 +298,17 @@ def _following(sequences: list[Sequence], ends: IntArray) -> IntArray:
         ],
         dtype=np.int32,
     )
+
+
+def _text_types(prompts: list[Chunk], starts: IntArray, tokens: int) -> IntArray | None:
+    """Which of a step's tokens are of the second texts of pairs; None: no prompt is a pair."""
+    if all(chunk.sequence.request.second is None for chunk in prompts):
+        return None
+    types = np.zeros(tokens, dtype=np.int32)
+    for chunk, first in zip(prompts, starts.tolist(), strict=False):
+        if (second := chunk.sequence.request.second) is not None:
+            types[first + max(0, second - chunk.start) : first + chunk.of_prompt] = 1
+    return types
 
 
 def _prompt_tokens(chunks: list[Chunk]) -> list[int]:

@@ -127,7 +127,7 @@ class Engine:
         self._token_masks = TokenMasks(self.constraints, runner.vocab)
         self._applier = Applier(
             self._live, self._scheduler, self._launches, self._builder, self._token_masks,
-            eos_ids=text.eos_ids, context=context,
+            eos_ids=text.eos_ids, context=context, rank=sizes.rank,
         )  # fmt: skip
         self._step_sequences = self._prompt_tokens = 0
 

@@ -200,6 +200,7 @@ class StepBatch:
     pools           (P,)    rows of prompts that are added to embeddings (POOL); only where `Runner.embeds`
     following       (S,)    the token behind each chunk where it is known, else -1; (0,): of none
     guesses         drafts are made: a runner that `predicts` is to guess behind the draws
+    text_types      (T,)    1 for tokens of the second text of a pair, else 0; None: all are 0
     """
 
     tokens: IntArray
@@ -214,6 +215,7 @@ class StepBatch:
     admissions: tuple[Admission, ...] = ()
     snapshots: tuple[tuple[int, int], ...] = ()
     pools: PoolArray = field(default_factory=lambda: NO_POOLS)
+    text_types: IntArray | None = None
     keeps: tuple[tuple[int, int], ...] = ()
     restores: tuple[tuple[int, int], ...] = ()
     further: tuple[KindRows, ...] = ()

@@ -244,6 +244,7 @@ class ScriptedRunner:
                 "keeps",
                 "restores",
                 "guesses",
+                "text_types",
             ):
                 assert getattr(batch, field.name).dtype == np.int32
         self.batches.append(batch)

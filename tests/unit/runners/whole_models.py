@@ -142,7 +142,7 @@ class HostModel:
         bounds = StepBounds(
             max_tokens=tokens, max_draws=tokens, slots=slots, table_width=-(-context // PAGE),
             max_pieces=self._plans.most_pieces(tokens), plans=len(self._plans),
-            strides=tuple(kind.stride for kind in self.page_kinds) or (1,),
+            strides=tuple(kind.stride for kind in self.page_kinds) or (1,), paired=spec.paired_positions,
         )  # fmt: skip
         self._steps, self._tail = (
             StepBuffers(self.device, own, padding_page=pages - 1, depth=1)

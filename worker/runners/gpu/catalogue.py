@@ -18,6 +18,7 @@ from nightmill.worker.runners.gpu.computed import refusal
 from nightmill.worker.runners.gpu.device.chosen import NamedGpu
 from nightmill.worker.runners.gpu.device.sources import Source, for_element
 from nightmill.worker.runners.gpu.experts.combine import Combine
+from nightmill.worker.runners.gpu.experts.few import FewExperts
 from nightmill.worker.runners.gpu.experts.grouped import GroupedProducts
 from nightmill.worker.runners.gpu.experts.route import Routing
 from nightmill.worker.runners.gpu.precision import HALF, Precision
@@ -85,6 +86,7 @@ def sources_for(
     products = [
         *ModelFormats(spec, precision).sources(hopper=hopper),
         *GroupedProducts.sources(spec, precision, hopper=hopper),
+        *FewExperts.sources(spec, precision, hopper=hopper),
     ]
     sources = (*products, *others, *(predictor_sources() if predicts else ()))
     return list(dict.fromkeys(for_element(source, precision.element, precision.kv) for source in sources))

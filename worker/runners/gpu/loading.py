@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
+from gguf import GGMLQuantizationType
 
 from nightmill.jobs.errors import ModelFileError
 from nightmill.worker.model.gguf.file import GgufFile
@@ -162,6 +163,10 @@ class _Loader:
         embedding = self._matrix(own, Role.EMBEDDING)
         layers = tuple(self._layer(index) for index in range(len(spec.layers)))
         inputs = None if spec.layer_inputs is None else spec.layer_inputs.norm
+        if spec.paired_positions:
+            positions, text_types = self._paired_positions(), ABSENT
+        else:
+            positions, text_types = self._vector(own, Role.POSITIONS), self._vector(own, Role.TEXT_TYPES)
         return Weights(
             embedding=embedding,
             layers=layers,
@@ -170,8 +175,8 @@ class _Loader:
             layer_embedding=self._matrix(own, Role.LAYER_EMBEDDING),
             layer_projection=self._matrix(own, Role.LAYER_PROJECTION),
             layer_projection_norm=self._norm(own, Role.LAYER_PROJECTION_NORM, inputs),
-            positions=self._vector(own, Role.POSITIONS),
-            text_types=self._vector(own, Role.TEXT_TYPES),
+            positions=positions,
+            text_types=text_types,
             embedding_norm=self._norm(
                 own, Role.EMBEDDING_NORM, None if spec.encoder is None else spec.encoder.norm
             ),
@@ -339,6 +344,16 @@ class _Loader:
             return NO_NORM
         bias = self._vector(own, Role(f"{role}_bias")) if norm.bias else ABSENT
         return NormWeight(self._vector(own, role), norm.eps, norm.centred, bias)
+
+    def _paired_positions(self) -> Buffer:
+        """Positions with the kind of text added: those of first texts, below them those of second ones."""
+        types, table = (self._file.array(f"{name}.weight") for name in ("token_types", "position_embd"))
+        both = np.concatenate([table + types[0], table + types[1]]).astype("<f4")
+        address = self._arena.take(both.nbytes)
+        self._dequantizer.load(
+            both.reshape(-1).view(np.uint8), GGMLQuantizationType.F32, address, floats=True
+        )
+        return Buffer(address, both.shape, FLOAT)
 
     def _vector(self, own: dict[Role, Weight], role: Role, mixer: Mixer | None = None) -> Buffer:
         """mixer: the same."""

@@ -112,7 +112,8 @@ class RunnerPlanner:
     def bounds(self, sizes: RunnerSizes) -> StepBounds:
         """The bounds of a step of these sizes."""
         slots, grid = sizes.slots, prompt_grid(self.spec)
-        pools = self.spec.pooling is Pooling.MEAN
+        ranking = self.spec.ranking
+        pools = self.spec.pooling is Pooling.MEAN or (ranking is not None and ranking.mean)
         given = sizes.max_tokens if self.spec.encoder is not None else grid
         draws = most_draws(slots, given, pools=pools) if sizes.max_draws is None else sizes.max_draws
         layout = kinds_layout(self.spec, self.precision.kv)
@@ -125,6 +126,7 @@ class RunnerPlanner:
             states=grid > 1,
             strides=(1,) if layout is None else tuple(kind.stride for kind in layout.kinds),
             plans=max(1, sum(1 for _ in by_heads(self.spec))),
+            paired=self.spec.paired_positions,
         )
 
     def _workspace(self, sizes: RunnerSizes, max_tokens: int) -> int:

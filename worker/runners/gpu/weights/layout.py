@@ -372,7 +372,8 @@ def _sizes(spec: ModelSpec, role: Role, weight: Weight, precision: Precision) ->
         runs = runs_of(spec, role, weight, precision)
         return [size for run in runs for size in (run.bytes, run.format.scale_bytes(run.rows))]
     kind = ELEMENT if role in OF_EACH_HEAD else FLOAT
-    return [math.prod(weight.shape) * kind.itemsize]
+    tables = 2 if role is Role.POSITIONS and spec.paired_positions else 1
+    return [math.prod(weight.shape) * kind.itemsize * tables]
 
 
 _PACKED = {format_.name: format_ for format_ in Format if format_.packed}
