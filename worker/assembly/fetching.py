@@ -12,7 +12,7 @@ from nightmill.jobs.base.extras import pip_install
 from nightmill.jobs.base.printable import printable
 from nightmill.jobs.base.settings import MODEL_SCHEMES, Settings, parse_models
 from nightmill.jobs.commands.terminal import LiveLine, ProgressLine
-from nightmill.jobs.errors import MissingExtraError, ModelFetchError, SettingsError
+from nightmill.jobs.errors import MissingExtraError, ModelFetchError, ModelFileError, SettingsError
 from nightmill.worker.assembly.names import name_of
 
 if TYPE_CHECKING:
@@ -65,6 +65,19 @@ def with_models(
             )
         found[known] = path
     return settings.model_copy(update={"models": ",".join(f"{name}={path}" for name, path in found.items())})
+
+
+def check_files(models: str) -> None:
+    """Check that the files of a worker's list are there, but for those with a name of their own.
+
+    Raises ModelFileError for one that is not: a misspelt path would be found when the first row waits for it.
+    """
+    for name, model in parse_models(models):
+        if name is None and not model.startswith(MODEL_SCHEMES) and not Path(model).is_file():
+            raise ModelFileError(
+                f"--models: {printable(model)}: there is no such file; a worker starts without those that "
+                f"have a name and may come later: --models NAME={printable(model)}"
+            )
 
 
 def with_files(settings: Settings, turn: str | None, tell: Callable[[str], object]) -> Settings:

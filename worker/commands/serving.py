@@ -18,7 +18,7 @@ from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.options import LOG_FORMAT, CommandGroup
 from nightmill.jobs.commands.terminal import echo
 from nightmill.jobs.errors import SettingsError
-from nightmill.worker.assembly.fetching import with_model_file, with_models
+from nightmill.worker.assembly.fetching import check_files, with_model_file, with_models
 from nightmill.worker.assembly.options import (
     GROUP,
     LEDGER,
@@ -83,6 +83,7 @@ def _worker(
 
         serve_together(log_format, worker_id, options)
     if settings.models is not None:
+        check_files(settings.models)
         options["models"] = with_models(settings).models
     elif isinstance(settings.model, str):  # a name: fetched here, where there is a terminal for the progress
         options["model"] = with_model_file(settings).model

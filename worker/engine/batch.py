@@ -170,9 +170,9 @@ class BatchBuilder:
                 restores=_copies(plan.drafts, "restores"),
                 further=tuple(further),
                 pools=pools,
+                text_types=_text_types(prompts, sequence_starts[drawn:], len(tokens)),
                 following=_following([*decodes, *others], contexts) if self._predicts else _NO_INTS,
                 guesses=plan.guesses,
-                text_types=_text_types(prompts, sequence_starts[drawn:], len(tokens)),
             ),
             Receivers(drawing, asking, embedding),
         )
@@ -289,17 +289,6 @@ def _pools(prompts: list[Chunk], starts: IntArray) -> tuple[PoolArray, list[Sequ
     return pools, complete
 
 
-def _following(sequences: list[Sequence], ends: IntArray) -> IntArray:
-    """The token behind each chunk of a step, which are of these sequences and end there; -1: not known."""
-    return np.array(
-        [
-            sequence.tokens[end] if end < len(sequence.tokens) else -1
-            for sequence, end in zip(sequences, ends.tolist(), strict=True)
-        ],
-        dtype=np.int32,
-    )
-
-
 def _text_types(prompts: list[Chunk], starts: IntArray, tokens: int) -> IntArray | None:
     """Which of a step's tokens are of the second texts of pairs; None: no prompt is a pair."""
     if all(chunk.sequence.request.second is None for chunk in prompts):
@@ -309,6 +298,17 @@ def _text_types(prompts: list[Chunk], starts: IntArray, tokens: int) -> IntArray
         if (second := chunk.sequence.request.second) is not None:
             types[first + max(0, second - chunk.start) : first + chunk.of_prompt] = 1
     return types
+
+
+def _following(sequences: list[Sequence], ends: IntArray) -> IntArray:
+    """The token behind each chunk of a step, which are of these sequences and end there; -1: not known."""
+    return np.array(
+        [
+            sequence.tokens[end] if end < len(sequence.tokens) else -1
+            for sequence, end in zip(sequences, ends.tolist(), strict=True)
+        ],
+        dtype=np.int32,
+    )
 
 
 def _prompt_tokens(chunks: list[Chunk]) -> list[int]:

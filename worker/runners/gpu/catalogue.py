@@ -70,6 +70,7 @@ _LAST = (
     LatentKernels,
     StateMixers,
     Routing,
+    Combine,
     GroupedProducts,
 )
 

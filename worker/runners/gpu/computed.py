@@ -45,8 +45,8 @@ def _computed(spec: ModelSpec) -> ModelSpec:
         suppressed=spec.suppressed,
         tensor_types=spec.tensor_types,
         encoder=spec.encoder,
-        predictor=spec.predictor,  # its guesses are taken or left
         ranking=spec.ranking,
+        predictor=spec.predictor,  # its guesses are taken or left
     )
 
 
