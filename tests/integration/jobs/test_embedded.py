@@ -17,7 +17,7 @@ import pytest
 from nightmill.jobs.base.extras import pip_install
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.client.client import Client
-from nightmill.jobs.errors import BrokerUnreachableError, MissingExtraError
+from nightmill.jobs.errors import BrokerError, BrokerUnreachableError, MissingExtraError
 from nightmill.jobs.messages import embedded
 from nightmill.jobs.messages.embedded import EmbeddedRedis
 from tests.support.servers import wait_until, worker_env
@@ -249,3 +249,15 @@ def test_programs_one_after_the_other_share_rows_and_messages(redis_of: Any, dir
     with Client(settings) as client:
         assert [job.id for job in client.list_jobs()] == ids[::-1]
         assert client.broker.queue_length(None) == 2
+
+
+def test_a_server_that_cannot_write_its_data_goes_on_and_says_so(redis_of: Any, directory: Path) -> None:
+    server = redis_of(directory)
+    server.ensure()
+    in_the_way = server.directory / "dump.rdb"  # as a disk that is full
+    in_the_way.mkdir()
+    with pytest.raises(BrokerError, match=f"cannot write its data to {server.directory}, and goes on: make"):
+        server.stop()
+    assert not server.stop_unless_used() and server.running()
+    in_the_way.rmdir()
+    assert server.stop() and not server.alive()

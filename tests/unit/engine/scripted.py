@@ -125,6 +125,8 @@ class ScriptedRunner:
                 "pools",
                 "keeps",
                 "restores",
+                "text_types",
+                "guesses",
             ):
                 assert getattr(batch, field.name).dtype == np.int32
         self.batches.append(batch)

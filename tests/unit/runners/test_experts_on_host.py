@@ -48,6 +48,13 @@ def test_each_kind_is_computed(launched: set[str], kind: str) -> None:
     }
 
 
+@pytest.mark.parametrize(("width", "pieces"), [(1024, 1), (4096, 2), (4104, 4)])
+def test_outputs_are_added_in_rows_of_any_width(launched: set[str], width: int, pieces: int) -> None:
+    device: Any = HostDevice(Element.F16)
+    on_gpu.outputs_are_added(device, width, 2)
+    assert launched == {f"combine_{pieces}"}
+
+
 @pytest.mark.parametrize(
     "kept", [Format.FP8, Format.Q4_K, Format.Q8_0, Format.MXFP4], ids=lambda one: one.name
 )

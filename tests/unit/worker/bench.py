@@ -93,6 +93,9 @@ class ScriptedPrompting:
             raise InvalidParameterError("pooling: no file says any", field="pooling")
         return range(0 if pooling == "mean" else tokens - 1, tokens)
 
+    def paired(self, prompt_ids: tuple[int, ...]) -> tuple[range, int] | None:
+        return None
+
     def markup(self, claim: Claim, prompt_ids: tuple[int, ...]) -> Markup | None:
         return None
 

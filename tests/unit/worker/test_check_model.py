@@ -199,6 +199,16 @@ def test_without_a_gpu_a_card_is_pretended(directory: Path, monkeypatch: pytest.
     assert "no card is known as 'rtx9090'" in done.output and "rtx4090" in done.output
 
 
+def test_a_forecast_says_that_it_knows_nothing_of_slow_kernels(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pycuda", None)
+    said = {"prompts": "attention for heads of 512 without tensor cores, which is slow", "products": "tiles"}
+    monkeypatch.setattr("nightmill.worker.runners.gpu.outlook.kernel_outlook", lambda *_, **__: said)
+    (basis,) = check(demo_model(), directory, "--pretend", "rtx3090", "--no-generate")["basis"]
+    assert "reaches; how slow kernels of prompts are is not in it; measure" in basis["found"]
+
+
 def test_with_a_gpu_it_is_said_of_that_one(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     RecordedDriver((9, 0)).install(monkeypatch)
     driver = sys.modules["pycuda.driver"]

@@ -1,6 +1,8 @@
 """The pipe between a worker and its engine."""
 
+import pickle
 import threading
+from dataclasses import fields
 from multiprocessing import Pipe
 
 import pytest
@@ -32,6 +34,15 @@ def make_engine() -> Engine:
 def request(name: str, tokens: int) -> Request:
     # The scripted runner takes the seed for the length of the prompt.
     return Request(name, 1, (1, 2, 3), GenerationParams(max_tokens=tokens, ignore_eos=True), seed=3)
+
+
+@pytest.mark.parametrize("kind", [Request, Completion])
+def test_what_goes_through_the_pipe_keeps_all_its_values(kind: type[Request] | type[Completion]) -> None:
+    names = [one.name for one in fields(kind)]
+    sent = kind(**{name: f"value of {name}" for name in names})  # type: ignore[arg-type]
+    got = pickle.loads(pickle.dumps(sent))
+    assert type(got) is kind
+    assert [getattr(got, name) for name in names] == [f"value of {name}" for name in names]
 
 
 def test_completions_and_counters_come_back() -> None:
