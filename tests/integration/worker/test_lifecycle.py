@@ -126,7 +126,7 @@ def test_late_and_cancelled_jobs_keep_their_text_and_sigterm_hands_others_back_w
         wait_until(lambda: jobs_client.get(short).state.final, PATIENCE)
         _late(jobs_client)
         # Only now: of two shards that wait, either may be claimed first.
-        ids = jobs_client.enqueue_many(["Write a haiku about snow"] * 12, **ENDLESS)
+        ids = jobs_client.enqueue_many(["Write a haiku about snow"] * 12, **LONG)
         wait_until(lambda: in_state(jobs_client, JobState.RUNNING), PATIENCE)
         _cancelled(jobs_client)
         leaving.send_signal(signal.SIGTERM)
@@ -144,7 +144,7 @@ def test_late_and_cancelled_jobs_keep_their_text_and_sigterm_hands_others_back_w
 
 def _late(client: Client) -> None:
     """A job stops at its deadline, with its text; on a busy machine it has begun long before."""
-    job_id = client.enqueue("Write a haiku about fire", deadline=timedelta(seconds=5), **ENDLESS)
+    job_id = client.enqueue("Write a haiku about fire", deadline=timedelta(seconds=5), **LONG)
     client.wait(job_id, timeout=PATIENCE)
     late = client.get(job_id)
     assert (late.state, late.stop_reason) == (JobState.FAILED, StopReason.DEADLINE)
@@ -161,7 +161,7 @@ def _cancelled(client: Client) -> None:
     stopped = wait_until(lambda: (job := client.get(running)).state.final and job, PATIENCE)
     assert (stopped.state, stopped.stop_reason) == (JobState.CANCELLED, StopReason.CANCELLED)
     assert seen and stopped.text is not None and stopped.text.startswith(seen)
-    assert stopped.completion_tokens is not None and 0 < stopped.completion_tokens < ENDLESS_TOKENS
+    assert stopped.completion_tokens is not None and 0 < stopped.completion_tokens < LONG_TOKENS
 
 
 @pytest.mark.slow  # tests/integration/jobs/test_claims.py claims shards twice, in processes that race

@@ -16,7 +16,8 @@ from nightmill.jobs.errors import InvalidParameterError, InvalidPromptError
 from nightmill.jobs.formats.inputs import FileFormat
 from nightmill.jobs.formats.results import result_row
 from nightmill.jobs.request.spec import JobSpec
-from tests.unit.engine.scripted import EOS, ScriptedRunner, found_for
+from tests.unit.engine.by_definition import EOS, found_for
+from tests.unit.engine.scripted import ScriptedRunner
 from tests.unit.worker.bench import PROMPT, Bench
 
 ASKED: dict[str, Any] = {"rerank": "What grinds grain?", "prompt": "a mill"}
