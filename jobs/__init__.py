@@ -58,6 +58,7 @@ if TYPE_CHECKING:
         JobNotFoundError,
         NightmillError,
         NotServedError,
+        RerankError,
         ScoreError,
         SettingsError,
         StreamChangedError,
@@ -86,6 +87,7 @@ __all__ = [
     "Piece",
     "score",
     "embed_many",
+    "rerank",
     "Scores",
     "Score",
     "TokenLogprob",
@@ -153,6 +155,7 @@ __all__ = [
     "NotServedError",
     "ScoreError",
     "EmbeddingError",
+    "RerankError",
     "DatabaseError",
     "BrokerError",
     "DeliveryDelayedWarning",
@@ -336,6 +339,13 @@ def embed_many(
 ) -> list[Embedding]:
     """Compute the embedding of each text, in their order. See Client.embed_many."""
     return default_client().embed_many(texts, timeout=timeout, **settings)
+
+
+def rerank(
+    query: str, documents: Iterable[str], *, timeout: float | None = None, **settings: Unpack[JobSettings]
+) -> list[float]:
+    """Compute how relevant each document is for a query, 0 to 1, in their order. See Client.rerank."""
+    return default_client().rerank(query, documents, timeout=timeout, **settings)
 
 
 def cancel(job_id: str) -> JobState:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack
 
 from nightmill import jobs as _jobs
 from nightmill.jobs.errors import InvalidParameterError
-from nightmill.jobs.reply.job import Job, embedding_of, scores_of
+from nightmill.jobs.reply.job import Job, embedding_of, relevance_in, scores_of
 
 if TYPE_CHECKING:
     from nightmill.jobs.base.contract import Prompt
@@ -100,6 +100,15 @@ async def embed_many(
     settings["embed"] = True
     job_ids = await enqueue_many(texts, **settings)
     return [embedding_of(job) async for job in results(job_ids, timeout=timeout)]
+
+
+async def rerank(
+    query: str, documents: Iterable[str], *, timeout: float | None = None, **settings: Unpack[JobSettings]
+) -> list[float]:
+    """Compute how relevant each document is for a query, 0 to 1, in their order. See Client.rerank."""
+    settings["rerank"] = query
+    job_ids = await enqueue_many(documents, **settings)
+    return [relevance_in(job) async for job in results(job_ids, timeout=timeout)]
 
 
 async def results(

@@ -18,6 +18,7 @@ NightmillError
 ├── StreamChangedError               a job restarted and produced different text
 ├── ScoreError                       a scoring job ended without scores
 ├── EmbeddingError                   a job that embeds a text ended without an embedding
+├── RerankError                      a job that ranks a document ended without its relevance
 ├── NotServedError                   no live worker serves the model of a waiting caller
 ├── DatabaseError
 │   ├── DatabaseUnreachableError     an outage: the same statement may succeed later
@@ -153,6 +154,10 @@ class ScoreError(NightmillError):
 
 class EmbeddingError(NightmillError):
     """The text was not embedded."""
+
+
+class RerankError(NightmillError):
+    """The document was not ranked."""
 
 
 class NotServedError(NightmillError):

@@ -24,7 +24,7 @@ from nightmill.jobs.formats.frames import Prompts, items_of
 from nightmill.jobs.messages.announcing import Announcer
 from nightmill.jobs.messages.broker import Broker
 from nightmill.jobs.reply.embeddings import Embedding
-from nightmill.jobs.reply.job import Job, Worker, embedding_of, scores_of
+from nightmill.jobs.reply.job import Job, Worker, embedding_of, relevance_in, scores_of
 from nightmill.jobs.reply.logprobs import Scores
 from nightmill.jobs.reply.night import NightReport
 from nightmill.jobs.request.fields import FIELDS, JobSettings, deadline_moment
@@ -349,6 +349,24 @@ class Client:
         settings["embed"] = True
         job_ids = self.enqueue_many(texts, **settings)
         return [embedding_of(job) for job in self.results(job_ids, timeout=timeout)]
+
+    def rerank(
+        self,
+        query: str,
+        documents: Iterable[str],
+        *,
+        timeout: float | None = None,
+        **settings: Unpack[JobSettings],
+    ) -> list[float]:
+        """Compute how relevant each document is for a query, 0 to 1, in their order. Queues jobs, and waits.
+
+        Keywords are those of `enqueue`, with `instruction`, which models that chat are given.
+
+        Raises InvalidRequestError, WaitTimeoutError, and RerankError if a job ended otherwise.
+        """
+        settings["rerank"] = query
+        job_ids = self.enqueue_many(documents, **settings)
+        return [relevance_in(job) for job in self.results(job_ids, timeout=timeout)]
 
     def cancel(self, job_id: str) -> JobState:
         """Cancel a job: a queued one at once, a running one at its next step. Returns its state now.

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from datetime import datetime
 from typing import Any
 
-from nightmill.jobs.base.contract import JobState
+from nightmill.jobs.base.contract import JobState, StopReason
 from nightmill.jobs.base.printable import printable
 from nightmill.jobs.base.times import describe_moment
 from nightmill.jobs.client.client import Client
@@ -99,6 +99,8 @@ def print_all_of(job: Job) -> None:
     elif job.embedding is not None:
         begins = ", ".join(f"{number:.4f}" for number in job.embedding[:_NUMBERS])
         echo(_field("embedding", f"{len(job.embedding):,} numbers: {begins}, ..."))
+    elif job.relevance is not None:
+        echo(_field("relevance", f"{job.relevance:.6f}"))
     elif job.text is not None:
         echo()
         _print_text(job.text, job.replies[0] if job.answers else None)
@@ -165,7 +167,8 @@ def job_values(job: Job) -> dict[str, Any]:
         del values[name]
     read = reply_values(job.replies[0]) if job.answers else {}
     if job.packed_embedding is not None:
-        read |= {"embedding": written(job.packed_embedding)}
+        ranked = job.relevance is not None
+        read |= {"relevance": job.relevance} if ranked else {"embedding": written(job.packed_embedding)}
     return values | {"answers": answer_values(job)} | read
 
 
@@ -246,7 +249,8 @@ def describe_status(status: BatchStatus, price_per_kwh: float | None = None) -> 
         say("stopped", first)
         for kind in kinds:
             say("", kind)
-        say("", f"to go on: nightmill batch budget {status.name} with a higher limit")
+        if not status.state.final or StopReason.BUDGET in status.stop_reasons:
+            say("", f"to go on: nightmill batch budget {status.name} with a higher limit")
     if status.wakes_at is not None:
         say("sleeps", f"until {describe_moment(status.wakes_at)}, when the hours of its workers begin")
     if status.rows_before is not None:

@@ -34,7 +34,7 @@ MAX_REQUEST_TOKENS = 1 << 24
 """Most tokens of all answers of a request, including log-probabilities, as they form one response body."""
 
 _OF_LOGPROBS = frozenset({"logprobs", "top_logprobs", "echo"})
-_OF_EMBEDDINGS = frozenset({"embed", "dimensions", "pooling"})
+_OF_EMBEDDINGS = frozenset({"embed", "dimensions", "pooling", "rerank", "instruction"})
 _TAKEN = (
     PARAMETERS - _OF_LOGPROBS - _OF_EMBEDDINGS | CONSTRAINT_FIELDS.keys() | {"model"}
 )  # OpenAI's and ours

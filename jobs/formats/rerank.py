@@ -1,35 +1,28 @@
-"""Requests to rank documents, in Jina's and Cohere's shape, and the scoring jobs that they become.
+"""Requests to rank documents, in Jina's and Cohere's shape, and the jobs that they become, one a document.
 
-A document is as relevant as `yes` is likely against `no`, when the model is asked whether it meets the query:
-in the words that Qwen3-Reranker was trained with, which other chat models understand as well.
+What computes a relevance is the worker's matter: a cross-encoder's head, or how likely a model that chats
+says that the document meets the query.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from nightmill.jobs.base.contract import JsonObject
+from nightmill.jobs.errors import InvalidRequestError
 from nightmill.jobs.formats.neutral import short
 from nightmill.jobs.formats.rows import invalid, missing
-from nightmill.jobs.reply.job import Job, scores_of
+from nightmill.jobs.reply.job import Job, relevance_in
 from nightmill.jobs.request.fields import unknown_field
 from nightmill.jobs.request.prompts import json_type
 from nightmill.jobs.request.spec import JobSpec
 
-__all__ = ["INSTRUCTION", "MAX_DOCUMENTS", "RERANK_KEYS", "Ranking"]
+__all__ = ["MAX_DOCUMENTS", "RERANK_KEYS", "Ranking"]
 
 MAX_DOCUMENTS: Final = 1_000
 """Most documents of one request, as Cohere's API advises."""
-INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that answer the query"
-_SYSTEM: Final = (
-    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note "
-    'that the answer can only be "yes" or "no".'
-)
-_YES, _NO = "yes", "no"
+_FIELDS: Final[tuple[str, ...]] = ("model", "instruction", "truncate_prompt_tokens")
 _IGNORED: Final = frozenset({"user", "truncation"})
-RERANK_KEYS: Final = frozenset(
-    {"model", "query", "documents", "top_n", "return_documents", "instruction", *_IGNORED}
-)
+RERANK_KEYS: Final = frozenset({"query", "documents", "top_n", "return_documents", *_FIELDS, *_IGNORED})
 
 
 class Ranking:
@@ -41,9 +34,7 @@ class Ranking:
         for name in given:
             if name not in RERANK_KEYS:
                 raise unknown_field(name, RERANK_KEYS)
-        query, instruction = _text(given, "query"), given.get("instruction", INSTRUCTION)
-        if not isinstance(instruction, str):
-            raise invalid("instruction", f"must be a text, not {json_type(instruction)}")
+        query = _text(given, "query")
         self.documents = _documents(given.get("documents"))
         self.top_n: int = given.get("top_n", len(self.documents))
         if type(self.top_n) is not int or self.top_n < 1:
@@ -52,20 +43,24 @@ class Ranking:
         if not isinstance(self.returns_documents, bool):
             said = f"must be true or false, not {json_type(self.returns_documents)}"
             raise invalid("return_documents", said)
-        asked = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: "
-        fields = {
-            "model": given.get("model"),
-            "score": [_YES, _NO],
-            "chat_template_kwargs": {"enable_thinking": False},
-        }
-        self.specs = [
-            JobSpec.parse({"messages": _chat(asked + document), **fields}, defaults)
-            for document in self.documents
-        ]
+        fields = {name: given[name] for name in _FIELDS if name in given}
+        self.specs: list[JobSpec] = []
+        for number, document in enumerate(self.documents):
+            try:
+                if self.specs:
+                    self.specs.append(self.specs[0].prompted(document))
+                else:
+                    self.specs.append(
+                        JobSpec.parse({"prompt": document, "rerank": query, **fields}, defaults)
+                    )
+            except InvalidRequestError as error:
+                if error.field == "prompt":
+                    raise error.renamed(f"documents[{number}]") from None
+                raise error.renamed("query") if error.field == "rerank" else error from None
 
     def body(self, jobs: Sequence[Job], request_id: str, model: str) -> JsonObject:
-        """Build the response of ended jobs; raises ScoreError if one has no scores."""
-        ranked = sorted(enumerate(map(relevance_of, jobs)), key=lambda one: -one[1])
+        """Build the response of ended jobs; raises RerankError if one has no relevance."""
+        ranked = sorted(enumerate(map(relevance_in, jobs)), key=lambda one: -one[1])
         tokens = sum((job.prompt_tokens or 0) + (job.completion_tokens or 0) for job in jobs)
         return {
             "id": request_id,
@@ -78,16 +73,6 @@ class Ranking:
     def _result(self, index: int, relevance: float) -> JsonObject:
         document = {"document": {"text": self.documents[index]}} if self.returns_documents else {}
         return {"index": index, "relevance_score": relevance} | document
-
-
-def relevance_of(job: Job) -> float:
-    """Return the likelihood of `yes` among `yes` and `no`, 0 to 1; raises ScoreError without scores."""
-    yes, no = (score.logprob for score in scores_of(job))
-    return 1 / (1 + math.exp(min(no - yes, 700.0)))
-
-
-def _chat(question: str) -> list[JsonObject]:
-    return [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": question}]
 
 
 def _text(given: Mapping[str, Any], name: str) -> str:

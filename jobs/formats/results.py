@@ -38,11 +38,12 @@ RESULT_COLUMNS = {
     "reasoning_tokens": "int64",
     "gpu_seconds": "float64",
     "energy_joules": "float64",
+    "relevance": "float64",
 }
 """Columns of results in a table, with types."""
 COSTS = ("gpu_seconds", "energy_joules")
 """Columns, and keys, of what a row cost."""
-LATER = ("embedding", "cached_tokens", "reasoning_tokens", *COSTS)
+LATER = ("embedding", "cached_tokens", "reasoning_tokens", *COSTS, "relevance")
 """Columns, and keys, that results of earlier versions do not have, in the order in which they came."""
 ERROR_COLUMNS = {
     "custom_id": "string",
@@ -95,15 +96,22 @@ def result_row(job: Job, format: FileFormat, *, model: str = "") -> JsonObject:
         | _embedding_of(job, format)
         | {"cached_tokens": job.cached_tokens, "reasoning_tokens": job.reasoning_tokens}
         | _costs_of(job, format)
+        | _relevance_of(job, format)
     )
 
 
 def _embedding_of(job: Job, format: FileFormat) -> JsonObject:
     """The embedding of a job: a list, and in CSV its JSON. In tables its column is always there."""
-    if job.packed_embedding is None:
+    if job.packed_embedding is None or job.embedding is None:
         return {} if format is FileFormat.JSONL else {"embedding": None}
     numbers = written(job.packed_embedding)
     return {"embedding": json.dumps(numbers) if format is FileFormat.CSV else numbers}
+
+
+def _relevance_of(job: Job, format: FileFormat) -> JsonObject:
+    """How relevant a document is for its query. In tables its column is always there."""
+    found = job.relevance
+    return {} if found is None and format is FileFormat.JSONL else {"relevance": found}
 
 
 def _costs_of(job: Job, format: FileFormat) -> JsonObject:
@@ -227,6 +235,14 @@ def _response(job: Job, status: int, model: str) -> JsonObject:
     model = job.model or model
     if job.params.embed:
         body = embeddings_body([job], model)
+    elif job.params.rerank is not None:
+        tokens = job.prompt_tokens or 0
+        body = {
+            "object": "list",
+            "model": model,
+            "results": [{"index": 0, "relevance_score": job.relevance}],
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        }
     else:
         body = (completion_body if job.request is None else response_body)(job, model)
     return {"status_code": status, "request_id": job.id, "body": body}

@@ -1,10 +1,11 @@
 """Embeddings as rows keep them: float32, the lowest byte first."""
 
 import base64
+import math
 import sys
 from array import array
 
-__all__ = ["Embedding", "encoded", "numbers", "written"]
+__all__ = ["Embedding", "encoded", "numbers", "relevance_of", "written"]
 
 Embedding = tuple[float, ...]
 
@@ -22,6 +23,12 @@ def written(data: bytes) -> list[float]:
 def encoded(data: bytes) -> str:
     """The bytes in base64, as OpenAI's API has them."""
     return base64.b64encode(data).decode()
+
+
+def relevance_of(data: bytes) -> float:
+    """How relevant a document is, 0 to 1, of the logit that is kept of it."""
+    (logit,) = _floats(data)
+    return 1 / (1 + math.exp(-max(-700.0, logit)))
 
 
 def _floats(data: bytes) -> "array[float]":

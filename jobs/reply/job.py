@@ -16,8 +16,8 @@ from nightmill.jobs.base.contract import (
     WorkerState,
 )
 from nightmill.jobs.base.hours import Hours
-from nightmill.jobs.errors import EmbeddingError, ScoreError
-from nightmill.jobs.reply.embeddings import Embedding, numbers
+from nightmill.jobs.errors import EmbeddingError, RerankError, ScoreError
+from nightmill.jobs.reply.embeddings import Embedding, numbers, relevance_of
 from nightmill.jobs.reply.logprobs import Score, Scores, TokenLogprob, read, total
 from nightmill.jobs.reply.parsing import Reply, ToolCall, read_reply
 from nightmill.jobs.reply.token_ids import TokenIds
@@ -127,7 +127,16 @@ class Job:
     @property
     def embedding(self) -> Embedding | None:
         """The embedding of the text, if the job asked for one and succeeded."""
-        return None if self.packed_embedding is None else numbers(self.packed_embedding)
+        if self.packed_embedding is None or not self.params.embed:
+            return None
+        return numbers(self.packed_embedding)
+
+    @property
+    def relevance(self) -> float | None:
+        """How relevant its document is for its query, 0 to 1, if the job asked for that and succeeded."""
+        if self.packed_embedding is None or self.params.rerank is None:
+            return None
+        return relevance_of(self.packed_embedding)
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...] | None:
@@ -202,6 +211,14 @@ def scores_of(job: Job) -> Scores:
     return scores
 
 
+def relevance_in(job: Job) -> float:
+    """Return the relevance of an ended job; raises RerankError if it has none."""
+    if (relevance := job.relevance) is None:
+        why = f": {job.error}" if job.error else ""
+        raise RerankError(f"job {job.id} ended without a relevance, {job.state} ({job.stop_reason}){why}")
+    return relevance
+
+
 def embedding_of(job: Job) -> Embedding:
     """Return the embedding of an ended job; raises EmbeddingError if it has none."""
     if (embedding := job.embedding) is None:
@@ -233,6 +250,7 @@ class Worker:
     paused: bool = False  # by hand: it sleeps, or is about to, until it is resumed
     models: list[str] | None = None  # that it loads in turn; `model` is the one that is loaded, or was last
     swap_for_interactive: bool = False  # it loads another of them when an interactive job asks for it
+    together: str | None = None  # what it and the workers that share its GPU are called
 
     def could_serve(self, model: str) -> bool:
         """Return True if it loads the model in turn with others, whether or not it is loaded now."""

@@ -57,6 +57,8 @@ class BatchSettings(TypedDict, total=False):
     embed: bool | None
     dimensions: int | None
     pooling: str | None
+    rerank: str | None
+    instruction: str | None
     n: int | None
     response_format: Mapping[str, Any] | type[BaseModel] | None
     json_schema: Mapping[str, Any] | type[BaseModel] | None
@@ -202,7 +204,7 @@ _SCOPES = {
         "prompt_logprobs", "truncate_prompt_tokens", "reasoning_effort", "chat_template_kwargs",
         "add_generation_prompt", "continue_final_message",
     ),
-    Scope.JOB: ("n", "score", "return_token_ids", "embed", "dimensions", "pooling"),
+    Scope.JOB: ("n", "score", "return_token_ids", "embed", "dimensions", "pooling", "rerank", "instruction"),
 }  # fmt: skip
 _SCOPE_OF = {name: scope for scope, names in _SCOPES.items() for name in names}
 _OPTIONS = {

@@ -143,6 +143,15 @@ class GenerationParams(BaseModel):
         json_schema_extra={"enum": ["last", "mean"]},
     )
 
+    rerank: str | None = Field(
+        default=None,
+        description="A query. Generate nothing: compute how relevant the prompt, a document, is for it.",
+    )
+    instruction: str | None = Field(
+        default=None,
+        description="The task of reranking, for chat models; by default to find passages that answer.",
+    )
+
     @property
     def only_echo(self) -> bool:
         """True if nothing is generated: the text is the prompt."""
@@ -301,6 +310,33 @@ class GenerationParams(BaseModel):
             raise ValueError(f"does not go with {given[0]}: nothing is generated; give one of them")
         return value
 
+    @field_validator("rerank")
+    @classmethod
+    def _relevance_has_no_answers(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None:
+            return None
+        if not value.strip():
+            raise ValueError("must be a text, not an empty one")
+        if problem := unstorable(value):
+            raise ValueError(f"a query {problem}")
+        asking = ("n", "echo", "score", "logprobs", "prompt_logprobs", "return_token_ids", "embed")
+        usual = {name: cls.model_fields[name].default for name in asking}
+        given = [name for name in asking if info.data.get(name, usual[name]) != usual[name]]
+        if given:
+            raise ValueError(f"does not go with {given[0]}: nothing is generated; give one of them")
+        return value
+
+    @field_validator("instruction")
+    @classmethod
+    def _only_reranking_has_a_task(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None:
+            return None
+        if "rerank" in info.data and info.data["rerank"] is None:
+            raise ValueError("is for reranking; give rerank too")
+        if problem := unstorable(value):
+            raise ValueError(f"an instruction {problem}")
+        return value
+
     @field_validator("pooling")
     @classmethod
     def _pooling_is_known(cls, value: str | None) -> str | None:
@@ -317,8 +353,13 @@ class GenerationParams(BaseModel):
 
     @property
     def draws_nothing(self) -> bool:
-        """True if no token is generated: it scores texts, repeats its prompt, or embeds it."""
-        return bool(self.score) or self.only_echo or self.embed
+        """True if no token is generated: it scores texts, repeats its prompt, embeds it, or ranks it."""
+        return bool(self.score) or self.only_echo or self.gives_numbers
+
+    @property
+    def gives_numbers(self) -> bool:
+        """True if its result is kept among embeddings: the embedding of its prompt, or its relevance."""
+        return self.embed or self.rerank is not None
 
     @property
     def tells_beside(self) -> bool:

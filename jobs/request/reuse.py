@@ -17,8 +17,8 @@ from nightmill.jobs.request.stored_parameters import stored
 class Reuse(StrEnum):
     """Which answers may stand for a job's.
 
-    exact  those that it would compute itself, to the bit: embeddings, and answers of greedy jobs and of those
-           with a seed
+    exact  those that it would compute itself, to the bit: embeddings, relevance, and answers of greedy jobs
+           and of those with a seed
     any    any earlier answer to the same request of the same model
     """
 
@@ -39,7 +39,7 @@ def content_key(reuse: str | None, content: Mapping[str, Any], seed: int | None,
     if params.score or params.only_echo:
         return None  # nothing is drawn
     values = {name: content[name] for name in _CONTENT} | {"params": stored(params)}
-    if reuse == Reuse.EXACT and params.temperature > 0 and not params.embed:
+    if reuse == Reuse.EXACT and params.temperature > 0 and not params.gives_numbers:
         if seed is None:
             return None
         values["seed"] = seed

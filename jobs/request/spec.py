@@ -267,6 +267,8 @@ class JobSpec(Options):
             )
         if self.params.embed:
             self._check_embedding()
+        if self.params.rerank is not None:
+            self._check_document()
         if self.tools is not None:
             self._check_tools()
         if not self.continue_final_message or self.messages is None:
@@ -284,6 +286,18 @@ class JobSpec(Options):
                 field="continue_final_message",
             )
         return self
+
+    def _check_document(self) -> None:
+        if self.text is None and self.held is None:
+            raise InvalidPromptError(
+                "rerank: is for documents that are plain texts: give the document as prompt", field="prompt"
+            )
+        if self.constrained is not None or self.tools is not None:
+            name = "tools" if self.constrained is None else "rerank"
+            raise InvalidParameterError(
+                f"{name}: a relevance is no answer that could obey a constraint or call tools; give one",
+                field=name,
+            )
 
     def _check_embedding(self) -> None:
         if self.messages is not None:

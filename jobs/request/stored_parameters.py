@@ -12,6 +12,7 @@ _LATER = (
     "stop_token_ids", "min_tokens", "n", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words",
     "logprobs", "echo", "score", "include_stop_str_in_output", "prompt_logprobs", "return_token_ids",
     "truncate_prompt_tokens", "max_reasoning_tokens", "embed", "dimensions", "pooling",
+    "rerank", "instruction",
 )  # fmt: skip
 """Parameters added after the first version."""
 

@@ -40,11 +40,21 @@ _RERANK_BODY = object_of(
         "top_n": {"type": ["integer", "null"], "minimum": 1},
         "return_documents": MAYBE_FLAG,
         "instruction": MAYBE_TEXT,
+        "truncate_prompt_tokens": field_of("truncate_prompt_tokens"),
         "user": {},
         "truncation": {},
         FIELD: TIER,
     },
-    optional=("model", "top_n", "return_documents", "instruction", "user", "truncation", FIELD),
+    optional=(
+        "model",
+        "top_n",
+        "return_documents",
+        "instruction",
+        "truncate_prompt_tokens",
+        "user",
+        "truncation",
+        FIELD,
+    ),
 )
 _RANKED = object_of(
     {"index": NUMBER, "relevance_score": {"type": "number"}, "document": object_of({"text": TEXT})},

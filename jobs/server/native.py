@@ -198,8 +198,17 @@ def job_object(job: Job) -> JsonObject:
         "text": job.text,
         "answers": answer_values(job),
         **(reply_values(job.replies[0]) if job.answers else {}),
-        **({} if job.packed_embedding is None else {"embedding": written(job.packed_embedding)}),
+        **_numbers(job),
     } | _outcome(job)
+
+
+def _numbers(job: Job) -> JsonObject:
+    """The embedding or the relevance of a job that has one."""
+    if job.packed_embedding is None:
+        return {}
+    if job.relevance is not None:
+        return {"relevance": job.relevance}
+    return {"embedding": written(job.packed_embedding)}
 
 
 def _outcome(job: Job) -> JsonObject:

@@ -198,9 +198,10 @@ _JOB = _object(
         "text": _MAYBE_TEXT,
         "answers": {"type": "array", "items": _ANSWER},
         "embedding": {"type": "array", "items": {"type": "number"}},
+        "relevance": {"type": "number"},
     }
     | _OUTCOME,
-    optional=(*READ, "embedding"),
+    optional=(*READ, "embedding", "relevance"),
 )
 
 _FILE = _object(

@@ -35,7 +35,7 @@ def read_jobs(connection: Connection, query: Select[Any]) -> list[Job]:
     telling = [row["id"] for row in rows if _ended_with(row, *asking)]
     known = answers.read(connection, several) if several else {}
     packed_logprobs = logprobs.read(connection, telling) if telling else {}
-    embedding = [row["id"] for row in rows if _ended_with(row, "embed")]
+    embedding = [row["id"] for row in rows if _ended_with(row, "embed", "rerank")]
     packed_embeddings = embeddings.read(connection, embedding) if embedding else {}
     gone = _gone(connection, {row["reused_from"] for row in rows} - {None})
     return [

@@ -13,8 +13,8 @@ from nightmill.jobs.request.spec import JobSpec
 from nightmill.jobs.request.template import Empty, Template
 from nightmill.jobs.tables.spreading import spread_columns
 
-ANSWER, EMBEDDING = "answer", "embedding"
-"""The name of the column of answers, or of embeddings, unless another is given."""
+ANSWER, EMBEDDING, RELEVANCE = "answer", "embedding", "relevance"
+"""The name of the column of answers, of embeddings or of relevance, unless another is given."""
 ALL, NONE = "all", "none"
 _LONGEST_NAME = 256  # characters of a column of ours
 
@@ -42,6 +42,7 @@ class OfRows(NamedTuple):
     several: bool = False
     tools: bool = False
     embeds: bool = False
+    ranks: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +84,7 @@ class TableOptions:
             several=params.n > 1 or params.logprobs is not None or bool(params.score),
             tools=defaults.tools is not None,
             embeds=params.embed,
+            ranks=params.rerank is not None,
         )
         return cls._checked(said, rows)
 
@@ -90,7 +92,7 @@ class TableOptions:
     def _checked(cls, said: Mapping[str, Any], rows: OfRows) -> Self:
         template = Template.parse(said["template"])
         system = Template.parse(said["system"], "system") if "system" in said else None
-        plain = said.get("plain", rows.embeds)
+        plain = said.get("plain", rows.embeds or rows.ranks)
         if not isinstance(plain, bool):
             raise _wrong("plain", f"must be true or false, not {json_type(plain)}")
         if plain and system is not None:
@@ -112,7 +114,9 @@ class TableOptions:
             system=system,
             plain=plain,
             keep=_keep(said.get("keep", ALL)),
-            column=_column(said.get("column", EMBEDDING if rows.embeds else ANSWER)),
+            column=_column(
+                said.get("column", EMBEDDING if rows.embeds else RELEVANCE if rows.ranks else ANSWER)
+            ),
             spread=spread_columns(rows.constrained) if said.get("spread") else (),
             empty=_empty(said.get("empty", Empty.ERROR)),
             rows=rows,

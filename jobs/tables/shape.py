@@ -9,7 +9,7 @@ from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.errors import InvalidParameterError
 from nightmill.jobs.formats.rows import FLOATS
 from nightmill.jobs.request.template import listed
-from nightmill.jobs.tables.kinds import JSON, TEXT, WHOLE
+from nightmill.jobs.tables.kinds import JSON, NUMBER, TEXT, WHOLE
 from nightmill.jobs.tables.options import ALL, NONE, TableOptions
 
 TABLE = "table"
@@ -50,6 +50,7 @@ class Shape:
     several: bool
     tools: bool
     embeds: bool = False
+    ranks: bool = False
 
     @classmethod
     def of(cls, options: TableOptions, columns: Mapping[str, str], schema: bytes | None) -> Self:
@@ -72,6 +73,7 @@ class Shape:
             several=options.rows.several,
             tools=options.rows.tools,
             embeds=options.rows.embeds,
+            ranks=options.rows.ranks,
         )
 
     @classmethod
@@ -88,6 +90,7 @@ class Shape:
             several=bool(values.get("several")),
             tools=bool(values.get("tools")),
             embeds=bool(values.get("embeds")),
+            ranks=bool(values.get("ranks")),
         )
 
     def values(self) -> JsonObject:
@@ -97,7 +100,7 @@ class Shape:
             said[SCHEMA] = self.schema
         if self.spread:
             said["spread"] = [list(pair) for pair in self.spread]
-        return said | {name: True for name in ("several", "tools", "embeds") if getattr(self, name)}
+        return said | {name: True for name in ("several", "tools", "embeds", "ranks") if getattr(self, name)}
 
     def ours(self, *, errors: bool) -> tuple[Ours, ...]:
         """Our columns, in order; none has the name of a kept one or of another."""
@@ -117,8 +120,9 @@ class Shape:
 
     def _wanted(self, errors: bool) -> Iterator[tuple[str, str, str]]:
         """(key, name, kind); the answer's column comes first, where it can have its name."""
-        if self.embeds:
-            yield from () if errors else (("embedding", self.column, FLOATS),)
+        if self.embeds or self.ranks:
+            made = ("embedding", self.column, FLOATS) if self.embeds else ("relevance", self.column, NUMBER)
+            yield from () if errors else (made,)
             for name, kind in (_ERRORS if errors else {"prompt_tokens": WHOLE}).items():
                 yield name, name, kind
             yield ID, "job_id", TEXT

@@ -1,6 +1,7 @@
 """Embeddings by the CUDA runner: those of the reference, with the same bits in any company and in pieces."""
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec, Pooling
 from nightmill.worker.runners.base import Runner
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
+from nightmill.worker.runners.ranking import Ranker
 from nightmill.worker.runners.reference import ReferenceRunner, Rounding
 from tests.gpu.conftest import Make
 from tests.support.constraints import EveryNth
 from tests.support.cuda_runners import cuda_runner, need_fp8
 from tests.support.encoder_cases import ENCODER_FILES
+from tests.support.encoder_models import rank_tensors
 from tests.support.engines import NoText, complete
 from tests.support.family_cases import file_of
 from tests.support.ggufs import half_tensors
@@ -169,3 +172,42 @@ def test_those_of_encoders(name: str, weights: WeightsFormat, tmp_path: Path) ->
         assert near.mean() < 0.5 * (1 - (rounded * exact).sum(axis=1)).mean()
     else:
         assert far.max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["bert", "modern-bert"])
+def test_relevance_by_cross_encoders(name: str, tmp_path: Path) -> None:
+    """Pairs among texts that are embedded: the reference's logits, the same bits alone and in any batch."""
+    keys, like = ENCODER_FILES[name]
+    tensors = half_tensors(like) | rank_tensors(like.width)
+    if name == "modern-bert":
+        del tensors["cls.bias"]
+    file = file_of(tmp_path, keys | {"pooling_type": 4}, like, **tensors)
+    spec, rng = read_spec(file), np.random.default_rng(4)
+    assert spec.ranking is not None and spec.ranking.second_type == (name == "bert")
+    context, sizes = spec.context_length, {"slots": 8, "kv_pages": 8 * 16}
+    requests = []
+    for number, count in enumerate((3, 7, 64, 100, context, 33, 65)):
+        pair = tuple(rng.integers(0, spec.vocab, count).tolist())
+        places = range(count if spec.ranking.mean else 1)
+        params = GenerationParams(rerank="a query")
+        requests.append(Request(str(number), 1, pair, params, 0, embeds=places, second=count // 3))
+    alike = [replace(request, second=len(request.prompt_ids)) for request in requests]
+    text = Request("text", 1, (1, 2, 3), GenerationParams(embed=True), 0, embeds=range(3))
+    whole = {"context_length": context, "encodes": True, "rank": Ranker(file, spec.ranking, spec.width)}
+    with (
+        closing(cuda_runner(file, spec, max_tokens=512, tune=False, context=context, **sizes)) as runner,
+        closing(ReferenceRunner(file, spec, **sizes)) as reference,
+    ):
+        alone = {}
+        for request in (*requests, text):
+            alone |= computed(runner, [request], sharing=False, **whole)
+        for budget in (512, context):
+            assert computed(runner, [*requests, text], budget, **whole) == alone
+            assert computed(runner, [text, *requests[::-1]], budget, **whole) == alone
+        others = computed(runner, alike, **whole)
+        wanted = computed(reference, [*requests, text], **whole)
+    del alone["text"], wanted["text"]
+    ours, theirs, off = (numbers(one)[:, 0] for one in (alone, wanted, others))
+    print(f"{name}: {np.abs(ours - theirs).max():.2g} off of {np.ptp(theirs):.2g}")  # noqa: T201
+    assert np.abs(ours - theirs).max() < 0.02 * np.ptp(theirs)
+    assert name != "bert" or np.abs(ours - off).max() > 0.02 * np.ptp(theirs)

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import TokenType
 
+from nightmill.worker.model.ranking import RankHead
 from tests.support.ggufs import write_file
 
 ENCODERS = frozenset({"bert", "nomic-bert", "modern-bert"})
@@ -45,12 +46,25 @@ def tensors_of_bert(seed: int = 0) -> dict[str, npt.NDArray[np.float32]]:
     return tensors
 
 
+RANKING = RankHead(second_type=True)
+"""The head of a cross-encoder of BERT's kind."""
+
+
+def rank_tensors(width: int = WIDTH, seed: int = 1) -> dict[str, npt.NDArray[np.float32]]:
+    """Random weights of such a head."""
+    rng = np.random.default_rng(seed)
+    shapes = {"weight": (width, width), "bias": (width,), "output.weight": (1, width), "output.bias": (1,)}
+    return {f"cls.{name}": rng.standard_normal(shape, np.float32) * 0.3 for name, shape in shapes.items()}
+
+
 def write_bert(
-    path: Path, *, keys: Mapping[str, Any] | None = None, without: str = "", seed: int = 0
-) -> Path:
+    path: Path, *, keys: Mapping[str, Any] | None = None, without: str = "", seed: int = 0,
+    tensors: Mapping[str, npt.NDArray[np.float32]] | None = None,
+) -> Path:  # fmt: skip
     """Write such a model, and return `path`; `keys` stand beside the usual ones or in their place.
 
     without  a tensor that is left out
+    tensors  more of them, or others
     """
     usual = {
         "block_count": LAYERS, "context_length": CONTEXT, "embedding_length": WIDTH,
@@ -64,5 +78,11 @@ def write_bert(
         "tokenizer.ggml.bos_token_id": CLS, "tokenizer.ggml.eos_token_id": SEP,
         "tokenizer.ggml.seperator_token_id": SEP, "tokenizer.ggml.unknown_token_id": UNKNOWN,
     }  # fmt: skip
-    tensors = {name: one for name, one in tensors_of_bert(seed).items() if name != without}
-    return write_file(path, "bert", usual | dict(keys or {}), tensors)
+    all_tensors = tensors_of_bert(seed) | dict(tensors or {})
+    held = {name: one for name, one in all_tensors.items() if name != without}
+    return write_file(path, "bert", usual | dict(keys or {}), held)
+
+
+def write_reranker(path: Path, *, keys: Mapping[str, Any] | None = None, **more: Any) -> Path:
+    """Write a cross-encoder of such a model, as `write_bert` does."""
+    return write_bert(path, keys={"pooling_type": 4} | dict(keys or {}), tensors=rank_tensors(), **more)

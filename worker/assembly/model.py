@@ -14,8 +14,9 @@ from nightmill.jobs.request.parameters import MAX_BANNED_TOKENS, GenerationParam
 from nightmill.worker.assembly.encoding import PromptEncoder, chat_of
 from nightmill.worker.assembly.names import name_of
 from nightmill.worker.assembly.reporting import ReportingFile
+from nightmill.worker.assembly.reranking import PairEncoder, asked_in_chat
 from nightmill.worker.engine.request import ClosingTokens
-from nightmill.worker.model.chat import Limits
+from nightmill.worker.model.chat import ChatTemplate, Limits
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.pooling import Pooling, ranks_pairs
@@ -30,7 +31,16 @@ if TYPE_CHECKING:
 
 _NO_CHATS = (
     "messages: this model is an encoder, which embeds texts and answers no chats: give rows with embed; to "
-    "rank documents take a model that answers chats, such as Qwen3-Reranker"
+    "rank documents take a cross-encoder, such as bge-reranker-v2-m3, or a model that answers chats, such as "
+    "Qwen3-Reranker"
+)
+_ONLY_CHATS = (
+    "messages: this model is a cross-encoder, which ranks documents and answers no chats: give rows with "
+    "rerank, or another model"
+)
+_NO_RANKING = (
+    "rerank: this model is an encoder without a head that ranks pairs: take a cross-encoder, such as "
+    "bge-reranker-v2-m3, or a model that answers chats, such as Qwen3-Reranker"
 )
 
 
@@ -40,6 +50,7 @@ class OpenModel:
 
     progress        is told the steps in which an engine on it starts
     plain_products  `Precision.plain_products`
+    ledger          descriptor of the accounts of engines that share a GPU (`shared_gpu`); None: it is alone
     """
 
     file: GgufFile
@@ -47,6 +58,7 @@ class OpenModel:
     vocabulary: Vocabulary
     progress: Progress = field(default=no_progress, kw_only=True)
     plain_products: bool = field(default=False, kw_only=True)
+    ledger: int | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +66,37 @@ class LoadedModel(OpenModel, PromptEncoder):
     """A model file with what turns prompts into tokens."""
 
     name: str
+    pairs: PairEncoder | None = None  # of a cross-encoder
 
     def tokenize_all(self, claims: Sequence["Claim"]) -> list[tuple[int, ...] | NightmillError]:
         """For each claimed job its token ids, or why it has none: a ChatTemplateError, InvalidPromptError.
 
         Raises RunnerError where the process that renders chats cannot be started, which is no job's fault.
         """
+        if all(claim.params.rerank is None for claim in claims):
+            return self._tokenize(claims)
+        ranked = [claim for claim in claims if claim.params.rerank is not None]
+        of_others = iter(self._tokenize([claim for claim in claims if claim.params.rerank is None]))
+        of_ranked = iter(self._ranked(ranked))
+        return [next(of_others if claim.params.rerank is None else of_ranked) for claim in claims]
+
+    def _ranked(self, claims: Sequence["Claim"]) -> list[tuple[int, ...] | NightmillError]:
+        if self.pairs is not None:
+            return self.pairs.encode_all(claims)
+        if self.spec.encoder is not None:
+            return [InvalidParameterError(_NO_RANKING, field="rerank")] * len(claims)
+        return self._tokenize([asked_in_chat(claim) for claim in claims])
+
+    def paired(self, prompt_ids: Sequence[int]) -> tuple[range, int] | None:
+        """For the tokens of a pair the places of the states that rank it, and where its second text begins.
+
+        None if the model answers chats. Raises InvalidParameterError for one that gives no relevance.
+        """
+        if self.pairs is None:
+            return None
+        return self.pairs.places(len(prompt_ids)), self.pairs.second(prompt_ids)
+
+    def _tokenize(self, claims: Sequence["Claim"]) -> list[tuple[int, ...] | NightmillError]:
         encoded = self.encode_all(
             [_prompt_of(claim) for claim in claims],
             [claim.rendering for claim in claims],
@@ -77,8 +114,7 @@ class LoadedModel(OpenModel, PromptEncoder):
         if pooling is None and ranks_pairs(self.file, self.spec.family):
             raise InvalidParameterError(
                 "embed: this model is a cross-encoder, which ranks pairs of texts and has no embeddings: "
-                "take an embedding model; to rank documents take a model that answers chats, such as "
-                "Qwen3-Reranker",
+                "give rows with rerank, or take an embedding model",
                 field="embed",
             )
         if pooling is None:
@@ -177,16 +213,20 @@ def load_model(settings: Settings) -> LoadedModel:
     file = GgufFile.open(path)
     tokenizer = Tokenizer.from_gguf(file)
     spec = read_spec(file)
+    chat: ChatTemplate | str = _NO_CHATS if spec.ranking is None else _ONLY_CHATS
     # No text of more bytes fits the context.
     fitting = spec.context_length * max(len(token.encode()) for token in tokenizer.vocabulary.tokens)
     limits = Limits(answer_bytes=min(fitting, Limits.answer_bytes))
+    if spec.encoder is None:
+        chat = chat_of(file, tokenizer, settings.tool_format, limits)
     return LoadedModel(
         name=served_name(settings),
         file=file,
         spec=spec,
         vocabulary=tokenizer.vocabulary,
         tokenizer=tokenizer,
-        chat=(chat_of(file, tokenizer, settings.tool_format, limits) if spec.encoder is None else _NO_CHATS),
+        chat=chat,
+        pairs=None if spec.ranking is None else PairEncoder(file, spec, tokenizer),
     )
 
 

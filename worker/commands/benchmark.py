@@ -1,6 +1,8 @@
 """The command `nightmill benchmark`: whether a card computes right, and how fast, in one report."""
 
+import itertools
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from nightmill.jobs.base.printable import printable
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.commands.terminal import LiveLine, ProgressLine, echo, table
 from nightmill.worker.assembly.fetching import with_model_file
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from nightmill.worker.commands.benchmarking.report import PartReport
 
 _FORMAT = 2  # of the report
+_DEFAULT = Path("nightmill-benchmark.json")
 _WEIGHTS = ("16bit", "file", "fp8")
 _QUICK_SECONDS, _LEAST_OF_A_PART = 2.0, 1.0
 
@@ -47,12 +51,13 @@ _QUICK_SECONDS, _LEAST_OF_A_PART = 2.0, 1.0
 )  # fmt: skip
 @click.option(
     "-o", "--output", type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the report there; by default nightmill-benchmark.json.",
+    help="Write the report there; by default nightmill-benchmark.json, or -2, -3, ... if that is there.",
 )  # fmt: skip
+@click.option("--overwrite", is_flag=True, help="Replace the file that --output names.")
 @click.option("--reference", is_flag=True, default=None, help="Compute with NumPy even if there is a GPU.")
 def benchmark(
     file: str | None, weights: tuple[str, ...], quick: bool, seconds: float, minutes: float,
-    output: Path | None, **options: Any,
+    output: Path | None, overwrite: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Check that this machine's GPU computes right, and measure how fast, in about five minutes.
 
@@ -73,11 +78,11 @@ def benchmark(
     from nightmill.worker.commands.benchmarking.report import LOADS, QUICK_LOADS
 
     began = time.monotonic()
+    target = report_path(output, overwrite=overwrite)
     settings = merge_options(Settings.from_env(), options | {"model": file})
     if settings.model is None:
         settings = settings.model_copy(update={"model": demo_model()})
     settings = with_model_file(settings, show=True)
-    target = output or Path("nightmill-benchmark.json")
     gpu = gpu_index(settings) is not None
     loads = QUICK_LOADS if quick else LOADS
     if not gpu:  # NumPy takes minutes for what a GPU does in a second
@@ -97,6 +102,21 @@ def benchmark(
     echo(f"The report is in {target}, after {time.monotonic() - began:.0f} s.")
     if not run.computed or not all(one.ok for one in run.reports):
         raise SystemExit(1)
+
+
+def report_path(output: Path | None, *, overwrite: bool) -> Path:
+    """Return where the report goes; a ClickException before minutes have been spent, if it cannot."""
+    if output is None:
+        numbered = (_DEFAULT.with_stem(f"{_DEFAULT.stem}-{n}") for n in itertools.count(2))
+        output = next(path for path in itertools.chain([_DEFAULT], numbered) if not path.exists())
+    elif output.exists() and not overwrite:
+        raise click.ClickException(
+            f"{printable(output)} is there already: name another file, or add --overwrite to replace it"
+        )
+    if not os.access(output.parent, os.W_OK | os.X_OK):
+        reason = "is not writable" if output.parent.is_dir() else "is no folder"
+        raise click.ClickException(f"the report cannot be written: {printable(output.parent)} {reason}")
+    return output
 
 
 class _Run:

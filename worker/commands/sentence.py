@@ -7,6 +7,7 @@ from nightmill.jobs.base.contract import StopReason
 from nightmill.jobs.base.printable import printable
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.errors import ChatTemplateError, RunnerError
+from nightmill.jobs.reply.embeddings import relevance_of
 from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.worker.assembly.engine import build_engine
 from nightmill.worker.assembly.model import LoadedModel
@@ -32,7 +33,7 @@ class Sentence:
 
 
 def write_sentence(settings: Settings, model: LoadedModel) -> Sentence:
-    """Have the model write a sentence, or embed one. Raises NightmillError as `build_engine` does."""
+    """Have the model write, embed or rank a sentence. Raises NightmillError as `build_engine` does."""
     parameters = model.spec.parameters
     if gpu_index(settings) is None and parameters > _MOST_WITH_NUMPY:
         return Sentence(
@@ -50,9 +51,12 @@ def write_sentence(settings: Settings, model: LoadedModel) -> Sentence:
     except RunnerError as error:
         return Sentence(None, f"none is written: {error}")
     params = GenerationParams(max_tokens=min(_TOKENS, max(1, context - len(prompt))), temperature=0.0)
-    embeds = range(1) if engine.encodes else None
+    embeds, second = range(1) if engine.encodes else None, None
+    if model.pairs is not None and model.pairs.relevant:
+        prompt = model.pairs.pair(ASKED, _PLAIN)
+        embeds, second = model.pairs.places(len(prompt)), model.pairs.second(prompt)
     try:
-        engine.submit(Request("check", 1, prompt, params, 0, embeds=embeds))
+        engine.submit(Request("check", 1, prompt, params, 0, embeds=embeds, second=second))
         done = []
         while engine.has_work:
             done += engine.step()
@@ -61,6 +65,9 @@ def write_sentence(settings: Settings, model: LoadedModel) -> Sentence:
     (completion,) = done
     if completion.stop_reason is StopReason.ERROR:
         return Sentence(False, f"the model writes nothing: {completion.error}")
+    if completion.embedding is not None and second is not None:
+        found = relevance_of(completion.embedding)
+        return Sentence(True, f'finds "{_PLAIN}" {found:.4f} relevant for "{ASKED}"')
     if completion.embedding is not None:
         return Sentence(True, f'embeds "{_PLAIN}" as {model.spec.width:,} numbers')
     text = completion.text.strip()

@@ -10,6 +10,7 @@ from nightmill.worker.engine.launches import Launch, LaunchQueue
 from nightmill.worker.engine.live_requests import LiveRequests
 from nightmill.worker.engine.logprobs import Records
 from nightmill.worker.engine.masking import TokenMasks
+from nightmill.worker.engine.options import Rank
 from nightmill.worker.engine.request import Sequence, SequenceState
 from nightmill.worker.engine.scheduler import Scheduler
 from nightmill.worker.engine.stops import reason_to_stop
@@ -29,6 +30,7 @@ class Applier:
     builder  is told whose draws are masked from now on
     eos_ids  tokens that end a text
     context  most tokens of a sequence
+    rank     as of `EngineSizes`
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Applier:
         *,
         eos_ids: frozenset[int],
         context: int,
+        rank: Rank | None = None,
     ) -> None:
         self._live = live
         self._scheduler = scheduler
@@ -49,6 +52,7 @@ class Applier:
         self._token_masks = token_masks
         self._eos_ids = eos_ids
         self._context = context
+        self._rank = rank
         self.generated = 0
         """Tokens that launches drew for sequences which wanted them."""
         self.resumed = 0
@@ -142,7 +146,12 @@ class Applier:
             if sequence is None or sequence.state is SequenceState.FINISHED:
                 continue
             if np.isfinite(total).all():
-                embedding = normalised(total, sequence.request.params.dimensions)
+                request = sequence.request
+                embeds, rank = request.embeds, self._rank
+                if rank is not None and embeds is not None and request.second is not None:
+                    embedding = rank(total, len(embeds))
+                else:
+                    embedding = normalised(total, request.params.dimensions)
                 self._live.finish(sequence, StopReason.EOS, embedding=embedding)
             else:
                 self._handle_nan(sequence)

@@ -121,12 +121,13 @@ class Engine:
         decode = text.decode or (lambda token_ids: streamed(text_stream(), token_ids))
         self._live = LiveRequests(self._scheduler, decode, self._metering, clock)
         self._followed_texts = FollowedTexts(text_stream)
-        self._builder = BatchBuilder(self._pool, slots=runner.slots, context=context)
+        predicts = drafting and runner.predicts
+        self._builder = BatchBuilder(self._pool, slots=runner.slots, context=context, predicts=predicts)
         self._launches = LaunchQueue(runner)
         self._token_masks = TokenMasks(self.constraints, runner.vocab)
         self._applier = Applier(
             self._live, self._scheduler, self._launches, self._builder, self._token_masks,
-            eos_ids=text.eos_ids, context=context,
+            eos_ids=text.eos_ids, context=context, rank=sizes.rank,
         )  # fmt: skip
         self._step_sequences = self._prompt_tokens = 0
 

@@ -11,7 +11,8 @@ _NO_EMBEDDINGS = (
     "with NumPy"
 )
 _NO_TEXTS = (
-    "model: this is an encoder, which embeds texts and writes none: give rows with embed, or another model"
+    "model: this is an encoder, which embeds texts or ranks them, and writes none: give rows with embed, or "
+    "with rerank for a cross-encoder, or another model"
 )
 _NOT_COMPILED = "what the answer must be was not compiled: a fault of the worker, retry the job"
 

@@ -76,7 +76,9 @@ class RequestLimits:
         if len(prompt) + draws <= self.cache_context:
             return None
         what, left = "the prompt has", ", of which at least one must be left for the answer"
-        if params.embed:
+        if params.rerank is not None:
+            what, left = "the query and the document have", ""
+        elif params.embed:
             what, left = "the text to embed has", ""
         elif not draws:
             what, left = "the prompt, with what is scored behind it, has", ""

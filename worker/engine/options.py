@@ -4,8 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nightmill.worker.engine.stops import NewTokenDecoder
+from nightmill.worker.runners.base import SumArray
 
-__all__ = ["Detokenizer", "EngineSizes"]
+__all__ = ["Detokenizer", "EngineSizes", "Rank"]
+
+Rank = Callable[[SumArray, int], bytes]
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class EngineSizes:
     interactive_slots  of `max_sequences`, those that only interactive requests may have
     encodes            the model is an encoder: prompts are computed whole, and nothing is drawn
     model_context      most tokens that the model was made for, where known; what errors may advise
+    rank               makes bytes of a pair's relevance of the sum of its pooled states and their number
     """
 
     context_length: int
@@ -40,3 +44,4 @@ class EngineSizes:
     interactive_slots: int = 0
     encodes: bool = False
     model_context: int | None = None
+    rank: Rank | None = None

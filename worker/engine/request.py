@@ -34,7 +34,8 @@ class Request:
     so only what is told of that matters; what is drawn after it is no text. `markup`: the marks of thoughts,
     which are not part of the answer. `closing`: what is drawn once thoughts have had all tokens that
     `max_reasoning_tokens` allows. `embeds`: nothing is drawn; the hidden states at these places of its
-    prompt, which follow each other, become its embedding.
+    prompt, which follow each other, become its embedding. `second`: the place in the prompt at which the
+    second text of a pair begins; what is embedded then becomes its relevance.
     """
 
     job_id: str
@@ -56,6 +57,7 @@ class Request:
     markup: Markup | None = None
     closing: "ClosingTokens | None" = None
     embeds: range | None = None
+    second: int | None = None
 
     @property
     def draws(self) -> bool:

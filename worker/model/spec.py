@@ -21,6 +21,7 @@ from nightmill.worker.model.feed_forward import NO_FEED_FORWARD, Activation, Fee
 from nightmill.worker.model.latent import LatentAttention
 from nightmill.worker.model.layer_inputs import LayerInputs
 from nightmill.worker.model.pooling import Pooling
+from nightmill.worker.model.ranking import RankHead
 from nightmill.worker.model.rope import Rope
 from nightmill.worker.model.states import GatedDeltaNet, Mamba2, ShortConv, StateArray
 from nightmill.worker.model.weights import Norm, Role, Shape, Weight, Weights, stack
@@ -28,7 +29,8 @@ from nightmill.worker.model.weights import Norm, Role, Shape, Weight, Weights, s
 __all__ = [
     "NO_FEED_FORWARD", "Activation", "Attention", "Encoder", "Experts", "FeedForward", "GatedDeltaNet",
     "LatentAttention", "LayerInputs", "LayerSpec", "Mamba2", "Mixer", "ModelSpec", "Norm", "Pooling",
-    "Predictor", "Role", "RouterScores", "Shape", "ShortConv", "StateArray", "Temperature", "Weight",
+    "Predictor", "RankHead", "Role", "RouterScores", "Shape", "ShortConv", "StateArray", "Temperature",
+    "Weight",
 ]  # fmt: skip
 
 Mixer = Attention | LatentAttention | GatedDeltaNet | Mamba2 | ShortConv
@@ -151,9 +153,16 @@ class ModelSpec:
     overflows_half: bool = False  # trained in BF16, with activations beyond 65,504
     encoder: Encoder | None = None  # None: it is a decoder
     pooling: Pooling | None = None  # of embeddings; None: it was not made for them
+    ranking: RankHead | None = None  # of a cross-encoder, which ranks pairs of texts
     predictor: Predictor | None = None  # None: the file has none that can be computed
     tensor_types: Mapping[str, str] = field(default_factory=dict, compare=False)
     """GGUF's names of the types of the file's tensors, by name; empty if no file was read."""
+
+    @property
+    def paired_positions(self) -> int:
+        """Rows of the table of positions if tokens of a pair's second text take another type; else 0."""
+        apart = self.encoder is not None and self.ranking is not None and self.ranking.second_type
+        return self.encoder.positions if apart and self.encoder is not None else 0
 
     @property
     def ropes(self) -> frozenset[Rope]:

@@ -109,6 +109,12 @@ class Role(StrEnum):
     """Columns for the embedding of a token, then for the hidden state behind the token before it."""
     OUTPUT_NORM = "output_norm"
     OUTPUT_NORM_BIAS = "output_norm_bias"
+    RANK_DENSE = "rank_dense"
+    RANK_DENSE_BIAS = "rank_dense_bias"
+    RANK_NORM = "rank_norm"
+    RANK_NORM_BIAS = "rank_norm_bias"
+    RANK_OUTPUT = "rank_output"
+    RANK_OUTPUT_BIAS = "rank_output_bias"
     HEAD = "head"
 
 

@@ -198,6 +198,9 @@ class StepBatch:
     become
     further         rows and tables of the other kinds of pages, in order; those above are of the first kind
     pools           (P,)    rows of prompts that are added to embeddings (POOL); only where `Runner.embeds`
+    text_types      (T,)    1 for tokens of the second text of a pair, else 0; None: all are 0
+    following       (S,)    the token behind each chunk where it is known, else -1; (0,): of none
+    guesses         drafts are made: a runner that `predicts` is to guess behind the draws
     """
 
     tokens: IntArray
@@ -212,9 +215,12 @@ class StepBatch:
     admissions: tuple[Admission, ...] = ()
     snapshots: tuple[tuple[int, int], ...] = ()
     pools: PoolArray = field(default_factory=lambda: NO_POOLS)
+    text_types: IntArray | None = None
     keeps: tuple[tuple[int, int], ...] = ()
     restores: tuple[tuple[int, int], ...] = ()
     further: tuple[KindRows, ...] = ()
+    following: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    guesses: bool = True
 
     @property
     def kinds(self) -> tuple[KindRows, ...]:

@@ -5,6 +5,7 @@ with its seed, and the engine computes their prompt once, as it does for any equ
 wait for a place, later answers let others go first: a job with many answers does not keep out those with one.
 """
 
+import struct
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -27,6 +28,9 @@ from nightmill.worker.service.reasoning import reasoning_tokens
 BEHIND = 16
 """So many requests that are submitted later go before an answer, for each answer of its job before it."""
 _UNSUCCESSFUL = (StopReason.ERROR, StopReason.DEADLINE, StopReason.BUDGET, StopReason.CANCELLED)
+
+YES_AND_NO = ("yes", "no")
+"""The answers of a model that is asked whether a document is relevant."""
 
 Tokens = tuple[int, ...]
 
@@ -97,17 +101,21 @@ class Answering:
             for number in range(count)
         ]
 
-    def score(self, request: Request, texts: Sequence[Tokens]) -> list[Request]:
+    def score(
+        self, request: Request, texts: Sequence[Tokens], named: tuple[str, ...] | None = None
+    ) -> list[Request]:
         """A job's request as the engine is to have it: one for each of these texts, which follow its prompt.
 
         An engine always draws a token: the one that would follow the text, which nobody is told of.
+
+        named  the texts, if the job does not name them itself
         """
         count, params = len(texts), request.params
         drawing = _drawing(params)
         with self._lock:
             row = _Row(
                 params, request.prompt_ids, request.seed, [()] * count, [None] * count, left=count,
-                scored=params.score, prompt_tokens=len(request.prompt_ids),
+                scored=named or params.score, prompt_tokens=len(request.prompt_ids),
             )  # fmt: skip
             self._rows[request.job_id, request.attempt] = row
         return [
@@ -126,10 +134,25 @@ class Answering:
         ]
 
     @staticmethod
-    def embed(request: Request, places: range) -> Request:
-        """The request of a job that embeds its prompt: the hidden states at these places count."""
-        params = GenerationParams(embed=True, dimensions=request.params.dimensions)
-        return replace(request, params=params, embeds=places, generated_ids=(), constrained=None, banned=())
+    def embed(request: Request, places: range, second: int | None = None) -> Request:
+        """The request of a job that embeds its prompt: the hidden states at these places count.
+
+        second  where the second text of a pair begins, whose relevance is asked for
+        """
+        asked = request.params
+        if second is None:
+            params = GenerationParams(embed=True, dimensions=asked.dimensions)
+        else:
+            params = GenerationParams(rerank=asked.rerank)
+        return replace(
+            request,
+            params=params,
+            embeds=places,
+            second=second,
+            generated_ids=(),
+            constrained=None,
+            banned=(),
+        )
 
     def _echo(self, request: Request, count: int) -> list[Request]:
         """Split a job that generates nothing into a request for each answer: its answers are its prompt."""
@@ -210,6 +233,8 @@ class Answering:
             made = _echoed(key, row, row.echo, arithmetic)
         else:
             made = _scored(key, row, arithmetic) if row.scored else _outcome(key, row, arithmetic)
+            if row.params.rerank is not None:
+                made = _ranked(made, row)
         saved = _saved(key, noted, made.drawn)
         return replace(made, markup=noted.markup, prompt_digest=noted.prompt_digest, saved=saved)
 
@@ -399,3 +424,12 @@ def _scored(key: JobKey, row: _Row, arithmetic: str) -> Outcome:
         prompt_tokens=row.prompt_tokens,
         cached_tokens=min(made.cached_tokens, row.prompt_tokens),
     )
+
+
+def _ranked(made: Outcome, row: _Row) -> Outcome:
+    """Turn the scores of yes and no into the logit of a document's relevance, which is all that is kept."""
+    made = replace(made, answers=(), logprobs=(), text="")
+    if made.stop_reason.state is not JobState.SUCCEEDED:
+        return made
+    yes, no = (total(read(data or b"") or ()) for data in row.logprobs)
+    return replace(made, embedding=struct.pack("<f", yes - no))

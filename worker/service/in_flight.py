@@ -80,6 +80,7 @@ class InFlight:
         self._closed = False
         self._ended = False
         self._claim_mode = ClaimMode.ALL
+        self._yields = False  # to more urgent jobs of another model on the same GPU
 
     def resize(self, capacity: int, reserved_slots: int) -> None:
         """Have so many slots from now on, as an engine has said that it has; before any is taken."""
@@ -228,6 +229,18 @@ class InFlight:
             self._claim_mode = ClaimMode.ALL
             self._changed.notify_all()
 
+    @property
+    def yields(self) -> bool:
+        """True while only interactive jobs are claimed, as more urgent ones wait for another model."""
+        return self._yields
+
+    def set_yields(self, yields: bool) -> None:
+        """Claim only interactive jobs, or all again; a pause is not touched."""
+        with self._changed:
+            if self._yields != yields:
+                self._yields = yields
+                self._changed.notify_all()
+
     def wait_until_quiet(self, seconds: float) -> bool:
         """Return True once nothing is in flight and no interactive job waits, or nobody may reserve any more.
 
@@ -301,9 +314,9 @@ class InFlight:
 
         For others the count is negative if jobs took more.
         """
-        if self._claim_mode is ClaimMode.NONE or (
-            self._claim_mode is ClaimMode.INTERACTIVE and not interactive
-        ):
+        if self._claim_mode is ClaimMode.NONE:
+            return 0
+        if not interactive and (self._yields or self._claim_mode is ClaimMode.INTERACTIVE):
             return 0
         interactive_taken = self._reserved[True] + len(self._interactive)
         interactive_taken += sum(self._further.get(key, 0) for key in self._interactive)

@@ -39,6 +39,13 @@ class Prompting(Protocol):
         """
         ...
 
+    def paired(self, prompt_ids: TokenIds, /) -> tuple[range, int] | None:
+        """For the tokens of a pair the places of the states that rank it, and where its second text begins.
+
+        None if the model answers chats. Raises InvalidParameterError for one that gives no relevance.
+        """
+        ...
+
     def spell_token(self, token_id: int, /) -> tuple[bytes, str]:
         """The bytes that a token adds to a text, and its name."""
         ...

@@ -14,7 +14,7 @@ from nightmill.jobs.sql.claims import Claim
 from nightmill.worker.engine.request import Request
 from nightmill.worker.grammar.calls import calls_asked
 from nightmill.worker.grammar.thoughts import behind_thoughts
-from nightmill.worker.service.answering import Answering
+from nightmill.worker.service.answering import YES_AND_NO, Answering
 from nightmill.worker.service.in_flight import InFlight
 from nightmill.worker.service.logprobs import check_prompt_logprobs, echo_of, with_prompt_logprobs
 from nightmill.worker.service.prompting import Prompting, TokenIds
@@ -71,6 +71,8 @@ class Requesting:
         request, params = self._request(claim, prompt_ids), claim.params
         if params.embed:
             return [self._answering.embed(request, self._prompting.embedded(params, len(prompt_ids)))]
+        if params.rerank is not None:
+            return self._ranking(request)
         if params.score:
             return self._answering.score(request, self._prompting.tokenize_texts(params.score))
         if params.echo:
@@ -84,6 +86,13 @@ class Requesting:
         if params.prompt_logprobs is not None:  # by one of them
             requests[0] = with_prompt_logprobs(requests[0], params.prompt_logprobs)
         return requests
+
+    def _ranking(self, request: Request) -> list[Request]:
+        """Rank a document by a cross-encoder's head, or by how likely a model says yes against no."""
+        if (paired := self._prompting.paired(request.prompt_ids)) is not None:
+            places, second = paired
+            return [self._answering.embed(request, places, second)]
+        return self._answering.score(request, self._prompting.tokenize_texts(YES_AND_NO), YES_AND_NO)
 
     def _request(self, claim: Claim, prompt_ids: tuple[int, ...]) -> Request:
         """Build the request to the engine for a job, whatever the number of its answers."""

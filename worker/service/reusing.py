@@ -175,7 +175,7 @@ class Reusing:
                 self._in_flight.markup((claim.job_id, claim.attempt)),
                 several=claim.params.answers > 1,
                 tells=claim.params.logprobs is not None or claim.params.tells_beside,
-                embeds=claim.params.embed,
+                embeds=claim.params.gives_numbers,
             )
             for claim in claims
         ]

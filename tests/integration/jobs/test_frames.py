@@ -188,7 +188,7 @@ def test_results_and_errors_come_back_as_columns(sqlite_client: Client) -> None:
         *("custom_id", "id", "text", "stop_reason"),
         *("prompt_tokens", "completion_tokens", "seed", "answers"),
         *("content", "reasoning", "tool_calls", "embedding", "cached_tokens", "reasoning_tokens"),
-        *("gpu_seconds", "energy_joules"),
+        *("gpu_seconds", "energy_joules", "relevance"),
     ]
     assert table.to_pylist() == [
         {
@@ -208,6 +208,7 @@ def test_results_and_errors_come_back_as_columns(sqlite_client: Client) -> None:
             "reasoning_tokens": 0,
             "gpu_seconds": None,
             "energy_joules": None,
+            "relevance": None,
         }
     ]
     assert batch.to_arrow(errors=True).column("code").to_pylist() == ["deadline", "invalid_value"]

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import numpy as np
 import openai
 import pyarrow as pa
@@ -14,9 +15,10 @@ from click.testing import CliRunner
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.main import main
+from nightmill.jobs.errors import EmbeddingError, RerankError
 from nightmill.worker.commands.process import running_worker
 from tests.integration.worker.conftest import on_sqlite
-from tests.support.encoder_models import write_bert
+from tests.support.encoder_models import write_bert, write_reranker
 from tests.support.ggufs import write_model
 from tests.support.servers import http_server, worker_env
 
@@ -53,10 +55,10 @@ def test_texts_are_embedded_through_every_door(
         run("run", tmp_path / "openai.jsonl", "-o", tmp_path / "openai.out.jsonl")
         run("run", tmp_path / "plain.jsonl", "-o", tmp_path / "plain.out.jsonl")
         for found in client.list_batches():
-            assert client.verify(found.name, sample=5, timeout=60).equal
-        one_by_one = [client.embed_many([text], timeout=60)[0] for text in TEXTS[:6]]
+            assert client.verify(found.name, sample=5, timeout=240).equal
+        one_by_one = [client.embed_many([text], timeout=240)[0] for text in TEXTS[:6]]
         too_long = client.enqueue("night " * 600, embed=True)
-        client.wait(too_long, timeout=60)
+        client.wait(too_long, timeout=240)
         assert "the text to embed has" in str(client.get(too_long).error)
     table = pq.read_table(tmp_path / "out.parquet")
     assert table.schema.names == ["n", "a text", "embedding", "prompt_tokens", "job_id"]
@@ -88,14 +90,16 @@ def test_an_encoder_embeds_and_writes_no_texts(
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"embed": text}) for text in texts))
     with Client(settings) as client, running_worker(client, tmp_path / "worker.log", ["--name", "bert"]):
         run("run", tmp_path / "rows.jsonl", "-o", tmp_path / "out.jsonl")
-        cls, mean = (client.embed_many(texts, timeout=60, pooling=pooling) for pooling in (None, "mean"))
+        cls, mean = (client.embed_many(texts, timeout=240, pooling=pooling) for pooling in (None, "mean"))
         (batch,) = client.list_batches()
-        assert client.verify(batch.name, sample=3, timeout=60).equal
+        assert client.verify(batch.name, sample=3, timeout=240).equal
         spoken = client.enqueue("The night")
-        client.wait(spoken, timeout=60)
-        assert "this is an encoder, which embeds texts and writes none" in str(client.get(spoken).error)
+        client.wait(spoken, timeout=240)
+        assert "this is an encoder, which embeds texts or ranks them, and writes none" in str(
+            client.get(spoken).error
+        )
         too_long = client.enqueue("the " * 200, embed=True)
-        client.wait(too_long, timeout=60)
+        client.wait(too_long, timeout=240)
         assert "the text to embed has 202 tokens" in str(client.get(too_long).error)
         served = settings.model_copy(update={"model": None, "reference": False})
         with http_server(served, tmp_path / "server.log") as url:
@@ -111,3 +115,46 @@ def test_an_encoder_embeds_and_writes_no_texts(
     np.testing.assert_allclose([one.embedding for one in answer.data], cut, atol=1e-6)
     checked = run("check", model, "--pretend", "rtx4090").output
     assert 'embeds "The sea is" as 32 numbers' in checked and "drawn tokens" not in checked
+
+
+@on_sqlite
+def test_a_cross_encoder_ranks_documents_through_every_door(
+    quick: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_reranker(tmp_path / "model.gguf")
+    settings = quick.model_copy(update={"reference": True, "model": model})
+    for name, value in worker_env(settings).items():
+        monkeypatch.setenv(name, value)
+    query, documents = "the river", ["a mill", "the night, the stone", "[SEP] grain [CLS]", "milling " * 9]
+    rows = [{"rerank": query, "prompt": one} for one in documents]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    pq.write_table(pa.table({"text": documents}), tmp_path / "in.parquet")
+    with Client(settings) as client, running_worker(client, tmp_path / "worker.log", ["--name", "bert"]):
+        run("run", tmp_path / "rows.jsonl", "-o", tmp_path / "out.jsonl")
+        asked = ["--template", "{{ text }}", "--rerank", query]
+        run("run", tmp_path / "in.parquet", *asked, "-o", tmp_path / "out.parquet")
+        found = client.rerank(query, documents, timeout=60)
+        assert client.verify(client.list_batches()[0].name, sample=4, timeout=60).equal
+        cut = client.rerank(query, [documents[3] * 9], timeout=60, truncate_prompt_tokens=40)
+        with pytest.raises(RerankError, match=r"the query and the document have \d+ tokens"):
+            client.rerank(query, [documents[3] * 9], timeout=60)
+        with pytest.raises(EmbeddingError, match="ranks pairs of texts and has no embeddings"):
+            client.embed_many(["a mill"], timeout=60)
+        served = settings.model_copy(update={"model": None, "reference": False})
+        with http_server(served, tmp_path / "server.log") as url:
+            body = {"model": "bert", "query": query, "documents": documents, "top_n": 3}
+            answer = httpx2.post(f"{url}/v1/rerank", json=body, timeout=60).json()
+            body["documents"] = ["a mill", documents[3] * 9]
+            refused = httpx2.post(f"{url}/v1/rerank", json=body, timeout=60).json()
+    said = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row["relevance"] for row in said] == found and 0 < min(found) < max(found) < 1
+    assert len({*found, *cut}) == 5 and not any("embedding" in row for row in said)
+    table = pq.read_table(tmp_path / "out.parquet")
+    assert table.schema.names == ["text", "relevance", "prompt_tokens", "job_id"]
+    assert table["relevance"].to_pylist() == found
+    order = sorted(range(4), key=lambda number: -found[number])[:3]
+    assert [(one["index"], one["relevance_score"]) for one in answer["results"]] == [
+        (number, found[number]) for number in order
+    ]
+    assert refused["error"]["param"] == "documents[1]"
+    assert 'finds "The sea is" 0.' in run("check", model, "--pretend", "rtx4090").output

@@ -201,7 +201,7 @@ def test_in_tables_every_row_has_the_same_columns(format: FileFormat) -> None:
     assert list(result_row(job(), format)) == [
         "custom_id", "id", "text", "stop_reason", "prompt_tokens", "completion_tokens", "seed",
         "answers", "content", "reasoning", "tool_calls", "embedding", "cached_tokens", "reasoning_tokens",
-        "gpu_seconds", "energy_joules",
+        "gpu_seconds", "energy_joules", "relevance",
     ]  # fmt: skip
     refused = bad(RowError("invalid_json", "is not JSON"), custom_id=None)
     assert error_row(refused, format) == {

@@ -67,6 +67,8 @@ def test_the_defaults_of_generation_are_those_of_the_contract() -> None:
         "embed": False,
         "dimensions": None,
         "pooling": None,
+        "rerank": None,
+        "instruction": None,
     }
 
 

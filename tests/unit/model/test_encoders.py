@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from nightmill.jobs.base.settings import Settings
-from nightmill.jobs.errors import ChatTemplateError, InvalidParameterError, ModelFileError
+from nightmill.jobs.errors import ChatTemplateError, ModelFileError
 from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.worker.assembly.model import load_model
 from nightmill.worker.engine.engine import Engine
@@ -63,17 +63,12 @@ def test_a_file_that_contradicts_itself_is_refused(
         spec_of(write_bert(tmp_path / "m.gguf", **changed))
 
 
-def test_chats_and_pairs_to_rank_are_refused_in_a_sentence(tmp_path: Path) -> None:
-    """`/v1/rerank` asks in chats; the head of a cross-encoder is not computed."""
-    path = write_bert(tmp_path / "m.gguf", keys={"pooling_type": 4})
-    with closing(load_model(Settings(model=path))) as model:
+def test_chats_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    with closing(load_model(Settings(model=write_bert(tmp_path / "m.gguf")))) as model:
         (refused,) = model.encode_all([[{"role": "user", "content": "the night"}]])
         assert isinstance(refused, ChatTemplateError)
         assert "an encoder, which embeds texts and answers no chats" in str(refused)
-        assert "such as Qwen3-Reranker" in str(refused)
-        with pytest.raises(InvalidParameterError, match=r"embed: .* a cross-encoder, .* Qwen3-Reranker"):
-            model.embedded(GenerationParams(embed=True), 3)
-        assert model.embedded(GenerationParams(embed=True, pooling="mean"), 3) == range(3)
+        assert "such as bge-reranker-v2-m3, or a model that answers chats" in str(refused)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +129,7 @@ def computed(path: Path, texts: list[tuple[int, ...]], slots: int, **sizes: Any)
             for number, text in enumerate(texts)
         ]  # fmt: skip
         done = complete(engine, [*requests, Request("text", 1, (1, 2), GenerationParams(), 0)])
-        assert "this is an encoder, which embeds texts and writes none" in (done.pop("text").error or "")
+        assert "an encoder, which embeds texts or ranks them, and" in (done.pop("text").error or "")
         return [done[str(number)] for number in range(len(texts))]
 
 

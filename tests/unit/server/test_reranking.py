@@ -1,4 +1,4 @@
-"""Documents ranked over HTTP, by how likely the model says yes to each."""
+"""Documents ranked over HTTP, here by how likely the model says yes to each."""
 
 import math
 from typing import Any
@@ -8,8 +8,9 @@ import pytest
 from nightmill.jobs.base.contract import JobState
 from nightmill.jobs.request.fields import INTERACTIVE
 from nightmill.jobs.sql.claims import Claim
+from nightmill.worker.assembly.reranking import asked_in_chat
 from tests.support.servers import wait_until
-from tests.unit.engine.scripted import found_for
+from tests.unit.engine.by_definition import found_for
 from tests.unit.server.conftest import Server
 from tests.unit.worker.bench import ScriptedPrompting
 
@@ -39,9 +40,8 @@ def prompts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     asked: list[Any] = []
 
     def encode(claim: Claim) -> tuple[int, ...]:
-        assert isinstance(claim.messages, list)
-        asked.append((claim.messages, claim.rendering))
-        return tokens_of(claim.messages[-1]["content"].partition("<Document>: ")[2])
+        asked.append(asked_in_chat(claim))
+        return tokens_of(claim.prompt or "")
 
     monkeypatch.setattr(ScriptedPrompting, "encode", staticmethod(encode))
     return asked
@@ -63,11 +63,14 @@ def test_documents_come_by_relevance(server: Server, prompts: list[Any]) -> None
     assert {(job.state, job.priority) for job in jobs} == {(JobState.SUCCEEDED, INTERACTIVE)}
     tokens = sum(len(tokens_of(document)) + 5 for document in DOCUMENTS)
     assert answer["usage"] == {"total_tokens": tokens, "prompt_tokens": tokens}
-    messages, rendering = prompts[0]
-    assert [message["role"] for message in messages] == ["system", "user"]
-    assert messages[1]["content"].startswith("<Instruct>: Given a web search query")
-    assert "\n<Query>: What grinds grain?\n<Document>: " in messages[1]["content"]
-    assert rendering.variables == {"enable_thinking": False}
+    asking = "<Instruct>: Given a web search query, retrieve relevant passages that answer the query\n"
+    asking += "<Query>: What grinds grain?\n<Document>: "
+    assert {chat.messages[1]["content"] for chat in prompts} == {asking + one for one in DOCUMENTS}
+    for chat in prompts:
+        assert [message["role"] for message in chat.messages] == ["system", "user"]
+        assert (chat.prompt, chat.rendering.variables) == (None, {"enable_thinking": False})
+    assert {job.relevance for job in jobs} == {one["relevance_score"] for one in answer["results"]}
+    assert not any(job.answers[0].logprobs or job.embedding for job in jobs)
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank"])
@@ -78,7 +81,7 @@ def test_some_of_them_with_their_texts(server: Server, path: str, prompts: list[
         results = http.post(path, json=asked).json()["results"]
     assert len(results) == 2
     assert all(one["document"] == {"text": DOCUMENTS[one["index"]]} for one in results)
-    assert all(messages[1]["content"].startswith("<Instruct>: Do\n") for messages, _ in prompts)
+    assert all(chat.messages[1]["content"].startswith("<Instruct>: Do\n") for chat in prompts)
 
 
 @pytest.mark.parametrize(

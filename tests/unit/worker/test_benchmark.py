@@ -16,6 +16,7 @@ from nightmill.jobs.commands.main import main
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.assembly.forecast import card_of
 from nightmill.worker.assembly.model import OpenModel, demo_model, open_model
+from nightmill.worker.commands.benchmark import report_path
 from nightmill.worker.commands.benchmarking import kernels, parts, texts
 from nightmill.worker.commands.benchmarking.report import EqualTexts, PartReport
 from nightmill.worker.commands.benchmarking.texts import Timing, benchmark_format
@@ -72,6 +73,23 @@ def test_a_report_has_what_a_card_is_judged_by(tmp_path: Path) -> None:
     assert speed["output_tokens_per_s"] > 0 and speed["prompt_tokens_per_s"] > 0
     assert {"computing the first prompts", "comparing texts", "measuring"} < set(one["seconds"])
     assert "128 + 64" in done.output and str(output) in done.output
+
+
+def test_no_report_is_overwritten_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    kept = tmp_path / "kept.json"
+    kept.write_text("mine")
+    refused = CliRunner().invoke(main, ["benchmark", "--reference", "-o", str(kept)])
+    assert refused.exit_code == 1 and "kept.json is there already" in refused.output
+    assert "--overwrite" in refused.output and kept.read_text() == "mine"
+    nowhere = CliRunner().invoke(main, ["benchmark", "--reference", "-o", "no/folder/report.json"])
+    assert nowhere.exit_code == 1 and "no/folder is no folder" in nowhere.output
+    assert report_path(kept, overwrite=True) == kept
+    names = []
+    for _ in range(3):
+        names.append(str(report_path(None, overwrite=False)))
+        Path(names[-1]).touch()
+    assert names == ["nightmill-benchmark.json", "nightmill-benchmark-2.json", "nightmill-benchmark-3.json"]
 
 
 @pytest.mark.parametrize(

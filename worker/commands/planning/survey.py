@@ -126,6 +126,9 @@ def _tokenise(row: InputRow, reader: PromptReader) -> tuple[Tokens, tuple[Tokens
     most = spec.params.truncate_prompt_tokens or 0
     try:
         prompt_ids = reader.encode(spec.prompt, spec.rendering)[-most:]
+        if spec.params.rerank is not None:  # read before its document
+            name = "rerank"
+            prompt_ids = (*reader.tokenize_texts((spec.params.rerank,))[0], *prompt_ids)
         name = "score"
         return prompt_ids, reader.tokenize_texts(spec.params.score) if spec.params.score else (), None
     except NightmillError as refused:
@@ -159,7 +162,7 @@ def _count(found: Survey, spec: JobSpec, prompt_ids: tuple[int, ...], limits: Re
     found.answers.append(params.answers)
     found.limits.append(1 if params.draws_nothing else min(params.max_tokens, room))
     found.endless.append(params.ignore_eos and not (params.stop or params.stop_token_ids))
-    found.cut += params.max_tokens > room and not (params.score or params.embed)
+    found.cut += params.max_tokens > room and not (params.score or params.gives_numbers)
     found.told += params.logprobs is not None or bool(params.score) or params.prompt_logprobs is not None
     if spec.constrained is not None:
         found.constrained[str(spec.constrained.kind)] += 1
@@ -178,7 +181,8 @@ def _keep(found: Survey, request: Request, size: int, draw: random.Random) -> No
     seed = draw.randrange(MAX_SEED) if request.params.seed is None else request.params.seed
     params = request.params
     if params.draws_nothing:
-        params = params.model_copy(update={"max_tokens": 1, "score": (), "echo": False, "embed": False})
+        said = {"max_tokens": 1, "score": (), "echo": False, "embed": False, "rerank": None}
+        params = params.model_copy(update=said)
     draws = params is request.params
     kept = Request(request.job_id, request.attempt, request.prompt_ids, params, seed, scores=not draws)
     if place == len(found.sample):

@@ -27,6 +27,7 @@ from nightmill.worker.model.families.phi3 import phi3
 from nightmill.worker.model.families.qwen2 import qwen2
 from nightmill.worker.model.families.qwen3 import qwen3, qwen3moe
 from nightmill.worker.model.families.qwen35 import qwen3next, qwen35, qwen35moe
+from nightmill.worker.model.families.ranking import rank_head
 from nightmill.worker.model.families.seed_oss import seed_oss
 from nightmill.worker.model.families.smollm3 import smollm3
 from nightmill.worker.model.families.stablelm import stablelm
@@ -94,6 +95,7 @@ def read_spec(file: GgufFile) -> ModelSpec:
         file.fail("holds no tensors, only a vocabulary; give a file with the model's weights")
     keys = Keys(file, name)
     spec = family(keys)
+    spec = replace(spec, ranking=rank_head(file, spec))
     keys.refuse_other_arithmetic()
     check_tensors(file, spec, keys.skipped)
     types = {name: tensor.kind.name for name, tensor in file.tensors.items()}

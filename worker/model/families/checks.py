@@ -10,10 +10,13 @@ __all__ = ["check_tensors"]
 def check_tensors(file: GgufFile, spec: ModelSpec, skipped: tuple[str, ...] = ()) -> None:
     """Raise ModelFileError, which names the tensor, where one lacks, differs or is left over.
 
-    skipped  what names of tensors begin with that may be left over. `cls.` is a head that ranks texts, which
-             leaves what the model generates as it is
+    skipped  what names of tensors begin with that may be left over. `cls.` is a head that ranks texts; that
+             of a decoder leaves what the model generates as it is
     """
-    expected = {name: shape for _, weight in spec.all_weights() for name, shape in weight.parts}
+    weights = [weight for _, weight in spec.all_weights()]
+    if spec.ranking is not None:
+        weights += spec.ranking.weights(spec.width).values()
+    expected = {name: shape for weight in weights for name, shape in weight.parts}
     for name, shape in expected.items():
         info = file.tensors.get(name)
         if info is None:
@@ -29,7 +32,7 @@ def check_tensors(file: GgufFile, spec: ModelSpec, skipped: tuple[str, ...] = ()
         if name not in expected
         and name not in ROPE_DIVISORS
         and not name.endswith(".attn_rot_embd")
-        and not name.startswith((*skipped, "cls."))
+        and not name.startswith((*skipped, "cls.") if spec.ranking is None else skipped)
     ]
     if extra:
         more = f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""

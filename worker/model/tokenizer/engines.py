@@ -1,7 +1,7 @@
 """The engines that merge ordinary text into tokens, for the kinds of vocabulary that GGUF files have.
 
-One has a list of merges, and text is first cut into words in the way that its pre-tokenizer is named for. The
-other is SentencePiece's, which merges by the scores of tokens.
+One has a list of merges, and text is first cut into words in the way that its pre-tokenizer is named for.
+SentencePiece's merge by the scores of tokens, or (`unigram`) take the tokens that are likeliest together.
 """
 
 import os
@@ -12,7 +12,13 @@ from tokenizers import models, normalizers, pre_tokenizers
 
 from nightmill.jobs.errors import ModelFileError
 from nightmill.worker.model.gguf.file import GgufFile
-from nightmill.worker.model.tokenizer.pre_tokenizers import WORD_PIECE, PreTokenizer, pre_tokenizer_of
+from nightmill.worker.model.tokenizer.pre_tokenizers import (
+    UNIGRAM,
+    WORD_PIECE,
+    PreTokenizer,
+    pre_tokenizer_of,
+)
+from nightmill.worker.model.tokenizer.unigram import unigram_engine
 from nightmill.worker.model.tokenizer.vocabulary import SPACE, Vocabulary, byte_alphabet
 
 __all__ = ["MAX_SQUARES", "build_engine", "splitter"]
@@ -34,6 +40,8 @@ def build_engine(file: GgufFile, vocabulary: Vocabulary) -> tokenizers.Tokenizer
     how = pre_tokenizer_of(file)
     if file.string("tokenizer.ggml.model") == WORD_PIECE:
         return _word_piece_engine(file, vocabulary)
+    if file.string("tokenizer.ggml.model") == UNIGRAM:
+        return unigram_engine(file, vocabulary)
     if how is None:
         return _sentencepiece_engine(file, vocabulary)
     return _word_engine(file, vocabulary, how)

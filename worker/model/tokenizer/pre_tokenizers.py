@@ -19,7 +19,7 @@ from typing import Final
 
 from nightmill.worker.model.gguf.file import GgufFile
 
-__all__ = ["PRE_TOKENIZERS", "WORD_PIECE", "PreTokenizer", "pre_tokenizer_of"]
+__all__ = ["PRE_TOKENIZERS", "UNIGRAM", "WORD_PIECE", "PreTokenizer", "pre_tokenizer_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,8 +220,10 @@ PRE_TOKENIZERS: Final[Mapping[str, PreTokenizer]] = MappingProxyType(
 # What else llama.cpp reads, and why no model that is run here has it.
 WORD_PIECE: Final = "bert"
 """The name of vocabularies of WordPiece, whose tokens begin with U+2581 where a word does."""
+UNIGRAM: Final = "t5"
+"""The name of SentencePiece's vocabularies of which the likeliest tokens of a text are taken (llama.cpp's
+UGM): those of encoders of XLM-RoBERTa's kind."""
 _OTHER_MODELS: Final = {
-    "t5": "Unigram, for models with an encoder",
     "rwkv": "for RWKV",
     "plamo2": "for PLaMo 2",
     "hybriddna": "for models of DNA",
@@ -231,19 +233,20 @@ _OTHER_MODELS: Final = {
 
 def pre_tokenizer_of(file: GgufFile) -> PreTokenizer | None:
     """Return the rules that cut text for a file's vocabulary; None for SentencePiece's, which cuts nothing,
-    and for WordPiece's, which has rules of its own.
+    and for WordPiece's and Unigram's, which have rules of their own.
 
     Raises ModelFileError if the vocabulary or its pre-tokenizer is unknown.
     """
     model = file.string("tokenizer.ggml.model")
-    if model in ("llama", WORD_PIECE):
+    if model in ("llama", WORD_PIECE, UNIGRAM):
         return None
     if model == "gemma4":  # whatever the file calls its pre-tokenizer
         return PRE_TOKENIZERS["gemma4"]
     if model != "gpt2":
         what = f" ({_OTHER_MODELS[model]})" if model in _OTHER_MODELS else ""
         file.fail(
-            f"tokenizer.ggml.model: {model!r}{what} is not supported; supported are gpt2, llama, gemma4, bert"
+            f"tokenizer.ggml.model: {model!r}{what} is not supported; supported are gpt2, llama, gemma4, "
+            f"{WORD_PIECE}, {UNIGRAM}"
         )
     name = file.string("tokenizer.ggml.pre", default="")
     if name not in PRE_TOKENIZERS:

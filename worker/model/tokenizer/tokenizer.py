@@ -15,7 +15,7 @@ from nightmill.jobs.errors import InvalidPromptError
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.tokenizer.engines import build_engine
 from nightmill.worker.model.tokenizer.finding import matcher
-from nightmill.worker.model.tokenizer.pre_tokenizers import WORD_PIECE, pre_tokenizer_of
+from nightmill.worker.model.tokenizer.pre_tokenizers import UNIGRAM, WORD_PIECE, pre_tokenizer_of
 from nightmill.worker.model.tokenizer.stream import TextStream
 from nightmill.worker.model.tokenizer.vocabulary import SPACE, Vocabulary
 
@@ -41,9 +41,14 @@ class Tokenizer:
 
     def __init__(
         self, vocabulary: Vocabulary, engine: tokenizers.Tokenizer, *,
-        add_bos: bool, space_prefix: bool, strips: bool,
+        add_bos: bool, space_prefix: bool, strips: bool, spells_spaces: bool = False,
     ) -> None:  # fmt: skip
-        """space_prefix: a text begins with a space. strips: markers swallow the white space after them."""
+        """Keep a vocabulary and its engine.
+
+        space_prefix   a text begins with a space
+        strips         markers swallow the white space after them
+        spells_spaces  the engine itself turns spaces into U+2581, and begins a text with one
+        """
         self.vocabulary = vocabulary
         self.bos_id = vocabulary.bos_id
         self.eos_ids = vocabulary.eos_ids
@@ -54,6 +59,7 @@ class Tokenizer:
         self._engine = engine
         self._space_prefix = space_prefix
         self._strips = strips
+        self._as_it_is = vocabulary.byte_level or spells_spaces
         self.markers = vocabulary.markers()
         self._plain = vocabulary.plain()
         self._known: dict[str, Sequence[int]] = {}  # ids of short texts
@@ -70,17 +76,21 @@ class Tokenizer:
         add_bos = file.boolean("tokenizer.ggml.add_bos_token", default=None)
         if add_bos and vocabulary.bos_id is None:
             file.fail("tokenizer.ggml.bos_token_id: is missing, but add_bos_token asks for it")
-        wanted = (how is None or how.starts_with_bos) if add_bos is None else add_bos
-        encodes = file.string("tokenizer.ggml.model") == WORD_PIECE
+        model = file.string("tokenizer.ggml.model")
+        encodes, unigram = model == WORD_PIECE, model == UNIGRAM
+        usual = not unigram and (how is None or how.starts_with_bos)
+        wanted = usual if add_bos is None else add_bos
         prefix = how is None and not encodes and file.boolean("tokenizer.ggml.add_space_prefix", default=True)
         # Phi-3's own tokenizer declares its tokens so (`rstrip`), which a GGUF file cannot say.
         strips = how is None and file.string("general.architecture", default="") == "phi3"
         with_bos = wanted and vocabulary.bos_id is not None
-        made = cls(vocabulary, engine, add_bos=with_bos, space_prefix=prefix, strips=strips)
+        made = cls(
+            vocabulary, engine, add_bos=with_bos, space_prefix=prefix, strips=strips, spells_spaces=unigram
+        )
         # Texts of WordPiece end with it whatever the file says.
         if encodes or file.boolean("tokenizer.ggml.add_sep_token", default=False):
             made.end_id = _separator(file, vocabulary)
-        elif file.boolean("tokenizer.ggml.add_eos_token", default=False):
+        elif file.boolean("tokenizer.ggml.add_eos_token", default=unigram):
             made.end_id = vocabulary.eos_id
         return made
 
@@ -134,7 +144,7 @@ class Tokenizer:
         self, prompts: Sequence[Sequence[Piece]], *, add_bos: bool | None = None
     ) -> list[list[int]]:
         """The ids of prompts that were cut by `split` or by other rules about what is special."""
-        spelt = prompts if self.vocabulary.byte_level else [self._spelt(pieces) for pieces in prompts]
+        spelt = prompts if self._as_it_is else [self._spelt(pieces) for pieces in prompts]
         encoded = self._encoded({piece for pieces in spelt for piece in pieces if isinstance(piece, str)})
         wants_bos = self.add_bos if add_bos is None else add_bos
         start = [self.bos_id] if wants_bos and self.bos_id is not None else []
@@ -166,6 +176,8 @@ class Tokenizer:
             # Oniguruma gives up after 10 million steps at one place of a text, and the engine panics.
             if type(error).__name__ != "PanicException":  # it has no name to import
                 raise
+            if self._as_it_is and not self.vocabulary.byte_level:  # the file's table of characters is damaged
+                raise InvalidPromptError(f"the tokenizer fails at this text: {error}") from error
             raise InvalidPromptError(
                 "the text has a run of millions of spaces or letters without a break, which the tokenizer "
                 "cannot cut into words"

@@ -45,6 +45,8 @@ def _computed(spec: ModelSpec) -> ModelSpec:
         suppressed=spec.suppressed,
         tensor_types=spec.tensor_types,
         encoder=spec.encoder,
+        ranking=spec.ranking,
+        predictor=spec.predictor,  # its guesses are taken or left
     )
 
 

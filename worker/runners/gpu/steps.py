@@ -45,6 +45,7 @@ class StepBounds:
     table_width  pages of a sequence
     max_pieces   room for `StepInputs.pieces`, of all plans
     plans        divisions of a step
+    paired       `ModelSpec.paired_positions`: so many more are added to positions of second texts
     states       layers have states, for which a step is divided into pieces
     strides      of the kinds of pages (`PageKind`)
     """
@@ -57,6 +58,7 @@ class StepBounds:
     states: bool = False
     strides: tuple[int, ...] = (1,)
     plans: int = 1
+    paired: int = 0
 
     @property
     def tail(self) -> "StepBounds":
@@ -78,6 +80,7 @@ class StepBuffers:
         self._device = device
         self._slots = bounds.slots
         self._states = bounds.states
+        self._paired = bounds.paired
         self._padding_page = padding_page
         self._strides = bounds.strides
         self._padding_row = padding_page * bounds.strides[0] * PAGE
@@ -118,7 +121,7 @@ class StepBuffers:
         arrays: tuple[npt.NDArray[np.integer[Any]], ...] = (
             batch.tokens,
             np.repeat(batch.slots, lengths),
-            batch.positions,
+            self._places(batch),
             batch.cache_rows,
             batch.sequence_starts,
             batch.context_lengths,
@@ -137,6 +140,13 @@ class StepBuffers:
         inputs = _divided(inputs, shape.divisions)
         through = pieces_on_device(at, states.pieces, states.drawn, states.prompt_rows)
         return self._with_kinds(turn, replace(inputs, pieces_of_states=through), batch, 0)
+
+    def _places(self, batch: StepBatch) -> IntArray:
+        """The rows of the table of positions; whoever rotates by positions has no such table."""
+        if batch.text_types is None or not self._paired:
+            return batch.positions
+        places: IntArray = batch.positions + self._paired * batch.text_types
+        return places
 
     def write_padded(
         self, turn: int, batch: StepBatch, size: int, pieces: Sequence[IntArray], rooms: Sequence[int],

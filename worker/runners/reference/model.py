@@ -91,11 +91,17 @@ class ReferenceModel:
         ropes = spec.ropes
         self._frequencies = {rope: rope.frequencies() for rope in ropes}
 
-    def forward(self, tokens: npt.NDArray[np.int32], places: Places, flow: Flow) -> ops.FloatArray:
-        """Compute all layers over tokens (T,); returns the normed hidden states (T, width)."""
+    def forward(
+        self, tokens: npt.NDArray[np.int32], places: Places, flow: Flow,
+        text_types: npt.NDArray[np.int32] | None = None,
+    ) -> ops.FloatArray:  # fmt: skip
+        """Compute all layers over tokens (T,); returns the normed hidden states (T, width).
+
+        text_types  of tokens (T,), as of `StepBatch`
+        """
         x = self.embedding(tokens)
         if self._spec.encoder is not None:
-            x = self._embedded(self._spec.encoder, x, places.positions)
+            x = self._embedded(self._spec.encoder, x, places.positions, text_types)
         self._report("embedding", x)
         x = self.normed(self.through(x, tokens, places, flow))
         self._report("norm", x)
@@ -144,11 +150,13 @@ class ReferenceModel:
         return x
 
     def _embedded(
-        self, encoder: Encoder, x: ops.FloatArray, positions: npt.NDArray[np.int32]
-    ) -> ops.FloatArray:
+        self, encoder: Encoder, x: ops.FloatArray, positions: npt.NDArray[np.int32],
+        text_types: npt.NDArray[np.int32] | None,
+    ) -> ops.FloatArray:  # fmt: skip
         """Add the rows of an encoder's tables to its tokens', and norm the sums."""
         if encoder.token_types:
-            x = x + self._outside[Role.TEXT_TYPES][0]
+            rows = text_types if self._spec.paired_positions and text_types is not None else 0
+            x = x + self._outside[Role.TEXT_TYPES][rows]
         if encoder.positions:
             x = x + self._outside[Role.POSITIONS][positions]
         return _norm(encoder.norm, x, self._outside, Role.EMBEDDING_NORM)

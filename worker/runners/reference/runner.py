@@ -144,7 +144,8 @@ class ReferenceRunner:
             with np.errstate(invalid="ignore", over="ignore"):  # what is not a number is told by its token
                 flow = flow_of(batch) if self.prompt_grid > 1 else Flow([], [])
                 tokens = self._tokens(batch)
-                hidden = self._model.forward(tokens, self._cache.places(batch), flow)
+                places = self._cache.places(batch)
+                hidden = self._model.forward(tokens, places, flow, batch.text_types)
                 if self._predictor is not None:
                     self._predictor.read(batch, tokens, hidden)
                 for slot, snapshot in batch.snapshots:
@@ -249,7 +250,7 @@ class ReferenceRunner:
             if (by := rows.adjusted.get(row)) is not None:
                 by.answer.append(token)
         guesses = None
-        if self._predictor is not None:
+        if self._predictor is not None and undrawn.batch.guesses:
             guesses = self._predictor.guess(undrawn.batch, undrawn.hidden, tokens, rows)
         return Drawn(tokens, found, undrawn.sums, guesses)
 
