@@ -51,10 +51,11 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
     spec, sequences = model.spec, max_sequences(settings)
     context = context_length(settings, spec)
     gpu, pretended = gpu_index(settings), known_card(settings.pretend_device)
-    if gpu is None and pretended is not None:
+    if gpu is None and pretended is not None and not settings.reference:
         raise SettingsError(
             f"there is no GPU that could be taken for {pretended.name}: unset NIGHTMILL_PRETEND_DEVICE; "
-            f"`nightmill check --pretend {pretended.key}` forecasts without one"
+            f"`nightmill check --pretend {pretended.key}` and `nightmill plan --no-measure` forecast without "
+            "one"
         )
     vocabulary = model.vocabulary
     vocabulary.spell_all()
@@ -125,12 +126,14 @@ def _runner(
         return runner, sequences, token_budget
     from nightmill.worker.assembly.forecast import forecast_of
     from nightmill.worker.assembly.speed import GpuSpeed
+    from nightmill.worker.runners.gpu import predicting
     from nightmill.worker.runners.gpu.runner import CudaRunner
 
+    predicts = predicting.SEEN and settings.drafts != "off"
     cuda = CudaRunner(
         model.file,
         spec,
-        runner_sizes(settings, spec),
+        replace(runner_sizes(settings, spec), predicts=predicts),
         gpu=chosen,
         precision=replace(precision_of(settings, model.file, spec), plain_products=model.plain_products),
         progress=model.progress,

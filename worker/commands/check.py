@@ -279,11 +279,13 @@ def _outlook(card: "Card", memory: Finding, settings: Settings, model: "OpenMode
     if not memory.more["rate"]:
         return
     bytes_, flops = card.peaks.bytes, card.peaks.flops
+    slow = [what for what, how in kernels.items() if "slow" in how]
+    uncounted = f"; how slow kernels of {' and '.join(slow)} are is not in it" if slow else ""
     yield Finding(
         "basis",
         None,
         f"the speed is a forecast: {bytes_ / 1e9:,.0f} GB/s and {flops / 1e12:,.0f} TFLOP/s of {card.name}, "
-        "at the shares that an H200 reaches; measure with `nightmill plan` on that card",
+        f"at the shares that an H200 reaches{uncounted}; measure with `nightmill plan` on that card",
         {"card": card.name, "bytes_a_second": bytes_, "flops_a_second": flops},
     )
     fitting = max(memory.more["sequences"].values(), default=0)

@@ -142,6 +142,12 @@ plan = click.Command(
         *(option for option in worker_options() if option.name not in _NOT_OF_A_PLAN),
         _MODELS_OPTION,
         _TOGETHER_OPTION,
+        click.Option(
+            ["--pretend", "pretend_device"],
+            metavar="CARD",
+            help="Say what fits this card, such as rtx4090, with --no-measure also where there is no GPU "
+            "[NIGHTMILL_PRETEND_DEVICE].",
+        ),
         click.Option(["--measure/--no-measure"], default=True, help="Without: no estimate, and no GPU used."),
         click.Option(
             ["--measure-seconds"],
@@ -237,7 +243,7 @@ def _make(
     from nightmill.worker.engine.limits import RequestLimits
 
     model = load_model(settings)
-    memory = _memory(settings, model)
+    card, memory = _memory(settings, model)
     engine = None
     if measure_seconds:
         try:
@@ -271,6 +277,7 @@ def _make(
                     ),
                     slots=_slots(settings, model, memory, engine),
                     memory=memory,
+                    card=card,
                 ),
                 Schedule(
                     now=lambda: datetime.now(UTC),
@@ -290,20 +297,28 @@ def _make(
             engine.close()
 
 
-def _memory(settings: Settings, model: "OpenModel") -> "Forecast | None":
-    """Share out the memory of the GPU that would run the model; None without one, or if it does not fit."""
-    from nightmill.worker.assembly.forecast import card_here, forecast
+def _memory(settings: Settings, model: "OpenModel") -> "tuple[str | None, Forecast | None]":
+    """The name of the GPU that would run the model, and how its memory is shared out.
+
+    Both are None without one, the second also where the model does not fit. A pretended card need not be
+    there.
+    """
+    from nightmill.worker.assembly.forecast import card_here, card_of, forecast
     from nightmill.worker.assembly.sizes import gpu_index, precision_of
     from nightmill.worker.runners.gpu.device.known_cards import known_card
 
-    gpu = gpu_index(settings)
-    card = None if gpu is None else card_here(gpu, known_card(settings.pretend_device))
+    gpu, pretended = gpu_index(settings), known_card(settings.pretend_device)
+    card = None if gpu is None else card_here(gpu, pretended)
+    if card is None and pretended is not None and not settings.reference:
+        card = card_of(pretended)
+    if card is None:
+        return None, None
     try:
-        if card is not None:
-            return forecast(model.spec, card, settings, precision_of(settings, model.file, model.spec))
-    except RunnerError:  # whoever builds an engine hears why
-        return None
-    return None
+        return card.name, forecast(model.spec, card, settings, precision_of(settings, model.file, model.spec))
+    except RunnerError as error:
+        if gpu is not None:  # whoever builds an engine hears why
+            return card.name, None
+        raise RunnerError(f"{card.name}: {error}") from error
 
 
 def _slots(settings: Settings, model: "OpenModel", memory: "Forecast | None", engine: "Engine | None") -> int:

@@ -52,7 +52,7 @@ def _pid(server: EmbeddedRedis) -> int:
 
 
 def _ensure(data_dir: Path, barrier: Any, said: Any) -> None:
-    barrier.wait(30)
+    barrier.wait(120)
     server = EmbeddedRedis(data_dir)
     said.put((server.ensure(), _pid(server)))
 
@@ -64,9 +64,9 @@ def test_processes_that_race_start_one_server(redis_of: Any, directory: Path) ->
     processes = [context.Process(target=_ensure, args=(directory / "data", barrier, said)) for _ in range(3)]
     for process in processes:
         process.start()
-    found = {said.get(timeout=30) for _ in processes}
+    found = {said.get(timeout=120) for _ in processes}
     for process in processes:
-        process.join(30)
+        process.join(120)
     assert found == {(server.url, _pid(server))}, "the server must be one, and outlive those who started it"
 
 
@@ -242,7 +242,7 @@ def test_programs_one_after_the_other_share_rows_and_messages(redis_of: Any, dir
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=240,
         ).stdout.strip()
         for _ in range(2)
     ]

@@ -80,7 +80,7 @@ def test_of_two_workers_at_once_one_takes_the_model_with_the_last_rows(client: C
     together = Barrier(len(workers))
 
     def choose(worker: tuple[Claims, Turning]) -> str | None:
-        together.wait(30.0)
+        together.wait(120)
         return worker[1].choose()
 
     with ThreadPoolExecutor(len(workers)) as pool:

@@ -72,7 +72,7 @@ class Running:
         return self.output.getvalue().decode()
 
     def ends(self) -> int | None:
-        self._thread.join(60.0)
+        self._thread.join(240)
         return self.code
 
 

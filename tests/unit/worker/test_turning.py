@@ -92,7 +92,7 @@ def read_bytes() -> int:
     """Wait for the end of the reading; returns the bytes that this process has read so far."""
     for thread in threading.enumerate():
         if thread.name == "weights":
-            thread.join(30.0)
+            thread.join(120)
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
