@@ -174,8 +174,8 @@ def shorter(spent: Mapping[str, float], models: Sequence[ModelNight], loads: int
         ),
         (
             spent.get("loading", 0.0),
-            f"Models were loaded {loads} times, which took {_span(spent.get('loading', 0.0))}: fewer starts, "
-            "or a longer --idle-seconds, save that.",
+            f"Models were loaded {'once' if loads == 1 else f'{loads:,} times'}, which took "
+            f"{_span(spent.get('loading', 0.0))}: fewer starts, or a longer --idle-seconds, save that.",
         ),
         (
             failing,

@@ -64,7 +64,7 @@ def test_a_night_is_told_from_sql_a_month_later(
     }  # fmt: skip
     assert [sentence.split(":")[0] for sentence in report.sentences] == [
         "Workers waited 3 min for jobs while the night went on",
-        "Models were loaded 1 times, which took 2 min",
+        "Models were loaded once, which took 2 min",
         "Workers waited 40 s for prompts to be rendered and tokenised",
     ]
     assert client.night(NIGHT + timedelta(days=1)).rows == 1
