@@ -59,10 +59,10 @@ demo: $(VENV)/demo.stamp ## Answer questions through the whole path: enqueue, Re
 # Many tests wait for processes that they have started: more of them at once than there are cores.
 TEST_PROCESSES ?= 4
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
-test: fetched browser ## Run the tests but for the slow ones; they start a real Redis and a real PostgreSQL
+test: fetched browser collected ## Run the tests but for the slow ones; they start a real Redis and a real PostgreSQL
 	$(PYTEST) -m 'not parity and not slow'
 
-test-all: fetched browser ## Run all tests, as continuous integration does
+test-all: fetched browser collected ## Run all tests, as continuous integration does
 	$(PYTEST)
 
 # All below tests/unit/server are heavy: what they import need not be. Nothing waits: a process for each core.
@@ -72,7 +72,8 @@ quick: $(VENV)/dev.stamp ## Run the tests that start no process, for the edit lo
 
 # Test processes that begin together in a fresh clone would each compile all tests: 14 s of a core, afterwards 6.
 collected: $(VENV)/dev.stamp
-	@$(BIN)/python -m pytest --collect-only -qq >/dev/null || { echo 'make test says what cannot be collected.' >&2; exit 1; }
+	@test -d tests/unit/__pycache__ || $(BIN)/python -m pytest --collect-only -qq >/dev/null || \
+		{ echo 'make test says what cannot be collected.' >&2; exit 1; }
 
 fetched: $(VENV)/dev.stamp
 	$(call with_real_model,its texts are not compared with those of llama.cpp)

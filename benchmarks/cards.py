@@ -48,7 +48,7 @@ def main() -> None:
     arguments.add_argument("model")
     add_formats(arguments)
     arguments.add_argument("--card", action="append", choices=sorted(KNOWN_CARDS), help="may be repeated")
-    arguments.add_argument("--rows", type=int, nargs="*", default=[1, 8, 64, 256])
+    arguments.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256])
     arguments.add_argument("--context", type=int, default=512)
     arguments.add_argument("--prompts", type=int, default=4096, help="tokens of a step of prompts")
     arguments.add_argument("--no-tune", action="store_true")
@@ -85,7 +85,9 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     file = GgufFile.open(options.model)
     spec = read_spec(file)
     card = None if options.only == ITSELF else known_card(options.only)
-    longest, slots = max(options.context + 1, FILL // 16), max(options.rows)
+    length = min(options.prompts, options.context)
+    prompts = options.prompts // length
+    longest, slots = max(options.context + 1, FILL // 16), max(*options.rows, prompts)
     runner = CudaRunner(
         file, spec,
         RunnerSizes(
@@ -103,8 +105,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
             rows: milliseconds(runner, steps.batch(range(rows), options.context, 1, admit=False))
             for rows in options.rows
         }
-        length = min(options.prompts, options.context)
-        prompts = steps.batch(range(options.prompts // length), 0, length, admit=True)
+        reading = steps.batch(range(prompts), 0, length, admit=True)
         described = card_of(card) if card is not None else here(runner)
         size = WeightsAndCache(
             runner.memory.weights, page_bytes(spec, runner.precision.kv), runner.precision.weights
@@ -114,7 +115,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         return {
             "card": options.only, "gpu": runner.device.name, "model": spec.name,
             "weights": runner.precision.weights.value, "context": options.context,
-            "decode_ms": decode, "prompts_ms": milliseconds(runner, prompts),
+            "decode_ms": decode, "prompts_ms": milliseconds(runner, reading),
             "forecast": {rows: told(cost) for rows, cost in counted.items()},
         }  # fmt: skip
     finally:

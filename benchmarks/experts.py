@@ -2,12 +2,15 @@
 
     python -m benchmarks.experts [--shape qwen3-30b-a3b] [--formats Q4_K Q6_K] [--rows 1 64 256 8192] [--skew]
     python -m benchmarks.experts --every [--rows 1 64 256 8192] [--skew]
+    python -m benchmarks.experts --few [--rows 1 2 4 8] [--formats Q4_K Q4_K]
 
 A layer with random weights, in the formats of gate and up and of down, for so many tokens that random logits
 route. Few rows go through several layers, since their experts would stay in L2 else. `layer` is the graph of
 all launches, one layer after the other; the others are launches of one kernel. `--skew` sends the first of
 each eight experts five times as many tokens as the mean. `--every` measures all shapes, in the formats that
-their files have and, of Qwen3, in FP8 and 16 bits. One JSON line a case; bytes and FLOPs are the least.
+their files have and, of Qwen3, in FP8 and 16 bits. `--few` times what up to 8 tokens may take (`few.py`),
+`few_..`, beside what they take else, both with the router's product; `few` is all of it. A JSON line a case;
+bytes and FLOPs are the least.
 """
 
 import argparse
@@ -27,6 +30,7 @@ from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.device.sources import for_element, source_of
 from nightmill.worker.runners.gpu.experts.combine import Combine
+from nightmill.worker.runners.gpu.experts.few import MOST_TOKENS, FewExperts, few_sources
 from nightmill.worker.runners.gpu.experts.grouped import Given, GroupedProducts, elements_of
 from nightmill.worker.runners.gpu.experts.room import ExpertRoom
 from nightmill.worker.runners.gpu.experts.route import Routing
@@ -37,11 +41,14 @@ from nightmill.worker.runners.gpu.experts.tiles import (
     grouped_source,
     tiles_for,
 )
+from nightmill.worker.runners.gpu.products.chooser import Products
 from nightmill.worker.runners.gpu.products.fp8.quantise import Quantise
 from nightmill.worker.runners.gpu.rows.norms import Ending
+from nightmill.worker.runners.gpu.shapes import Kind, padded_rows
 from nightmill.worker.runners.gpu.weights.layout import NormWeight
-from nightmill.worker.runners.gpu.weights.router import part_rows
+from nightmill.worker.runners.gpu.weights.router import part_rows, router_rows
 from tests.support.blocks import random_blocks
+from tests.support.operands import products_with, room
 from tests.support.packed_weights import packed
 from tests.support.specs import mixture
 
@@ -142,7 +149,80 @@ class Layer:
         self.add()
 
 
-def compile_for(formats: set[Format], *, all_tiles: bool) -> None:
+class FewLayer(Layer):
+    """The same with its router, and the kernels for a few tokens."""
+
+    few: FewExperts
+    products: Products
+
+    def give(self, bench: Bench, few: FewExperts, products: Products) -> "FewLayer":
+        """With these, and a router of random weights."""
+        rows = router_rows(self.experts.count)
+        held = bench.random(rows, self.width, scale=0.02)
+        self.router = Matrix(held.address, rows, self.width, bench.device.element.format)
+        self.read = bench.random(padded_rows(self.rows), self.width)
+        self.few, self.product = few, products.of(Kind.FLOAT, rows, self.width)
+        self.ending = Ending(before=NormWeight(self.norm, 1e-6))
+        given = self.experts, self.router, (self.gate_up, self.down), self.ending, self.rows
+        if not few.takes(*given):
+            raise SystemExit(f"{self.rows} tokens are too many for kernels for a few, of this shape")
+        return self
+
+    def multiply_router(self) -> None:
+        self.product(self.read, self.router, self.at.logits, self.rows)
+
+    def all_apart(self) -> None:
+        self.multiply_router()
+        self.whole()
+
+    def few_route(self) -> None:
+        given = self.read, self.router, (ABSENT, ABSENT), self.at, self.rows, (0, -1)
+        self.few.route(self.routing, *given)
+
+    def few_gate_up(self) -> None:
+        self.few.gate_up(self.experts, self.read, self.gate_up, Given(), self.at, self.rows)
+
+    def few_add(self) -> None:
+        given = self.at, self.ending, self.stream, self.out, self.rows
+        self.few.add(self.experts, self.down, Given(), *given)
+
+    def few_whole(self) -> None:
+        self.few_route()
+        self.few_gate_up()
+        self.few_add()
+
+
+def measure_few(
+    bench: Bench, shape: str, formats: tuple[Format, Format], rows: int
+) -> Iterator[dict[str, Any]]:
+    """A line for a layer with its router and so few tokens."""
+    experts, width = SHAPES[shape]
+    device = bench.device
+    grouped, few = GroupedProducts(device, set(formats)), FewExperts(device, set(formats))
+    products = products_with(device, room(device, (1, 8), np.uint16), [Kind.FLOAT])
+    layers = [
+        FewLayer(bench, experts, width, formats, grouped, rows, False).give(bench, few, products)
+        for _ in range(LAYERS)
+    ]
+    first = layers[0]
+    first.product.tune(first.read, [one.router for one in layers], first.at.logits, rows, lambda: None)
+    line: dict[str, Any] = {"shape": shape, "formats": "/".join(one.name for one in formats), "rows": rows}
+    for name, launch in (
+        ("router", FewLayer.multiply_router), ("route", FewLayer.route),
+        ("gate_up", FewLayer.multiply_gate_up), ("down", FewLayer.multiply_down), ("combine", FewLayer.add),
+        ("layer", FewLayer.all_apart), ("few_router", FewLayer.few_route),
+        ("few_gate_up", FewLayer.few_gate_up), ("few_down", FewLayer.few_add), ("few", FewLayer.few_whole),
+    ):  # fmt: skip
+
+        def launched(i: int, launch: Callable[[FewLayer], None] = launch) -> None:
+            launch(layers[i])
+
+        line[name] = round(bench.seconds(launched, len(layers)) * 1e6, 1)
+    products.close()
+    yield line
+
+
+def compile_for(formats: set[Format], *, all_tiles: bool, few: bool) -> None:
     """Compile all kernels at once: each would be when it is first launched, one after the other."""
     with Device(0) as device:
         tiles = [tile for kept in formats for tile in tiles_of((kept, kept), device, all_tiles=all_tiles)]
@@ -150,6 +230,7 @@ def compile_for(formats: set[Format], *, all_tiles: bool) -> None:
         for kept in formats:
             by = {tile.by for tile in tiles if kept.packed or tile.by is not Multiplier.STAYING}
             files += [grouped_source(kept, one) for one in sorted(by, key=str)]
+        files += few_sources(formats) if few else []
         compile_all([for_element(one, device.element) for one in files], device.architecture)
 
 
@@ -268,18 +349,24 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     arguments.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
     arguments.add_argument("--formats", nargs=2, default=["Q4_K", "Q6_K"], metavar="FORMAT")
-    arguments.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256, 1024, 8192])
+    arguments.add_argument("--rows", type=int, nargs="+", help="1 to 8,192, where none are given")
     arguments.add_argument("--skew", action="store_true")
     arguments.add_argument("--all-tiles", action="store_true", help="time each tile, not that which is taken")
     arguments.add_argument("--every", action="store_true", help="all shapes, in the formats of their files")
+    arguments.add_argument("--few", action="store_true", help="kernels for up to 8 tokens, beside the others")
     options = arguments.parse_args()
+    all_rows = options.rows or ([1, 2, 4, MOST_TOKENS] if options.few else [1, 8, 64, 256, 1024, 8192])
     cases = EVERY if options.every else ((options.shape, *options.formats),)
-    compile_for({Format[name] for _, *names in cases for name in names}, all_tiles=options.all_tiles)
-    for (shape, first, second), rows in product(cases, options.rows):
+    kept = {Format[name] for _, *names in cases for name in names}
+    compile_for(kept, all_tiles=options.all_tiles, few=options.few)
+    for (shape, first, second), rows in product(cases, all_rows):
         formats = Format[first], Format[second]
         with Device(0) as device:
             bench = Bench(device)
-            for line in measure(bench, shape, formats, rows, skew=options.skew, all_tiles=options.all_tiles):
+            asked = {"skew": options.skew, "all_tiles": options.all_tiles}
+            given = bench, shape, formats, rows
+            lines = measure_few(*given) if options.few else measure(*given, **asked)
+            for line in lines:
                 print(json.dumps({"gpu": device.name} | line), flush=True)
 
 

@@ -6,6 +6,7 @@ skips: a server that does not start is an error. What else tests need is in `tes
 """
 
 import gc
+import multiprocessing
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import hypothesis
@@ -42,11 +44,14 @@ from tests.support.servers import (
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 gc.disable()  # until all tests are collected
+# Processes that race begin with what they all import; pytest is for the modules that they are in.
+multiprocessing.set_forkserver_preload(["nightmill.jobs.client.client", "psycopg", "pytest"])
 
 _LONGEST_NAME = 20
 # Tests that start workers or wait for what hangs: begun last, one would keep its process for a minute.
 LONG = tuple(
-    Path(__file__).parent / one for one in ("integration/worker", "integration/server", "unit/campaign")
+    Path(__file__).parent / one
+    for one in ("integration/worker", "integration/server", "integration/test_packaging.py", "unit/campaign")
 )
 
 _SERVERS = {"redis_url", "redis_server", "postgres_server", "chromium"}
@@ -109,10 +114,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             terminalreporter.write_line(line, yellow=True)
 
 
+@cache
+def _is_below(path: Path, *folders: Path) -> bool:
+    """Of a module: asked for each of its tests, of which there are thousands."""
+    return any(map(path.is_relative_to, folders))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Whatever starts a server or a browser is `heavy`; other modules and tests say so themselves."""
-    if _SERVERS.intersection(getattr(item, "fixturenames", ())) or item.path.is_relative_to(_SERVED):
+    if _SERVERS.intersection(getattr(item, "fixturenames", ())) or _is_below(item.path, _SERVED):
         item.add_marker(pytest.mark.heavy)
 
 
@@ -124,8 +135,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if processes == 1:
         return
-    long = [item for item in items if any(map(item.path.is_relative_to, LONG))]
-    short = [item for item in items if not any(map(item.path.is_relative_to, LONG))]
+    long = [item for item in items if _is_below(item.path, *LONG)]
+    short = [item for item in items if not _is_below(item.path, *LONG)]
     ordered: list[pytest.Item] = []
     for process in range(processes):
         share = long[process::processes]

@@ -9,9 +9,10 @@ compiles that; `make kernels` (`--write`) also renews the record; `make kernels 
 everything, and complains where the record says something else.
 
 Code for compute capability 8.0 is also made into instructions of the GPUs that take it with the same sources
-(RTX 30, RTX 50), which costs a sixth of compiling it each; what is other for 8.9 is compiled for that.
-Registers and stack of each kernel are written into build/kernels/registers.txt; one that needs more of a
-stack than `MOST_STACK` has is a complaint, whether it was compiled now or is in the record.
+(RTX 30, RTX 50), which costs a sixth of compiling it each; what is other for 8.9, or for one of those, is
+compiled for that. Registers and stack of each kernel are written into build/kernels/registers.txt; one that
+needs a stack, or a larger one than `MOST_STACK` grants it, is a complaint, whether it was compiled now or is
+in the record.
 """
 
 import argparse
@@ -52,8 +53,10 @@ from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import Format
 from nightmill.worker.runners.gpu.device.sources import for_element, members, source_of
 from nightmill.worker.runners.gpu.device.waits import BOUNDED_WAITS
+from nightmill.worker.runners.gpu.experts.few import few_sources
 from nightmill.worker.runners.gpu.experts.tiles import Multiplier, grouped_source
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
+from nightmill.worker.runners.gpu.rows.predictor import predictor_sources
 from nightmill.worker.runners.gpu.sampling.sampler import SLOT
 from nightmill.worker.runners.gpu.states.convolution import ShortConvolution
 from nightmill.worker.runners.gpu.states.delta_net import DeltaNet
@@ -67,10 +70,22 @@ ARCHITECTURES = ("sm_80", HOPPER, "sm_100")
 Job = tuple[Path, tuple[str, ...], str]
 """File, options beside those of all, and architecture."""
 MOST_STACK = {
-    "mma_gemm": 0, "mma_fp8": 0, "packed_mma": 0, "packed_rows": 0, "packed_few": 0, "decode_attention": 16,
-    "few_rows": 16, "prefill_attention": 0, "split_attention": 32,
+    # once, while a model is loaded: tables that are indexed, angles of any size
+    "dequantize": 16, "repack": 16, "qkv_rope rope_table": 40,
+    # for sizes of heads that no fast kernel takes, for one type of embeddings, and for tests alone
+    "attention_any": 24, "layer_inputs": 8, "sample_reference": 48,
+    # outside of loops, or once for a head's state of 64 KiB; rows of more than 4,096 numbers on an RTX 50
+    "few_rows": 16, "rms_norm": 8, "unpack": 8, "delta_recurrent": 32, "residual residual_4": 16,
+    "three_norms three_norms_4": 16, "combine combine_2": 8, "split_attention split_attention_16": 8,
+    # of heads of 256 before Hopper, most of it before the loop: `PortablePrefill.shares_queries` ends it
+    "prefill_attention": 48,
+    # states of sizes that no model has which runs by these: on Hopper 128 x 128 goes by the files below
+    "delta_chunked": 56, "mamba_chunked": 152,
+    # on Hopper, where benchmarks/RESULTS.md has their speed; of tiles those that are no faster are not chosen
+    "decode_attention": 8, "delta_hopper": 856, "mamba_hopper": 400, "hopper_attention": 168,
+    "hopper_gemm": 32, "hopper_qkv": 112, "packed_gemm": 128, "hopper_grouped": 64, "expert_gemm": 24,
 }  # fmt: skip
-"""Bytes of stack that kernels of these files may need, which run in each step: none, or a known few."""
+"""Bytes of stack that kernels may need, by file, or by file and kernel: all others none."""
 _SHOWN = 5
 BOUNDED = ("few_rows", "hopper_attention", "hopper_split", "split_attention")
 """Files that are compiled with bounded waits, too: together they have every kind of wait."""
@@ -178,17 +193,22 @@ def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
             yield from ((path, options, architecture) for path, options in sources)
     yield from latent_sources()
     heads = scoring("prefill_attention", with_heads(bundled, 256, RopeStyle.HALVES).attentions[0])
-    yield heads[0], (*heads[1], "-DQUERIES_SHARED=8"), "sm_80"
+    yield from ((heads[0], (*heads[1], *more), "sm_80") for more in ((), ("-DQUERIES_SHARED=8",)))
+    yield (*scoring("wide_attention", with_heads(bundled, 512, RopeStyle.HALVES).attentions[0]), "sm_80")
     for path, options in sources_for(large, replace(bf16, kv=KvFormat.FP8), hopper=False):
         if any(included.name == "e4m3.cuh" for included in included_files(path)):
             yield path, options, "sm_89"
     for path, options in sources_for(other, replace(f16, weights=WeightsFormat.FP8), hopper=False):
         if path.stem == "mma_fp8":
             yield path, options, "sm_89"
+    for path, options in sources_for(bundled, f16, hopper=False):
+        if path.stem == "decode_attention":  # whose blocks are as many as these have shared memory for
+            yield from ((path, options, architecture) for architecture in ("sm_86", "sm_120"))
     yield from state_sources()
     yield from expert_sources()
     for element, architecture in ((Element.F16, HOPPER), (Element.BF16, "sm_80")):
-        yield (*for_element(source_of("layer_inputs"), element), architecture)
+        for source in (source_of("layer_inputs"), *predictor_sources()):
+            yield (*for_element(source, element), architecture)
     yield from reference_sources()
     for path, options in sources_for(bundled, f16, hopper=True):
         if path.stem in BOUNDED:
@@ -244,10 +264,12 @@ def expert_sources() -> Iterator[tuple[Path, tuple[str, ...], str]]:
     ):
         by = [one for one in Multiplier if one is Multiplier.MMA or architecture == HOPPER]
         by = [one for one in by if one is not Multiplier.STAYING or format_.packed]
-        sources = [*around, *(grouped_source(format_, one) for one in by)]
+        few = few_sources([format_]) if architecture == HOPPER else []
+        sources = [*around, *few, *(grouped_source(format_, one) for one in by)]
         yield from ((*for_element(source, element), architecture) for source in sources)
-    path, options = grouped_source(Format.Q4_K, Multiplier.GEMM)  # which waits for counts in memory
-    yield path, (*options, BOUNDED_WAITS), HOPPER
+    gemm = grouped_source(Format.Q4_K, Multiplier.GEMM)  # which waits for counts in memory
+    for path, options in (gemm, *few_sources([Format.Q4_K])):
+        yield path, (*options, BOUNDED_WAITS), HOPPER
 
 
 def reference_sources() -> Iterator[tuple[Path, tuple[str, ...], str]]:
@@ -354,7 +376,8 @@ class Resources(NamedTuple):
     @property
     def spoilt(self) -> bool:
         """True if it needs more of a stack than it should."""
-        return self.stack > MOST_STACK.get(self.file, self.stack)
+        most = MOST_STACK.get(f"{self.file} {self.kernel}", MOST_STACK.get(self.file, 0))
+        return self.stack > most
 
 
 def resources(lines: Iterable[Line]) -> Iterator[Resources]:

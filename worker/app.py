@@ -41,6 +41,7 @@ from nightmill.worker.assembly.fetching import with_files, with_model_file
 from nightmill.worker.assembly.model import LoadedModel, load_model, served_name
 from nightmill.worker.assembly.options import (
     gpu_name,
+    group_options,
     merge_options,
     turn_option,
     turn_options,
@@ -68,7 +69,7 @@ from nightmill.worker.service.room import RoomStep
 from nightmill.worker.service.service_options import ServiceOptions
 from nightmill.worker.service.shards import Service
 from nightmill.worker.service.sleeping import become, sleep_command, with_option
-from nightmill.worker.service.turns.turning import Turn, named_models
+from nightmill.worker.service.turns.turning import Turn, named_models, register_turn
 
 log = logging.getLogger("nightmill.worker")
 
@@ -157,6 +158,7 @@ class EngineStep(bootsteps.StartStopStep):
         reason = resting.look()
         if reason is None and self.turn is not None:
             reason = self.turn.look(self.service.in_flight)
+            self.service.in_flight.set_yields(self.turn.yields())
         if reason is None:
             return
         log.info("going to sleep: %s", reason)
@@ -200,7 +202,8 @@ class EngineStep(bootsteps.StartStopStep):
             self.registry = serve_metrics(settings.metrics_host, settings.metrics_port)
             log.info("metrics at http://%s:%d/metrics", settings.metrics_host, settings.metrics_port)
         # It loads the model while this process goes on.
-        engine = launch_engine(settings, ENGINE_COMMAND, hang_seconds=hang_seconds(settings))
+        seconds, ledger = hang_seconds(settings), self.options.get("ledger")
+        engine = launch_engine(settings, ENGINE_COMMAND, hang_seconds=seconds, ledger=ledger)
         LastResort(celery_flags.told_to_end, settings.drain_seconds + END_SECONDS, engine.kill).start()
         try:
             self._serve(parent, settings, engine)
@@ -226,10 +229,8 @@ class EngineStep(bootsteps.StartStopStep):
         named = None if gpu is None else gpu_name(gpu)
         self.claims.register(socket.gethostname(), os.getpid(), served_name(settings), named, detail)
         if settings.models is not None:
-            models = named_models(settings)
-            self.claims.register_models([*models], swap_for_interactive=settings.swap_for_interactive)
-            if (turn := self.options.get("turn")) is not None:
-                self.turn = Turn(self.claims, settings, turn)
+            options = (self.options.get("turn"), self.options.get("group"))
+            self.turn = register_turn(self.claims, settings, *options)
         return named
 
     def _sleep_at_once(self, settings: Settings) -> NoReturn:
@@ -370,7 +371,7 @@ def make_worker_app() -> Celery:
     worker_app.amqp_cls = FilteringAMQP
     worker_app.conf.update(worker_pool="threads", worker_concurrency=TASK_THREADS)
     worker_app.user_options["worker"].update(
-        [*worker_options(), *turn_options(), worker_id_option(), turn_option()]
+        [*worker_options(), *turn_options(), worker_id_option(), turn_option(), *group_options()]
     )
     worker_app.steps["worker"].add(EngineStep)
     worker_app.steps["consumer"].add(RoomStep)

@@ -164,8 +164,19 @@ struct Places {
 };
 
 #ifndef KV_BLOCKS
+// Blocks of heads of 64 for whose rings and results a multiprocessor has shared memory: of 100 KiB (RTX 30, 40, 50, L4, L40S) two
+// at most, of 164 (A100) three. Sparing registers for more made an RTX 50 spill sums in the loop over pages.
+#if defined(KV_FP8) || !defined(__CUDA_ARCH__)
+static constexpr int MOST_BLOCKS = 4;
+#elif __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200
+static constexpr int MOST_BLOCKS = 2;
+#elif __CUDA_ARCH__ < 900
+static constexpr int MOST_BLOCKS = 3;
+#else
+static constexpr int MOST_BLOCKS = 4;
+#endif
 // Blocks that a multiprocessor shall have registers for.
-static constexpr int blocks_for(int rows) { return D == 64 ? 4 : LARGE || rows == 16 ? 2 : 3; }
+static constexpr int blocks_for(int rows) { return D == 64 ? MOST_BLOCKS : LARGE || rows == 16 ? 2 : 3; }
 #else
 static constexpr int blocks_for(int) { return KV_BLOCKS; }
 #endif

@@ -12,6 +12,8 @@
 // a `Sent` for each block of the cluster but the first.
 //
 // Options: -DHEAD_DIM, a multiple of 16 from 64 to 128; -DWINDOW, -DSOFTCAP, -DSINKS.
+#include <type_traits>
+
 #include "attention/decode_page.cuh"
 #include "common/hopper.cuh"
 
@@ -110,21 +112,30 @@ static __device__ __forceinline__ void decode_split(const Element* qkv, const Ke
     // Pages that the token does not see are zeros and of weight 0, which leaves sums as they are: no branch keeps the
     // compiler from working on all pages at once.
     Page tile[AHEAD];
-    int64_t offset[AHEAD];
+    // Where pages are. Of heads of 64 in 16 rows the table's numbers of pages: registers do not hold four offsets.
+    constexpr bool BY_NUMBER = D == 64 && ROWS == 16;
+    std::conditional_t<BY_NUMBER, int, int64_t> found[AHEAD];
     auto find = [&](int begin) {
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
             const int page = begin + i * WARPS + warp;
-            offset[i] = page < end ? page_offset(cache, page) : 0;
+            if constexpr (BY_NUMBER)
+                found[i] = page < end ? cache.table[page] : 0;
+            else
+                found[i] = page < end ? page_offset(cache, page) : 0;
         }
+    };
+    auto offset = [&](int i) -> int64_t {
+        if constexpr (BY_NUMBER) return part_of(found[i], kv_head, kv_heads, D);
+        return found[i];
     };
     auto load = [&](bool newest) {  // the last page gets a token in this step
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
             const int page = first + i * WARPS + warp;
             if ((page == pages - 1) != newest) continue;
-            load_keys(tile[i], cache, offset[i], page, g, t);
-            load_values(tile[i], cache, offset[i], page, g, t);
+            load_keys(tile[i], cache, offset(i), page, g, t);
+            load_values(tile[i], cache, offset(i), page, g, t);
         }
     };
     find(first);
@@ -153,7 +164,7 @@ static __device__ __forceinline__ void decode_split(const Element* qkv, const Ke
                 page_scores[i].finish(tile[i].of_keys, (begin + i * WARPS + warp) * PAGE, cache, scores, g);
             if (next < end) {
 #pragma unroll
-                for (int i = 0; i < AHEAD; ++i) load_keys(tile[i], cache, offset[i], next + i * WARPS + warp, g, t);
+                for (int i = 0; i < AHEAD; ++i) load_keys(tile[i], cache, offset(i), next + i * WARPS + warp, g, t);
             }
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) {
@@ -163,7 +174,7 @@ static __device__ __forceinline__ void decode_split(const Element* qkv, const Ke
             }
             if (next < end) {
 #pragma unroll
-                for (int i = 0; i < AHEAD; ++i) load_values(tile[i], cache, offset[i], next + i * WARPS + warp, g, t);
+                for (int i = 0; i < AHEAD; ++i) load_values(tile[i], cache, offset(i), next + i * WARPS + warp, g, t);
             }
         }
         const Segment<ROWS> mine = merge_warps(running);

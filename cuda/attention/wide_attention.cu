@@ -20,7 +20,8 @@
 // wide_prefill_ROWS: grid (H / group, tiles); a tile has ROWS / group tokens and as many heads as `group`. Keys count from the
 // sequence's first, so that a row's bits do not depend on how its prompt was cut. Compute-bound, like all prefill.
 //
-// With fewer rows and one stage a block takes 82 KB of shared memory for latents, for GPUs that give it no more than 99.
+// With fewer rows and one stage a block takes 82 KB of shared memory for latents, for GPUs that give it no more than 99; 88 KB for
+// heads of 512, whose queries go to registers before the first tile comes to where they were.
 //
 // Options: -DHEAD_DIM (D): 512; or of latents a multiple of 64, and -DVALUE_DIM (V): 512.
 #include "attention/attention.cuh"
@@ -62,6 +63,10 @@ template <int ROWS>
 static constexpr int SLICES_OF = ROWS == 32 ? 4 : 1;
 static constexpr int SLICE_STEPS = D / 64;  // of 16 elements
 
+// Whether tiles of keys take the room of queries, which warps hold by then.
+template <int ROWS, int STAGES>
+static constexpr bool QUERIES_LEAVE = !LATENT && STAGES == 1 && SLICES_OF<ROWS> > 1;
+
 // Of 16 rows of queries, where warps have slices of them: as A fragments.
 template <int ROWS>
 struct QuerySlice {
@@ -91,7 +96,7 @@ struct Shared {
         gain = shrink + ROWS;
         weights = shared_address(gain + ROWS);
         queries = weights + ROWS * WEIGHT_PITCH;
-        tiles = queries + ROWS * PITCH;
+        tiles = queries + (QUERIES_LEAVE<ROWS, STAGES> ? 0 : ROWS * PITCH);
     }
 
     // `row_of(row)`: where a row's query is, or null: zeros.
@@ -292,6 +297,12 @@ static __device__ __forceinline__ void attend(const Shared<ROWS, STAGES>& shared
                                               float scale, RowSums<ROWS>& sums, Mixed<ROWS>& mixed, Visible visible,
                                               Ended ended) {
     QuerySlice<ROWS> slice;
+    if constexpr (QUERIES_LEAVE<ROWS, STAGES>) {
+        commit_copies();
+        wait_for_copies<0>();
+        __syncthreads();
+        slice.load(shared.queries);
+    }
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) shared.load_tile(from, first + i);
     for (int tile = first; tile < end; ++tile) {
@@ -305,7 +316,7 @@ static __device__ __forceinline__ void attend(const Shared<ROWS, STAGES>& shared
             __syncthreads();  // the tile is here, and nobody reads that before it any more
             shared.load_tile(from, tile + STAGES - 1);
         }
-        if (tile == first) slice.load(shared.queries);
+        if (!QUERIES_LEAVE<ROWS, STAGES> && tile == first) slice.load(shared.queries);
         shared.score(slice, tile);
         __syncthreads();
         sums.weigh(shared, visible() - tile * KEYS, scale);
@@ -495,5 +506,7 @@ PREFILL_KERNEL(64, 2)
 PREFILL_KERNEL(32, 1)
 #else
 DECODE_KERNEL(2)
+DECODE_KERNEL(1)
 PREFILL_KERNEL(64, 2)
+PREFILL_KERNEL(32, 1)
 #endif

@@ -11,7 +11,8 @@
 // elements; not where out is null. What a norm is: `rows/stream_row.cuh`.
 //
 // width is a multiple of 8. Bytes a value: 4 for each rank, 4 each of base and shared, 8 of x, 2 of out. As in `rms_norm.cu`:
-// a block per row, of which a thread holds 1, 2 or 4 pieces of 8 values in registers.
+// a block per row, of which a thread holds 1, 2 or 4 pieces of 8 values in registers; of four, registers hold no second row to norm,
+// so that the launcher refuses `of_shared` there.
 #include "rows/stream_row.cuh"
 
 struct Ranks {
@@ -65,7 +66,7 @@ static __device__ __forceinline__ void combine_row(Ranks ranks, const float* bas
     }
     normalise<false>(row, gains, routed, width, partial + 4);
     if (shared != nullptr && of_shared.weight == nullptr) add(shared + start, gate.of(blockIdx.x));
-    if (shared != nullptr && of_shared.weight != nullptr) {
+    if (PIECES <= 2 && shared != nullptr && of_shared.weight != nullptr) {
         Piece<PIECES> other;
         other.load(shared + start, width);
         normalise<false>(other, gains, of_shared, width, partial + 6);

@@ -4,7 +4,7 @@ I/O here."""
 import hashlib
 import re
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import cached_property
 from typing import Self
 from urllib.parse import unquote
 
@@ -16,7 +16,7 @@ _SHORT = 8  # digits of digests in a fingerprint
 _UNFIT = re.compile(r"[%;\x00-\x1f\x7f]")  # separators and control characters
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Arithmetic:
     """The name of an arithmetic: where all parts are equal, a row (prompt, parameters, seed) gives the same
     text, to the bit.
@@ -40,7 +40,12 @@ class Arithmetic:
     def __str__(self) -> str:
         """Return the name on one line, as stored in SQL: `runner=cuda; device=NVIDIA H200; weights=f16;
         ...`."""
-        return _name(self)
+        return self._name
+
+    @cached_property
+    def _name(self) -> str:
+        """The same, kept: a worker asks for it twice for each row."""
+        return "; ".join(f"{part.name}={_escaped(getattr(self, part.name))}" for part in fields(self))
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -97,9 +102,3 @@ def system_fingerprint(arithmetic: str | None) -> str | None:
 
 def _escaped(value: str) -> str:
     return _UNFIT.sub(lambda found: f"%{ord(found[0]):02X}", value)
-
-
-@lru_cache(maxsize=16)
-def _name(arithmetic: Arithmetic) -> str:
-    """Write a name; a worker asks for the same one with every row."""
-    return "; ".join(f"{part.name}={_escaped(getattr(arithmetic, part.name))}" for part in fields(arithmetic))

@@ -125,6 +125,8 @@ class Settings(BaseModel):
     """Name of the model for jobs; by default the file's name without its ending."""
     models: str | None = None
     """Models that a worker loads in turn, as files, names or NAME=MODEL, separated by commas."""
+    together: bool = False
+    """Load all of these models at once, each by a worker of its own, with a share of the GPU's memory."""
     stay: str = "10m"
     """Time for which a worker keeps a model that has rows before more urgent rows of another unload it."""
     swap_for_interactive: bool = False

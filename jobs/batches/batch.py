@@ -57,7 +57,7 @@ from nightmill.jobs.sql.queue_room import rows_before
 from nightmill.jobs.sql.requeueing import Requeueing
 from nightmill.jobs.tables.arrow_files import table_of
 from nightmill.jobs.tables.into import UsersTable
-from nightmill.jobs.tables.layout import TableLayout, layout_of
+from nightmill.jobs.tables.layout import TableLayout, layout_in_database, layout_of
 from nightmill.jobs.tables.shape import Shape
 
 _POLL_SECONDS = 0.5
@@ -239,9 +239,9 @@ class Batch:
         A row of a job that is there already is replaced. Rows are written in groups, a transaction each:
         after an interruption the same call goes on. Raises BatchFileError.
         """
-        layout = layout_of(self.shape, FileFormat.PARQUET, Path("rows.parquet"), errors=errors)
         jobs = self.errors() if errors else self.results()
-        return UsersTable(target).write(jobs, layout or Layout(FileFormat.PARQUET, errors), on_rows=on_rows)
+        layout = layout_in_database(self.shape, errors=errors)
+        return UsersTable(target).write(jobs, layout, on_rows=on_rows)
 
     def diff(self, other: "Batch") -> Difference:
         """Compare the answers with another batch's, row by row: of other prompts, models or parameters."""

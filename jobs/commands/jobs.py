@@ -204,7 +204,8 @@ def stats(batch: str | None, as_json: bool) -> None:
         doing = f" ({worker.note})" if worker.note else ""
         others = [str(model) for model in worker.models or () if model != worker.model]
         in_turn = f", in turn with {', '.join(others)}" if others else ""
-        served = f"{worker.model}{in_turn} on {worker.host}"
+        together = f", together under {worker.together[:8]}" if worker.together else ""
+        served = f"{worker.model}{in_turn} on {worker.host}{together}"
         rows.append((f"worker {worker.id[:8]}", f"{worker.state}{doing}, {served}"))
     table((), rows)
 

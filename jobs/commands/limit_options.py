@@ -57,5 +57,5 @@ def budget(name: str, deadline: str | None, as_json: bool, **options: Any) -> No
         return
     said = f"{counted(done.queued, 'row')} queued again"
     if done.stopped_because is not None:
-        said = f"it stays stopped: {printable(done.stopped_because)}"
+        said = f"it is stopped: {printable(done.stopped_because)}"
     echo(f"{printable(name)}: {said}")

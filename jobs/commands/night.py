@@ -1,6 +1,6 @@
 """`nightmill night`: what a night was."""
 
-from datetime import date
+from datetime import date, datetime, timedelta
 
 import click
 
@@ -45,19 +45,21 @@ def night(day: date | None, as_json: bool) -> None:
       nightmill night 2026-11-26 --json
     """
     with Client() as client:
-        report = client.night(day)
-    echo_json(report.values()) if as_json else echo(describe_night(report))
+        report, now = client.night(day), client.database.now()
+    echo_json(report.values()) if as_json else echo(describe_night(report, now if day is None else None))
 
 
-def describe_night(report: NightReport) -> str:
-    """Format a report for people."""
+def describe_night(report: NightReport, now: datetime | None = None) -> str:
+    """Format a report for people. With `now`, an empty one names the next night, if that has begun."""
     lines = [f"The night of {report.date:%Y-%m-%d}"]
 
     def say(label: str, text: str) -> None:
         lines.append(f"  {label:9}{printable(text)}")
 
     if report.began_at is None or report.ended_at is None:
-        say("rows", "none ended")
+        later = now is not None and now >= report.until
+        next_day = f"{report.date + timedelta(days=1):%Y-%m-%d}"
+        say("rows", "none ended" + (f"; for those since noon: nightmill night {next_day}" if later else ""))
     else:
         began, ended = describe_moment(report.began_at), describe_moment(report.ended_at)
         say("rows", f"{report.rows:,} from {began} to {ended}, {duration(report.seconds)}")

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from datetime import datetime
 from typing import Any
 
-from nightmill.jobs.base.contract import JobState
+from nightmill.jobs.base.contract import JobState, StopReason
 from nightmill.jobs.base.printable import printable
 from nightmill.jobs.base.times import describe_moment
 from nightmill.jobs.client.client import Client
@@ -249,7 +249,8 @@ def describe_status(status: BatchStatus, price_per_kwh: float | None = None) -> 
         say("stopped", first)
         for kind in kinds:
             say("", kind)
-        say("", f"to go on: nightmill batch budget {status.name} with a higher limit")
+        if not status.state.final or StopReason.BUDGET in status.stop_reasons:
+            say("", f"to go on: nightmill batch budget {status.name} with a higher limit")
     if status.wakes_at is not None:
         say("sleeps", f"until {describe_moment(status.wakes_at)}, when the hours of its workers begin")
     if status.rows_before is not None:

@@ -36,7 +36,26 @@ _ENDINGS = {
     ".pq": FileFormat.PARQUET,
     ".arrow": FileFormat.ARROW,
     ".feather": FileFormat.ARROW,
+    ".ipc": FileFormat.ARROW,
 }
+_OTHERS = frozenset(
+    [
+        ".xlsx",
+        ".xls",
+        ".ods",
+        ".arrows",
+        ".orc",
+        ".avro",
+        ".db",
+        ".sqlite",
+        ".sqlite3",
+        ".zip",
+        ".zst",
+        ".bz2",
+        ".xz",
+    ]
+)
+"""Endings of formats that are not written; any other that is unknown is a name for the input's format."""
 _KINDS = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a FIFO",
@@ -188,6 +207,11 @@ class Destination:
         if name.endswith(".gz"):
             raise self._refusal(f"{self._kind} are not compressed: name a file without .gz")
         suffix = Path(name).suffix
+        if suffix in _OTHERS:
+            raise self._refusal(
+                f"ends in {suffix}, in which no {self._kind} are written: name a file that ends in .csv, "
+                ".tsv, .jsonl, .parquet or .arrow"
+            )
         if self.format is FileFormat.OPENAI and _ENDINGS.get(suffix, FileFormat.JSONL) != FileFormat.JSONL:
             raise self._refusal(
                 f"ends in {suffix}, but the {self._kind} of OpenAI's rows are JSON lines, as these: "

@@ -23,7 +23,7 @@ from redis.retry import Retry
 
 from nightmill.jobs.base.extras import pip_install
 from nightmill.jobs.base.settings import Settings, make_data_dir
-from nightmill.jobs.errors import BrokerUnreachableError, MissingExtraError
+from nightmill.jobs.errors import BrokerError, BrokerUnreachableError, MissingExtraError
 from nightmill.jobs.messages.hanging import ANSWER_SECONDS, SilentBrokerError
 
 _LONGEST_SOCKET_PATH = 100  # sockaddr_un holds 108 bytes
@@ -101,14 +101,20 @@ class EmbeddedRedis:
         return self.url
 
     def stop(self) -> bool:
-        """End the server, keeping its data; False if none ran. Raises SilentBrokerError if it does not
-        answer."""
+        """End the server, keeping its data; False if none ran.
+
+        Raises SilentBrokerError if it does not answer, BrokerError if it cannot write its data: it goes on.
+        """
         if not self.running():
             if self.alive():
                 raise self._silent()
             return False
         with self.client() as client:
-            client.shutdown(save=True)
+            if not _saved_and_ended(client):
+                raise BrokerError(
+                    f"the embedded Redis cannot write its data to {self.directory}, and goes on: make "
+                    "room there, and stop it again; its redis.log says more"
+                )
         return True
 
     def stop_unless_used(self) -> bool:
@@ -118,8 +124,7 @@ class EmbeddedRedis:
         with self.client() as client:
             if len(client.client_list()) > 1:  # this one
                 return False
-            client.shutdown(save=True)
-        return True
+            return _saved_and_ended(client)
 
     @property
     def _lock_file(self) -> Path:
@@ -195,6 +200,15 @@ def only_for_now(settings: Settings) -> Iterator[None]:
     finally:
         if server is not None and not stays:
             server.stop_unless_used()
+
+
+def _saved_and_ended(client: redis.Redis) -> bool:
+    """End a server that can write its data; False if it cannot, as on a full disk, and goes on."""
+    try:
+        client.shutdown(save=True)
+    except redis.ResponseError:
+        return False
+    return True
 
 
 def _server_executable() -> str:

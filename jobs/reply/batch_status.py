@@ -258,7 +258,7 @@ def make_status(
         state=state,
         model=record.model,
         format=record.format,
-        source=record.source,
+        source=record.source or _batch_before(record),
         row_count=record.row_count,
         rows=rows,
         states=states,
@@ -286,6 +286,12 @@ def make_status(
         stopped_at=record.stopped_at,
         stopped_because=record.stopped_because,
     )
+
+
+def _batch_before(record: BatchRecord) -> str | None:
+    """Name the batch whose rows those of this one follow, if they follow any."""
+    table = (record.settings or {}).get("table")
+    return f"rows after {table['after']}" if isinstance(table, dict) and "after" in table else None
 
 
 def unserved_sentence(models: Sequence[str | None], deadline: str | None = None) -> str:

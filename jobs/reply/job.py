@@ -250,6 +250,7 @@ class Worker:
     paused: bool = False  # by hand: it sleeps, or is about to, until it is resumed
     models: list[str] | None = None  # that it loads in turn; `model` is the one that is loaded, or was last
     swap_for_interactive: bool = False  # it loads another of them when an interactive job asks for it
+    together: str | None = None  # what it and the workers that share its GPU are called
 
     def could_serve(self, model: str) -> bool:
         """Return True if it loads the model in turn with others, whether or not it is loaded now."""

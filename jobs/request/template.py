@@ -119,6 +119,19 @@ class Template:
                     field=self.label,
                 )
 
+    def check_braces(self, columns: Collection[str]) -> None:
+        """Check that a template without substitutions has no `{column}`, which would be alike in all rows.
+
+        Raises InvalidParameterError.
+        """
+        found = next((name for name in columns if f"{{{name}}}" in self.text), None)
+        if found is not None and not self.slots:
+            name = printable(found, _LONGEST_SHOWN)
+            raise InvalidParameterError(
+                f"{self.label}: names no column, as {{{name}}} is a text; write {{{{ {name} }}}}",
+                field=self.label,
+            )
+
     def fill(self, row: Mapping[str, Any], empty: Empty = Empty.ERROR) -> str:
         """The text for a row. Raises EmptyColumnError for no value, InvalidRequestError for one of no use."""
         return "".join(

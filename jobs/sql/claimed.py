@@ -7,6 +7,8 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
+from sqlalchemy import Text, cast
+
 from nightmill.jobs.base.contract import KINDS_OF_ROWS, Constrained, JsonObject, Rendering, is_token_ids
 from nightmill.jobs.errors import InvalidParameterError
 from nightmill.jobs.request.checks import template_variables
@@ -14,8 +16,9 @@ from nightmill.jobs.request.parameters import DEFAULTS, MAX_SEED, GenerationPara
 from nightmill.jobs.request.tools import check_read
 from nightmill.jobs.sql.json_columns import load_json
 from nightmill.jobs.sql.partials import SavedTokens
+from nightmill.jobs.sql.tables import BATCH_CREATED_AT, JobRow
 
-__all__ = ["Claim", "read_claim", "requested_at"]
+__all__ = ["CLAIMED", "Claim", "read_claim", "requested_at"]
 
 log = logging.getLogger(__name__)
 
@@ -49,21 +52,45 @@ def requested_at(created_at: datetime, batch_created_at: datetime | None) -> dat
     return created_at if batch_created_at is None else min(created_at, batch_created_at)
 
 
+CLAIMED = (
+    JobRow.id,
+    JobRow.attempt,
+    JobRow.prompt,
+    JobRow.messages,
+    JobRow.prompt_ids,
+    JobRow.rendering,
+    cast(JobRow.params, Text),
+    JobRow.seed,
+    JobRow.priority,
+    JobRow.deadline_at,
+    JobRow.created_at,
+    BATCH_CREATED_AT,
+    JobRow.constrained,
+    JobRow.reuse,
+    JobRow.content_key,
+)
+"""The columns that `read_claim` takes, in its order."""
+
+
 def read_claim(row: Any, saved: SavedTokens | None) -> Claim:
-    """Parse a claimed row. An unreadable row is a claim, too: it fails alone, and the others of its shard
-    run."""
-    params, seed, fault = _params_of(row)
-    if not isinstance(row.messages, list | None):
+    """Parse a row of `CLAIMED`. An unreadable row is a claim, too: it fails alone, and the others of its
+    shard run."""
+    (
+        job_id, attempt, prompt, messages, prompt_ids, stored_rendering, stored_params, seed, priority,
+        deadline_at, created_at, batch_created_at, stored_constraint, reuse, content_key,
+    ) = row  # fmt: skip
+    params, seed, fault = _params_of(job_id, stored_params, seed)
+    if messages is not None and type(messages) is not list:
         fault = "messages: not a list"
-    if row.prompt_ids is not None and not is_token_ids(row.prompt_ids):
+    if prompt_ids is not None and not is_token_ids(prompt_ids):
         fault = "prompt_ids: not a list of token ids"
     constrained = rendering = None
-    if row.constrained is not None:
-        constrained = Constrained.read(row.constrained)
+    if stored_constraint is not None:
+        constrained = Constrained.read(stored_constraint)
         if constrained is None or constrained.kind not in KINDS_OF_ROWS:
             fault = f"constrained: not one of {', '.join(KINDS_OF_ROWS)}"
-    if row.rendering is not None:
-        rendering = Rendering.read(row.rendering)
+    if stored_rendering is not None:
+        rendering = Rendering.read(stored_rendering)
         try:
             template_variables(None if rendering is None else rendering.variables)
             if rendering is not None and rendering.tools is not None:
@@ -76,28 +103,27 @@ def read_claim(row: Any, saved: SavedTokens | None) -> Claim:
             "upgrade the worker, then retry the job"
         )
     return Claim(
-        job_id=row.id,
-        attempt=row.attempt,
-        prompt=row.prompt,
-        messages=row.messages,
-        prompt_ids=row.prompt_ids,
+        job_id=job_id,
+        attempt=attempt,
+        prompt=prompt,
+        messages=messages,
+        prompt_ids=prompt_ids,
         rendering=rendering,
         params=params,
         seed=seed,
-        priority=row.priority,
-        deadline_at=row.deadline_at,
-        requested_at=requested_at(row.created_at, row.batch_created_at),
+        priority=priority,
+        deadline_at=deadline_at,
+        requested_at=requested_at(created_at, batch_created_at),
         saved=saved,
         constrained=constrained,
-        reuse=row.reuse,
-        content_key=row.content_key,
+        reuse=reuse,
+        content_key=content_key,
         unreadable=fault,
     )
 
 
-def _params_of(row: Any) -> tuple[GenerationParams, int, str | None]:
+def _params_of(job_id: str, stored: Any, seed: Any) -> tuple[GenerationParams, int, str | None]:
     """Return the parameters of a claimed row, its seed, and what is wrong with them."""
-    stored, seed = row.stored_params, row.seed
     # Most rows of a batch have the same text of parameters: it is parsed once.
     parse = _parsed if isinstance(stored, str) and len(stored) <= _REMEMBERED else _parsed.__wrapped__
     try:
@@ -109,7 +135,7 @@ def _params_of(row: Any) -> tuple[GenerationParams, int, str | None]:
     except InvalidParameterError as error:
         return DEFAULTS, 0, f"params: {error}"
     except Exception as error:
-        log.exception("the parameters of job %s could not be read", row.id)
+        log.exception("the parameters of job %s could not be read", job_id)
         return DEFAULTS, 0, f"params: {type(error).__name__}: {error}"
 
 

@@ -12,11 +12,11 @@ from itertools import starmap
 from types import MappingProxyType
 from typing import Any
 
-from sqlalchemy import Connection, Text, bindparam, cast, select, update
+from sqlalchemy import Connection, bindparam, select, update
 
 from nightmill.jobs.base.contract import JobState, StopReason, WorkerState
 from nightmill.jobs.sql import answers, embeddings, followers, limits, logprobs, partials, suspects
-from nightmill.jobs.sql.claimed import Claim, read_claim
+from nightmill.jobs.sql.claimed import CLAIMED, Claim, read_claim
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.jobs import chunked, mark_unsent
 from nightmill.jobs.sql.locks import lock_ids, lock_jobs
@@ -34,7 +34,7 @@ from nightmill.jobs.sql.outcomes import (
 )
 from nightmill.jobs.sql.partials import SavedTokens
 from nightmill.jobs.sql.retrying import retried
-from nightmill.jobs.sql.tables import BATCH_CREATED_AT, QUEUED, RUNNING, JobRow, WorkerRow
+from nightmill.jobs.sql.tables import QUEUED, RUNNING, JobRow, WorkerRow
 from nightmill.jobs.sql.types import UtcDateTime
 from nightmill.jobs.sql.workers import RegisteredWorker
 
@@ -71,7 +71,7 @@ class Claims(RegisteredWorker):
         now = self.database.now()
         order = {job_id: index for index, job_id in enumerate(job_ids)}
         with self.database.write() as connection:
-            found = connection.execute(_CLAIMABLE, {"job_ids": job_ids, "claimed_at": now})
+            found = connection.execute(_CLAIMABLE, {"job_ids": job_ids, "claimed_at": now}).all()
             needs = {job_id: max(1, min(answers, most)) for job_id, answers in found}
             taken, left = _fitting(sorted(needs.items(), key=lambda need: order[need[0]]), slots)
             rows = self._take(connection, _CLAIM, now, job_ids=taken) if taken else []
@@ -330,23 +330,7 @@ def _claiming(*conditions: Any) -> Any:
             worker=bindparam("claimer"),
             started_at=now,
         )
-        .returning(
-            JobRow.id,
-            JobRow.attempt,
-            JobRow.prompt,
-            JobRow.prompt_ids,
-            JobRow.messages,
-            JobRow.rendering,
-            cast(JobRow.params, Text).label("stored_params"),
-            JobRow.constrained,
-            JobRow.reuse,
-            JobRow.content_key,
-            JobRow.seed,
-            JobRow.priority,
-            JobRow.deadline_at,
-            JobRow.created_at,
-            BATCH_CREATED_AT,
-        )
+        .returning(*CLAIMED)
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
 
-from sqlalchemy import Connection, and_, case, func, insert, select, update
+from sqlalchemy import Connection, and_, case, func, insert, or_, select, update
 
 from nightmill.jobs.base.contract import JobState, StopReason, WorkerState
 from nightmill.jobs.base.ids import IdSource
@@ -113,6 +113,12 @@ class Loads:
             connection.execute(update(WorkerRow).where(WorkerRow.id == self.worker_id).values(model=model))
         return model
 
+    def is_open(self) -> bool:
+        """Return True if this worker has chosen a model, and its load has not ended."""
+        query = select(LoadRow.id).where(LoadRow.worker == self.worker_id, _OPEN).limit(1)
+        with self.database.read() as connection:
+            return connection.execute(query).one_or_none() is not None
+
     def held_by_others(self) -> dict[str, int]:
         """Return what `begin` gives to `choose`, without a lock."""
         with self.database.read() as connection:
@@ -154,6 +160,35 @@ class Loads:
         ended = update(LoadRow).where(LoadRow.worker == self.worker_id, _OPEN)
         connection.execute(ended.values(ended_at=now, **said))
 
+    def beside(self) -> list[str]:
+        """Return the models of the workers that share this one's GPU, and that take jobs now."""
+        stale = timedelta(seconds=self.database.settings.stale_seconds)
+        own = select(WorkerRow.together).where(WorkerRow.id == self.worker_id).scalar_subquery()
+        query = select(WorkerRow.model).where(
+            WorkerRow.together == own,
+            WorkerRow.id != self.worker_id,
+            WorkerRow.state == WorkerState.READY,
+            WorkerRow.heartbeat_at > self.database.clock_time(ago=stale),
+        )
+        with self.database.read() as connection:
+            return sorted(connection.execute(query.distinct()).scalars())
+
+    def most_urgent(self, models: Sequence[str | None]) -> int | None:
+        """Return the priority of the most urgent row that waits for these models, and that nobody waits for;
+        None if none does. Rows without a message are not seen: of the most urgent ones, some have theirs."""
+        now = self.database.now()
+        found: list[int] = []
+        with self.database.read() as connection:
+            for model in models:  # one after another, each by its index
+                query = select(JobRow.priority).where(
+                    of_models([model]),
+                    JobRow.sent_at.is_not(None),
+                    JobRow.priority < INTERACTIVE,
+                    *claimable(now),
+                )
+                found += connection.execute(query.order_by(JobRow.priority.desc()).limit(1)).scalars()
+        return max(found, default=None)
+
     def seconds(self, models: Sequence[str]) -> dict[str, float]:
         """Return how long the last load of each of these models took, where there was one."""
         found: dict[str, float] = {}
@@ -175,8 +210,12 @@ class Loads:
             return _failures(connection, self.worker_id, models)
 
     def has_loaded_any(self) -> bool:
-        """Return True if this worker has loaded a model: so it is not its GPU that fails."""
-        loaded = select(LoadRow.id).where(LoadRow.worker == self.worker_id, LoadRow.ready_at.is_not(None))
+        """Return True if this worker, or one that shares its GPU, has loaded a model: so it is not the GPU
+        that fails."""
+        own_group = select(WorkerRow.together).where(WorkerRow.id == self.worker_id).scalar_subquery()
+        beside = select(WorkerRow.id).where(WorkerRow.together == own_group)
+        ours = or_(LoadRow.worker == self.worker_id, LoadRow.worker.in_(beside))
+        loaded = select(LoadRow.id).where(ours, LoadRow.ready_at.is_not(None))
         with self.database.read() as connection:
             return connection.execute(loaded.limit(1)).one_or_none() is not None
 

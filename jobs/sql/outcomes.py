@@ -60,7 +60,9 @@ class Outcome:
 
 
 def told(outcome: Outcome) -> dict[int, bytes | None]:
-    """The values that the table of log-probabilities keeps of a job, by number."""
+    """The values that the table of log-probabilities keeps of a job, by number; of most there are none."""
+    if not outcome.logprobs and outcome.prompt_logprobs is None and outcome.token_ids is None:
+        return {}
     beside = {logprobs.OF_PROMPT: outcome.prompt_logprobs, logprobs.TOKEN_IDS: outcome.token_ids}
     return dict(enumerate(outcome.logprobs)) | beside
 
@@ -160,18 +162,23 @@ def _finishing(*, sqlite: bool) -> Any:
     )
 
 
+# As texts: of a member of an enumeration JSON asks Python for its value.
+_REASONS = {reason: str(reason) for reason in StopReason}
+_STATES = {reason: str(reason.state) for reason in StopReason}
 _FINISH_SQLITE = _finishing(sqlite=True)
 _FINISH_POSTGRESQL = _finishing(sqlite=False)
 
 
 def finish(connection: Connection, outcomes: Sequence[Outcome], worker_id: str, now: datetime) -> int:
     """End running jobs that this worker still owns; returns their number."""
+    used = {outcome.arithmetic for outcome in outcomes if outcome.arithmetic is not None}
+    names = {name: storable(name) for name in used}
     ended = [
         {
             "job_id": outcome.job_id,
             "job_attempt": outcome.attempt,
-            "state": outcome.stop_reason.state,
-            "stop_reason": outcome.stop_reason,
+            "state": _STATES[outcome.stop_reason],
+            "stop_reason": _REASONS[outcome.stop_reason],
             "text": storable(outcome.text),
             "prompt_tokens": outcome.prompt_tokens,
             "completion_tokens": outcome.completion_tokens,
@@ -179,7 +186,7 @@ def finish(connection: Connection, outcomes: Sequence[Outcome], worker_id: str, 
             "reasoning_tokens": outcome.reasoning_tokens,
             "prompt_digest": outcome.prompt_digest,
             "reused_from": outcome.reused_from,
-            "arithmetic": None if outcome.arithmetic is None else storable(outcome.arithmetic),
+            "arithmetic": None if outcome.arithmetic is None else names[outcome.arithmetic],
             "error": error_of(outcome),
             "markup": None if outcome.markup is None else outcome.markup.values(),
             "text_seed": outcome.seed,

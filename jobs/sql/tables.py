@@ -25,7 +25,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from nightmill.jobs.base.contract import MAX_ERROR_LENGTH, JobState, JsonObject
 from nightmill.jobs.sql.types import StorableString, StorableText, UtcDateTime
 
-SCHEMA_REVISION = "0037"
+SCHEMA_REVISION = "0038"
 """The migration that the declarations match (`declared`)."""
 
 
@@ -96,6 +96,7 @@ class WorkerRow(Base):
     # Names of the models that it loads in turn; `model` is the one that is loaded, or was last.
     models: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))
     swap_for_interactive: Mapped[bool] = mapped_column(server_default=false())
+    together: Mapped[str | None] = mapped_column(String(32))  # the same in workers that share a GPU
 
 
 class LoadRow(Base):

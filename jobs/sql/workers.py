@@ -59,11 +59,13 @@ class WorkerStore:
         """Pause live workers, or with `paused=False` resume them; returns those that this changed.
 
         A paused worker finishes what it can in its drain time, frees its GPU and sleeps until it is resumed.
-        `workers` are ids or unique beginnings of ids; None: all live ones. Raises InvalidRequestError.
+        `workers` are ids or unique beginnings of ids, of a worker or of all that share a GPU (`together`);
+        None: all live ones. Raises InvalidRequestError.
         """
         settle_heartbeats(self.database)
         live = self._find(self._recent(), WorkerRow.state.in_(LIVE))
-        wanted = live if workers is None else [_one(live, worker) for worker in workers]
+        named = live if workers is None else [one for worker in workers for one in _named(live, worker)]
+        wanted = list({worker.id: worker for worker in named}.values())
         with self.database.write() as connection:
             changed = {
                 worker.id
@@ -97,12 +99,22 @@ class WorkerStore:
             return [Worker(**{**row, "state": WorkerState.read(row["state"])}) for row in rows]
 
 
-def _one(workers: Sequence[Worker], beginning: str) -> Worker:
+def _named(workers: Sequence[Worker], beginning: str) -> list[Worker]:
+    """Return the worker whose id begins so, or those that share a GPU under such an id."""
     found = [worker for worker in workers if beginning and worker.id.startswith(beginning)]
-    if len(found) == 1:
-        return found[0]
+    groups = {
+        worker.together
+        for worker in workers
+        if beginning and worker.together is not None and worker.together.startswith(beginning)
+    }
+    if len(found) == 1 and not groups:
+        return found
+    if len(groups) == 1 and not found:
+        return [worker for worker in workers if worker.together in groups]
     known = ", ".join(worker.id[:8] for worker in workers[:20]) or "none"
-    why = f"begins the ids of {len(found)} live workers" if found else "is not the id of a live worker"
+    why = "is not the id of a live worker"
+    if found or groups:
+        why = f"begins the ids of {len(found) + len(groups)} live workers"
     raise InvalidRequestError(f"{beginning[:64]!r} {why}; alive are {known}")
 
 
@@ -138,9 +150,16 @@ class RegisteredWorker:
                 connection.execute(insert(WorkerRow).values(id=self.worker_id, **values))
 
     @retried
-    def register_models(self, models: Sequence[str], *, swap_for_interactive: bool) -> None:
-        """Record that this registered worker loads these models in turn."""
-        listed = {"models": list(models), "swap_for_interactive": swap_for_interactive}
+    def register_models(
+        self, models: Sequence[str], *, swap_for_interactive: bool, together: str | None = None
+    ) -> None:
+        """Record that this registered worker loads these models in turn; `together`: what it and those that
+        share its GPU are called."""
+        listed = {
+            "models": list(models),
+            "swap_for_interactive": swap_for_interactive,
+            "together": together,
+        }
         with self.database.write() as connection:
             connection.execute(update(WorkerRow).where(WorkerRow.id == self.worker_id).values(**listed))
 

@@ -47,6 +47,8 @@ class Columns:
         for template in (options.template, options.system):
             if template is not None:
                 template.check(self.kinds, follows=options.after is not None)
+        if not options.named:
+            options.template.check_braces(self.kinds)
         schema = None
         if self.schema is not None:
             arrow = pyarrow()

@@ -35,6 +35,14 @@ class UsersTable:
         self._database = UsersDatabase(url)
         self.label = f"{self._database.label}#{name}"
 
+    def check(self, layout: Layout) -> None:
+        """Check, before hours of work, that the database answers and the table, if there, suits the rows.
+
+        Raises BatchFileError.
+        """
+        with self._database.engine() as engine, engine.connect() as connection:
+            self._check(connection, layout)
+
     def write(
         self, jobs: Iterable[Job], layout: Layout, *, on_rows: Callable[[int], None] | None = None
     ) -> int:
@@ -56,21 +64,25 @@ class UsersTable:
 
     def _table(self, connection: "Connection", layout: Layout) -> "Table":
         """Find the table, or make it."""
-        from sqlalchemy import Column, MetaData, Table, inspect
+        from sqlalchemy import Column, MetaData, Table
+
+        there = self._check(connection, layout)
+        columns = [
+            Column(name, _type(kind), primary_key=name == layout.id_column, quote=True)
+            for name, kind in layout.columns.items()
+        ]
+        table = Table(self._name, MetaData(), *columns, schema=self._schema or None)
+        if not there:
+            table.create(connection)
+        return table
+
+    def _check(self, connection: "Connection", layout: Layout) -> bool:
+        """Return True for a table that is there and suits the layout, from which its optional columns go."""
+        from sqlalchemy import inspect
 
         schema, found = self._schema or None, inspect(connection)
-
-        def declared() -> Table:
-            columns = [
-                Column(name, _type(kind), primary_key=name == layout.id_column, quote=True)
-                for name, kind in layout.columns.items()
-            ]
-            return Table(self._name, MetaData(), *columns, schema=schema)
-
         if not found.has_table(self._name, schema=schema):
-            table = declared()
-            table.create(connection)
-            return table
+            return False
         there = {column["name"] for column in found.get_columns(self._name, schema=schema)}
         if lacking := layout.narrow(there):
             raise BatchFileError(
@@ -86,7 +98,7 @@ class UsersTable:
             raise BatchFileError(
                 f"{self.label}: may have a job twice; make {layout.id_column!r} its primary key, or unique"
             )
-        return declared()
+        return True
 
     def _upsert(self, table: "Table", key: str) -> Any:
         from sqlalchemy.dialects import postgresql, sqlite

@@ -25,6 +25,7 @@ _FORMATS = {
     ".pq": FileFormat.PARQUET,
     ".arrow": FileFormat.ARROW,
     ".feather": FileFormat.ARROW,
+    ".ipc": FileFormat.ARROW,
 }
 
 
@@ -123,6 +124,12 @@ def layout_of(
     suffix = "" if path is None else Path(path).suffix.lower()
     delimiter = "\t" if suffix == ".tsv" else ","
     return TableLayout(_FORMATS.get(suffix, format), shape, errors, delimiter=delimiter)
+
+
+def layout_in_database(shape: Shape | None, *, errors: bool = False) -> Layout:
+    """Return the layout of rows in a table of a database, whether or not the batch was a table."""
+    format = FileFormat.PARQUET
+    return layout_of(shape, format, Path("rows.parquet"), errors=errors) or Layout(format, errors)
 
 
 def shown(job: Job, shape: Shape, *, errors: bool) -> str:

@@ -4,12 +4,13 @@ import json
 import math
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import date, datetime, time
 from decimal import Decimal
 from typing import Any
 
 from nightmill.jobs.base.contract import JsonObject
-from nightmill.jobs.errors import InvalidRequestError
+from nightmill.jobs.errors import BatchFileError, InvalidRequestError
 from nightmill.jobs.formats.jsonlines import LINE_LIMIT, read_objects
 from nightmill.jobs.formats.rows import InputRow
 from nightmill.jobs.request.prompts import json_type
@@ -79,8 +80,11 @@ class _Spooled:
     """An iterable of mappings on the disk, so that its columns are known before its first row is entered."""
 
     def __init__(self, items: Iterable[Any]) -> None:
-        self._file = tempfile.TemporaryFile("w+b", prefix="nightmill-")  # noqa: SIM115 - closed with its last reader
+        with _disk():
+            self._file = tempfile.TemporaryFile("w+b", prefix="nightmill-")  # noqa: SIM115 - closed with its last reader
         self.kinds = kinds_of(self._written(items), "table")
+        with _disk():
+            self._file.flush()
 
     def records(self) -> Iterator[Record]:
         """The rows, read once."""
@@ -99,8 +103,20 @@ class _Spooled:
             except (TypeError, ValueError, RecursionError) as error:
                 said = f"table: row {number} cannot be written as JSON: {error}"
                 raise InvalidRequestError(said, field="table") from None
-            self._file.write(line.encode() + b"\n")
+            with _disk():
+                self._file.write(line.encode() + b"\n")
             yield json.loads(line)
+
+
+@contextmanager
+def _disk() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise BatchFileError(
+            f"table: its rows cannot be kept in {tempfile.gettempdir()} (TMPDIR), which must have room for "
+            f"all: {error.strerror or error}"
+        ) from error
 
 
 def json_value(value: Any) -> Any:

@@ -28,8 +28,8 @@ def test_prompts_have_the_token_ids_of_llama_cpp(model: LoadedModel) -> None:
         assert list(model.encode(row.get("prompt") or row["messages"])) == row["prompt_ids"]
 
 
-@pytest.mark.parametrize("first", thinned(range(3), 3))
+@pytest.mark.parametrize("first", thinned(range(6), 6))
 def test_greedy_texts_are_those_of_llama_cpp(first: int, settings: Settings, model: LoadedModel) -> None:
-    """A third of them by default, which begin in the same step."""
+    """A sixth of them by default, which begin in the same step."""
     with closing(build_engine(settings, model)) as engine:
-        hold_to_llama_cpp(engine, model, expected_rows()[first::3])
+        hold_to_llama_cpp(engine, model, expected_rows()[first::6])

@@ -30,7 +30,7 @@ def test_every_page_can_be_read_by_everybody(server: Server, page: "Page") -> No
     rows = [{"prompt": HOSTILE, "custom_id": HOSTILE}, {"prompt": "two"}, {"promt": "three"}]
     batch = server.client.submit_batch(rows, name=HOSTILE, max_tokens=30, deadline=timedelta(hours=2))
     server.client.submit_batch(rows, name="later", scheduled_at=timedelta(hours=3))
-    batch.wait(timeout=30)
+    batch.wait(timeout=120)
     (job, *_) = server.client.list_jobs(batch=HOSTILE, state="succeeded")
     for scheme, width in (("light", 1180), ("dark", 390)):
         page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]

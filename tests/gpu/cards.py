@@ -2,7 +2,7 @@
 
 Needs a Hopper GPU, which is taken for each card in turn. Each part has a minute (`--seconds`); what passed
 before it was cut counts. The output of tests that failed is shown; at the end comes a table. Exit code 1 if
-a test failed.
+a test failed, or if a part has none. `--collect` counts the tests of each part, and needs no GPU.
 """
 
 import argparse
@@ -21,6 +21,7 @@ __all__ = ["CARDS", "PARTS", "TestedPart", "main"]
 CARDS = ("rtx3090", "a100", "rtx4090", "rtx5090")
 _ROOT = Path(__file__).parents[2]
 _OUTCOME = re.compile(r"^(tests/\S.*?) (PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE)
+_COLLECTED = re.compile(r"^tests/\S.*?::.*$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +76,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(names)}; all by default")
     parser.add_argument("--card", action="append", choices=CARDS, help="only this card; may be repeated")
     parser.add_argument("--seconds", type=float, default=60.0, help="for each part and card")
+    parser.add_argument("--collect", action="store_true", help="only count the tests of each part")
     options = parser.parse_args(arguments)
     if unknown := sorted(set(options.parts) - set(names)):
         parser.error(f"no part is called {', '.join(unknown)}: {', '.join(names)}")
     rows, failed = [], 0
-    for part in PARTS:
-        if options.parts and part.name not in options.parts:
-            continue
+    parts = [part for part in PARTS if not options.parts or part.name in options.parts]
+    if options.collect:
+        counts = {part.name: collected(part) for part in parts}
+        print("\n".join(f"{name:14} {count:5} tests" for name, count in counts.items()))
+        return int(0 in counts.values())
+    for part in parts:
         for card in options.card or CARDS:
             counts, note, seconds = run_part(part, card, options.seconds)
             failed += counts["FAILED"] + counts["ERROR"] + (note == "failed")
@@ -111,10 +116,21 @@ def run_part(part: TestedPart, card: str, most: float) -> tuple[dict[str, int], 
         output, _ = process.communicate(timeout=10.0)
         note = f"cut after {most:.0f} s"
     counts = outcomes(output)
-    if counts["FAILED"] + counts["ERROR"] or (not note and process.returncode not in (0, 5)):
+    if counts["FAILED"] + counts["ERROR"] or (not note and process.returncode):
         print(output[-6000:], flush=True)
         note = note or ("" if counts["FAILED"] + counts["ERROR"] else "failed")
     return counts, note, time.monotonic() - began
+
+
+def collected(part: TestedPart) -> int:
+    """Count the tests of a part, without running them."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    environment = os.environ | {"NIGHTMILL_PRETEND_DEVICE": CARDS[0]}
+    done = subprocess.run(
+        [*command, "-p", "no:xdist", *part.arguments],
+        cwd=_ROOT, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return len(_COLLECTED.findall(done.stdout)) if done.returncode == 0 else 0
 
 
 def outcomes(output: str) -> dict[str, int]:

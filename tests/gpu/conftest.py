@@ -38,7 +38,8 @@ def pytest_report_header() -> list[str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    mine = [item for item in items if HERE in item.path.parents]
+    here = {path: HERE in path.parents for path in {item.path for item in items}}
+    mine = [item for item in items if here[item.path]]
     if mine and not device_count():
         for item in mine:
             item.add_marker(pytest.mark.skip(reason=reason(Need.GPU)))

@@ -5,17 +5,19 @@ A token's result hangs on that token alone: on no other, on no order, and on no 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from nightmill.worker.model.spec import Activation, Experts, RouterScores
+from nightmill.worker.model.spec import Activation, Experts, FeedForward, RouterScores
 from nightmill.worker.runners.gpu.device.compiler import compile_all
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.element import Element
-from nightmill.worker.runners.gpu.device.operands import FLOAT, Format
+from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, FLOAT, Format
 from nightmill.worker.runners.gpu.device.sources import Source, for_element, source_of
+from nightmill.worker.runners.gpu.experts.combine import Combine
 from nightmill.worker.runners.gpu.experts.tiles import (
     ExpertTile,
     Multiplier,
@@ -23,14 +25,16 @@ from nightmill.worker.runners.gpu.experts.tiles import (
     grouped_sources,
     tiles_for,
 )
+from nightmill.worker.runners.gpu.rows.norms import Ending
 from nightmill.worker.runners.gpu.shapes import Kind
+from nightmill.worker.runners.gpu.weights.layout import NormWeight
 from nightmill.worker.runners.gpu.weights.router import PART_SCALE, part_rows, router_parts
 from tests.gpu.expert_trials import KINDS, ExpertTrial, assert_same, results
 from tests.gpu.oracles import nmse
 from tests.support.cuda_runners import pretended_card
 from tests.support.elements import BOTH_ELEMENTS, rounded
 from tests.support.needs import Need, missing
-from tests.support.operands import all_products, buffer, elements, fetched, matrix, room
+from tests.support.operands import all_products, buffer, elements, fetched, matrix, poisoned, room
 
 ROWS = (1, 3, 17, 64, 200, 2048)
 SIZES = {
@@ -260,3 +264,34 @@ def test_a_router_of_no_multiple_of_8_is_filled_up(device: Device) -> None:
     assert not words[5:8].any() and not words[13:].any()
     numbers = fetched(device, buffer(device, words)).view(np.float16).astype(np.float64)
     np.testing.assert_allclose(numbers[:5] + PART_SCALE * numbers[8:13], weights, rtol=2**-21)
+
+
+@pytest.mark.parametrize("width", [2048, 4096, 4104, 7168])
+def test_outputs_of_all_ranks_are_added_to_the_stream(device: Device, width: int) -> None:
+    outputs_are_added(device, width, 40)
+
+
+def outputs_are_added(device: Device, width: int, tokens: int) -> None:
+    """Over rows of one, two and four pieces a thread, with a shared expert beside, and normed; in float64."""
+    rng, used = np.random.default_rng(width), 3
+    experts = Experts(count=8, used=used, width=64, shared=FeedForward(width=64))
+    shapes = {
+        "outputs": (tokens * used, width), "shares": (tokens, used), "shared": (tokens, width),
+        "logits": (tokens, 16), "x": (tokens, width), "weight": (width,),
+    }  # fmt: skip
+    of = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    places = rng.permutation(tokens * used).astype(np.int32).reshape(tokens, used)
+    places[tokens // 2, 1] = -1
+    held = {name: buffer(device, array) for name, array in of.items()} | {"places": buffer(device, places)}
+    at: Any = SimpleNamespace(**held)
+    out = poisoned(device, (tokens, width), ELEMENT)
+    ending = Ending(scale=0.5, before=NormWeight(held["weight"], 1e-5))
+    Combine(device).add(experts, at, ABSENT, ending, held["x"], out, tokens)
+    device.synchronize()
+    wide = {name: array.astype(np.float64) for name, array in of.items()}
+    counted = np.where(places < 0, 0.0, wide["shares"])[:, :, None]
+    mixed = (wide["outputs"][places] * counted).sum(axis=1) + wide["shared"]
+    stream = wide["x"] + 0.5 * mixed
+    normed = stream / np.sqrt((stream**2).mean(axis=1, keepdims=True) + 1e-5) * wide["weight"]
+    np.testing.assert_allclose(fetched(device, held["x"]), stream, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(fetched(device, out).astype(np.float64), normed, rtol=2e-3, atol=2e-3)

@@ -6,7 +6,7 @@ import pytest
 from nightmill.worker.runners.gpu.attention.choice import decode_attention
 from nightmill.worker.runners.gpu.attention.decode import DecodeAttention
 from nightmill.worker.runners.gpu.attention.pieces import NO_PIECES, decode_pieces
-from nightmill.worker.runners.gpu.attention.wide import WideDecode, has_room, wide_pieces
+from nightmill.worker.runners.gpu.attention.wide import WideDecode, wide_pieces
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.graphs import Graph
 from nightmill.worker.runners.gpu.device.operands import ELEMENT
@@ -27,7 +27,6 @@ from tests.gpu.oracles import (  # fmt: skip
     poison_before,
 )
 from tests.support.elements import BOTH_ELEMENTS
-from tests.support.needs import Need, missing
 from tests.support.operands import cache_of, elements, fetched, inputs_of, poisoned, shape_of
 
 BORDERS = [1, 2, 15, 16, 17, 63, 64, 65, 255, 256, 257, 511, 513, 1000, 1024, 1025]
@@ -314,8 +313,6 @@ def test_sinks_join_a_softmax_after_all_parts_of_a_context(
 def test_contexts_of_wide_heads_cut_anyhow_give_the_bits_of_whole_ones(
     device: Device, shape: tuple[int, int, int]
 ) -> None:
-    if not has_room(device):
-        missing(Need.HOPPER)
     wide_contexts_cut_anyhow(device, shape, [9000, 1, 300, 255, 256, 257, 4097, 16], LONG)
 
 

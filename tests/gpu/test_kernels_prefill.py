@@ -5,8 +5,10 @@ import pytest
 
 from nightmill.worker.model.spec import Attention
 from nightmill.worker.runners.gpu.attention.choice import prefill_attention
+from nightmill.worker.runners.gpu.attention.hopper_wide import HopperWide
 from nightmill.worker.runners.gpu.attention.plans import Prefill
 from nightmill.worker.runners.gpu.attention.prefill import PortablePrefill
+from nightmill.worker.runners.gpu.attention.wide import WideDecode, WidePrefill
 from nightmill.worker.runners.gpu.device.device import Device
 from tests.gpu.attending import make_sinks, prefill_oracle, run_prefill
 from tests.gpu.oracles import (  # fmt: skip
@@ -105,6 +107,34 @@ def test_queries_in_shared_memory_give_the_same_bits(
         found.append(run_prefill(device, prefill, attention, qkv, paged, lengths, chunks))
     np.testing.assert_array_equal(*found)
     assert_close(found[0], prefill_oracle(attention, qkv, paged, lengths, chunks), ATTENTION)
+
+
+@BOTH_ELEMENTS
+@pytest.mark.parametrize("shape", WIDE_SHAPES)
+def test_prompts_of_wide_heads_in_chunks_give_the_bits_of_the_whole(
+    device: Device, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On GPUs without room for two stages by one, which is off."""
+    monkeypatch.setattr(WideDecode, "one_stage", True)
+    wide_prompts_in_chunks(device, shape, [330, 1, 130], [330, 401, 630])
+
+
+def wide_prompts_in_chunks(
+    device: Device, shape: tuple[int, int, int], chunks: list[int], lengths: list[int]
+) -> None:
+    """And float64."""
+    attention, rng = attention_of(shape), np.random.default_rng(2)
+    paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim, element=device.element)
+    qkv = make_queries(rng, sum(chunks), attention, device.element)
+    prefill = make_prefill(device, attention)
+    assert isinstance(prefill, WidePrefill | HopperWide)
+    whole = run_prefill(device, prefill, attention, qkv, paged, lengths, chunks)
+    assert_close(whole, prefill_oracle(attention, qkv, paged, lengths, chunks), ATTENTION)
+    cut = chunks[0] * 3 // 4
+    for part in (slice(0, cut), slice(cut, chunks[0])):
+        length = part.stop - part.start
+        piece = run_prefill(device, prefill, attention, qkv[part], paged, [part.stop], [length])
+        np.testing.assert_array_equal(piece, whole[part])
 
 
 @BOTH_ELEMENTS

@@ -80,7 +80,7 @@ def _run(arguments: list[str], folder: Path, environment: dict[str, str]) -> str
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -104,7 +104,7 @@ def test_make_refuses_an_old_python_at_once(tmp_path: Path, target: str, made: b
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 2
@@ -139,7 +139,7 @@ def test_check_works_where_only_the_client_is_installed(directory: Path) -> None
         env=worker_env(Settings(data_dir=directory, broker_url="redis://127.0.0.1:1/0")),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=True,
     )
     for line, (_, said) in zip(done.stdout.splitlines(), expected, strict=True):

@@ -36,7 +36,7 @@ def running_server(client: Client, log: Path) -> Iterator[str]:
         yield url
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(240)
 
 
 def _answers(url: str) -> bool:

@@ -68,7 +68,12 @@ def test_cases_are_reported_one_by_one_also_when_they_fail(tmp_path: Path) -> No
     names = ("URL", "MODEL", "KEY", "FOLDER", "MODEL_FOLDER")
     environment = os.environ | {f"CLIENTS_{name}": "x" for name in names} | {"PYTHONPATH": str(SCRIPTS)}
     done = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, str(script)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=240,
     )
     good, bad, end = (json.loads(line) for line in done.stdout.splitlines())
     assert (good["case"], good["error"]) == ("good", "")

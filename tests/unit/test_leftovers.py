@@ -58,7 +58,7 @@ def test_a_session_that_leaves_daemons_behind_fails_names_them_and_ends_them(
 ) -> None:
     command, environment, pids = session
     (tmp_path / "test_daemons.py").write_text(DAEMONS.replace("END", "pass"))
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
     assert "1 passed" in done.stdout
     for pid in pids.read_text().split():
@@ -87,6 +87,6 @@ def test_a_session_that_leaves_nothing_behind_passes(
 ) -> None:
     command, environment, _ = session
     (tmp_path / "test_daemons.py").write_text("def test_nothing() -> None: ...\n")
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == pytest.ExitCode.OK, done.stdout + done.stderr
     assert "left behind" not in done.stdout

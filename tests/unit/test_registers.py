@@ -22,10 +22,22 @@ KERNELS = {
 def test_a_stack_that_a_kernel_should_not_need_is_a_complaint() -> None:
     assert Resources("mma_gemm", "mma_product", "sm_86", 128, 8).spoilt
     assert not Resources("mma_gemm", "mma_product", "sm_86", 255, 0).spoilt
-    most = MOST_STACK["split_attention"]
-    assert not Resources("split_attention", "split_attention_16", "sm_80", 255, most).spoilt
-    assert Resources("split_attention", "split_attention_16", "sm_80", 255, most + 8).spoilt
-    assert not Resources("dequantize", "dequantize_Q4_K", "sm_80", 32, 40).spoilt, "not in a step"
+    most = MOST_STACK["residual residual_4"]
+    assert not Resources("residual", "residual_4", "sm_120", 64, most).spoilt
+    assert Resources("residual", "residual_4", "sm_120", 64, most + 8).spoilt
+    assert Resources("residual", "residual_2", "sm_120", 64, most).spoilt, "the grant is one kernel's"
+    assert not Resources("dequantize", "dequantize_Q4_K", "sm_80", 32, 16).spoilt, "not in a step"
+    assert Resources("new", "of_a_new_file", "sm_80", 255, 8).spoilt, "a file that nobody granted anything"
+
+
+def test_what_the_record_has_needs_no_stack_that_it_was_not_granted() -> None:
+    lines = [line for line in read_lines(kernel_record.RECORD).values() if not line.quick]
+    used = set(resources(lines))
+    assert len(used) > 1000
+    assert not sorted(str(one) for one in used if one.spoilt)
+    stacked = {f"{one.file} {one.kernel}" for one in used if one.stack}
+    idle = [key for key in MOST_STACK if not any(name.startswith(key) for name in stacked)]
+    assert idle == [], "granted, and needed by no kernel any more"
 
 
 def test_the_table_has_the_largest_stacks_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """The model of `--draft`: opened, checked against the one that it guesses for, and on a runner of its own."""
 
-from itertools import zip_longest
+from pathlib import Path
+
+from gguf import TokenType
 
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.errors import SettingsError
@@ -27,8 +29,8 @@ _MOST_PAGES = (
 )
 
 
-def open_draft_model(settings: Settings, model: OpenModel) -> tuple[GgufFile, ModelSpec]:
-    """Open the file and check that its model can guess for another.
+def open_draft_model(settings: Settings, model: OpenModel) -> tuple[GgufFile, ModelSpec, int]:
+    """Open the file and check that its model can guess for another; also how many tokens both have.
 
     Raises SettingsError if it cannot, ModelFileError for faults of the file.
     """
@@ -39,19 +41,37 @@ def open_draft_model(settings: Settings, model: OpenModel) -> tuple[GgufFile, Mo
             "--draft: names a model that guesses, but drafts are off: add --drafts auto, or leave it out"
         )
     file = GgufFile.open(path)
-    spec, theirs, ours = read_spec(file), Vocabulary.from_gguf(file).tokens, model.vocabulary.tokens
-    for token, (their, our) in enumerate(zip_longest(theirs, ours)):
-        if their != our:
-            raise SettingsError(
-                f"--draft {path}: has another vocabulary than the model: token {token} is {their!r} there, "
-                f"and {our!r} in the model. Take a smaller model of the same family"
-            )
+    spec = read_spec(file)
+    tokens = _shared_tokens(path, Vocabulary.from_gguf(file), model.vocabulary)
     if spec.state_bytes:
         raise SettingsError(
             f"--draft {path}: keeps states, which cannot go on from one question to the next: take a model "
             "whose layers all have attention"
         )
-    return file, spec
+    return file, spec, tokens
+
+
+def _shared_tokens(path: Path, theirs: Vocabulary, ours: Vocabulary) -> int:
+    """The number of tokens that both vocabularies begin with; behind them one may have tokens for padding.
+
+    Models of a family often differ in these, as Qwen2.5 of 0.5B and of 7B. Raises SettingsError.
+    """
+    shared = min(len(theirs.tokens), len(ours.tokens))
+    for token in range(max(len(theirs.tokens), len(ours.tokens))):
+        names, kinds = zip(*(_token(one, token) for one in (theirs, ours)), strict=True)
+        if names[0] != names[1] and (token < shared or kinds != (TokenType.UNUSED, TokenType.UNUSED)):
+            raise SettingsError(
+                f"--draft {path}: has another vocabulary than the model: token {token} is {names[0]!r} "
+                f"there, and {names[1]!r} in the model. Take a smaller model of the same family"
+            )
+    return shared
+
+
+def _token(vocabulary: Vocabulary, token: int) -> tuple[str | None, int]:
+    """The text and the kind of a token; behind the last one there is none, which nobody uses."""
+    if token < len(vocabulary.tokens):
+        return vocabulary.tokens[token], vocabulary.kinds[token]
+    return None, TokenType.UNUSED
 
 
 def build_draft_model(
@@ -66,7 +86,7 @@ def build_draft_model(
     """
     if settings.draft is None:
         return None
-    file, spec = open_draft_model(settings, model)
+    file, spec, tokens = open_draft_model(settings, model)
     context = min(context, spec.context_length)
     slots = MOST_SEQUENCES
     runner: Runner
@@ -84,4 +104,4 @@ def build_draft_model(
         element = choose_element(file, spec, settings.dtype).element
         runner = cuda = CudaRunner(file, spec, sizes, gpu=gpu, precision=Precision(element))
         token_budget = cuda.max_tokens
-    return DraftModel(runner, context=context, token_budget=token_budget)
+    return DraftModel(runner, context=context, token_budget=token_budget, tokens=tokens)

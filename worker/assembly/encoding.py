@@ -54,29 +54,29 @@ class PromptEncoder:
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         said = renderings or [None] * len(prompts)
         chats = [
-            (prompt, rendering or AS_USUAL, time)
+            (prompt, rendering or AS_USUAL, time) if _is_chat(prompt) else None
             for prompt, rendering, time in zip(prompts, said, times or [None] * len(prompts), strict=True)
-            if not isinstance(prompt, str) and _is_chat(prompt)
         ]
+        found = [chat for chat in chats if chat is not None]
         of_texts = iter(
             self.tokenizer.encode_each([self.tokenizer.split(text, special=False) for text in texts])
         )
         of_chats = iter(
-            [ChatTemplateError(self.chat)] * len(chats)
+            [ChatTemplateError(self.chat)] * len(found)
             if isinstance(self.chat, str)
             else self.chat.encode_all(
-                [chat for chat, _, _ in chats],
-                [rendering for _, rendering, _ in chats],
-                [time for _, _, time in chats],
+                [chat for chat, _, _ in found],
+                [rendering for _, rendering, _ in found],
+                [time for _, _, time in found],
             )
         )
         answers: list[tuple[int, ...] | NightmillError] = []
-        for prompt in prompts:
-            if is_token_ids(prompt):
-                answers.append(tuple(prompt))
-            elif isinstance(prompt, str) or _is_chat(prompt):
-                ids = next(of_texts if isinstance(prompt, str) else of_chats)
+        for prompt, chat in zip(prompts, chats, strict=True):
+            if chat is not None or isinstance(prompt, str):
+                ids = next(of_texts if chat is None else of_chats)
                 answers.append(ids if isinstance(ids, NightmillError) else tuple(ids))
+            elif is_token_ids(prompt):
+                answers.append(tuple(prompt))
             else:
                 answers.append(ChatTemplateError("the messages are not a list of objects"))
         return answers
@@ -102,7 +102,12 @@ class PromptEncoder:
 
 def _is_chat(messages: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     """True if a row's messages are a list of mappings, as every client stores them."""
+    if isinstance(messages, str):
+        return False
     # Abstract classes are asked last: that takes many times as long.
     if type(messages) is not list and not isinstance(messages, Sequence):
         return False
-    return all(type(message) is dict or isinstance(message, Mapping) for message in messages)
+    for message in messages:  # noqa: SIM110  (`all` would take longer than the rest)
+        if type(message) is not dict and not isinstance(message, Mapping):
+            return False
+    return True

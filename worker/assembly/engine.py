@@ -11,6 +11,7 @@ from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.errors import SettingsError
 from nightmill.worker.assembly.draft_model import build_draft_model
 from nightmill.worker.assembly.model import LoadedModel, OpenModel, element_of
+from nightmill.worker.assembly.shared_gpu import SharedGpu
 from nightmill.worker.assembly.sizes import (
     PAGE_SIZE,
     REFERENCE,
@@ -50,10 +51,11 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
     spec, sequences = model.spec, max_sequences(settings)
     context = context_length(settings, spec)
     gpu, pretended = gpu_index(settings), known_card(settings.pretend_device)
-    if gpu is None and pretended is not None:
+    if gpu is None and pretended is not None and not settings.reference:
         raise SettingsError(
             f"there is no GPU that could be taken for {pretended.name}: unset NIGHTMILL_PRETEND_DEVICE; "
-            f"`nightmill check --pretend {pretended.key}` forecasts without one"
+            f"`nightmill check --pretend {pretended.key}` and `nightmill plan --no-measure` forecast without "
+            "one"
         )
     vocabulary = model.vocabulary
     vocabulary.spell_all()
@@ -71,7 +73,7 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
 
         ranker = None if spec.ranking is None else Ranker(model.file, spec.ranking, spec.width)
 
-        def engine() -> Engine:
+        def engine(metering: Metering | None = None) -> Engine:
             return Engine(
                 runner,
                 Detokenizer(
@@ -91,16 +93,23 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
                 prefix_sharing=settings.prefix_sharing,
                 constraints=grammars,
                 drafts=Drafts(settings.drafts),
-                metering=Metering(None if gpu is None else GpuProbe(gpu), time.monotonic),
+                metering=metering,
             )
 
         model.progress(StartStep.PROBING, "")
         probe(engine(), spec.vocab)  # by an engine of its own, which counts for itself
         undoing.pop_all()
-    made = engine()
+    made = engine(_metering(None if gpu is None else GpuProbe(gpu), model.ledger))
     if draft is not None:
         made.guess_by(draft)
     return made
+
+
+def _metering(counter: GpuProbe | None, ledger: int | None) -> Metering:
+    if ledger is None:
+        return Metering(counter, time.monotonic)
+    shared = SharedGpu(ledger, counter)
+    return Metering(None if counter is None else shared, shared.clock, shared)
 
 
 def _runner(
@@ -117,12 +126,14 @@ def _runner(
         return runner, sequences, token_budget
     from nightmill.worker.assembly.forecast import forecast_of
     from nightmill.worker.assembly.speed import GpuSpeed
+    from nightmill.worker.runners.gpu import predicting
     from nightmill.worker.runners.gpu.runner import CudaRunner
 
+    predicts = predicting.SEEN and settings.drafts != "off"
     cuda = CudaRunner(
         model.file,
         spec,
-        runner_sizes(settings, spec),
+        replace(runner_sizes(settings, spec), predicts=predicts),
         gpu=chosen,
         precision=replace(precision_of(settings, model.file, spec), plain_products=model.plain_products),
         progress=model.progress,

@@ -12,7 +12,7 @@ from nightmill.jobs.base.extras import pip_install
 from nightmill.jobs.base.printable import printable
 from nightmill.jobs.base.settings import MODEL_SCHEMES, Settings, parse_models
 from nightmill.jobs.commands.terminal import LiveLine, ProgressLine
-from nightmill.jobs.errors import MissingExtraError, ModelFetchError, SettingsError
+from nightmill.jobs.errors import MissingExtraError, ModelFetchError, ModelFileError, SettingsError
 from nightmill.worker.assembly.names import name_of
 
 if TYPE_CHECKING:
@@ -67,6 +67,19 @@ def with_models(
     return settings.model_copy(update={"models": ",".join(f"{name}={path}" for name, path in found.items())})
 
 
+def check_files(models: str) -> None:
+    """Check that the files of a worker's list are there, but for those with a name of their own.
+
+    Raises ModelFileError for one that is not: a misspelt path would be found when the first row waits for it.
+    """
+    for name, model in parse_models(models):
+        if name is None and not model.startswith(MODEL_SCHEMES) and not Path(model).is_file():
+            raise ModelFileError(
+                f"--models: {printable(model)}: there is no such file; a worker starts without those that "
+                f"have a name and may come later: --models NAME={printable(model)}"
+            )
+
+
 def with_files(settings: Settings, turn: str | None, tell: Callable[[str], object]) -> Settings:
     """The settings of a worker's process, with files in place of the names of models.
 
@@ -79,6 +92,8 @@ def with_files(settings: Settings, turn: str | None, tell: Callable[[str], objec
     models = dict(parse_models(settings.models))
     if turn is not None and turn not in models:
         raise SettingsError(f"--turn: {turn!r} is not among the models of this worker")
+    if settings.together and turn is None:  # Celery's command starts one worker
+        raise SettingsError("--together starts a worker for each model: start them by `nightmill worker`")
     name = turn or next(iter(models))
     return Settings.model_validate(settings.model_dump() | {"model": models[name], "model_name": name})
 

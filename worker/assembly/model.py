@@ -50,6 +50,7 @@ class OpenModel:
 
     progress        is told the steps in which an engine on it starts
     plain_products  `Precision.plain_products`
+    ledger          descriptor of the accounts of engines that share a GPU (`shared_gpu`); None: it is alone
     """
 
     file: GgufFile
@@ -57,6 +58,7 @@ class OpenModel:
     vocabulary: Vocabulary
     progress: Progress = field(default=no_progress, kw_only=True)
     plain_products: bool = field(default=False, kw_only=True)
+    ledger: int | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, kw_only=True)

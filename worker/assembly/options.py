@@ -142,6 +142,13 @@ def turn_options() -> list[click.Option]:
             "by default [NIGHTMILL_STAY].",
         ),
         click.Option(
+            ["--together"],
+            is_flag=True,
+            default=None,
+            help="Load all of the models at once, each with a share of the GPU's memory; refused if they do "
+            "not fit [NIGHTMILL_TOGETHER].",
+        ),
+        click.Option(
             ["--swap-for-interactive"],
             is_flag=True,
             default=None,
@@ -170,11 +177,25 @@ def turn_option() -> click.Option:
     return click.Option([TURN], hidden=True, help="The name of the model of --models to serve.")
 
 
+GROUP, LEDGER = "--group", "--ledger"
+"""Options of each of the workers that one command starts for several models at once: what names them all, and
+the descriptor of the accounts of their engines."""
+
+
+def group_options() -> list[click.Option]:
+    """For the process of a worker that is one of several on one GPU."""
+    return [
+        click.Option([GROUP], hidden=True, help="The id of the workers that share a GPU."),
+        click.Option([LEDGER], hidden=True, type=int, help="The descriptor of their engines' accounts."),
+    ]
+
+
 WORKER_SETTINGS = frozenset(
     {
         "model",
         "model_name",
         "models",
+        "together",
         "stay",
         "swap_for_interactive",
         "gpu",
@@ -205,7 +226,7 @@ def merge_options(settings: Settings, options: dict[str, Any]) -> Settings:
     if "model" in given and "models" in given:
         raise SettingsError("--model and --models: give one of them")
     if "model" in given:
-        given["models"] = None
+        given = {"together": False} | given | {"models": None}
     try:
         return Settings.model_validate(settings.model_dump() | given)
     except ValidationError as error:

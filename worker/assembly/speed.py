@@ -10,7 +10,7 @@ over before the host has the next, and rows before it has taken in others.
 import math
 from dataclasses import dataclass
 
-from nightmill.worker.model.spec import ModelSpec, Role
+from nightmill.worker.model.spec import Attention, ModelSpec, Role
 from nightmill.worker.runners.gpu.device.peaks import Peaks
 from nightmill.worker.runners.gpu.kv_cache import PAGE
 from nightmill.worker.runners.gpu.precision import WeightsFormat
@@ -107,7 +107,8 @@ def step_cost(
     if products.packed:
         reading = max(reading, read / (_PACKED_A_SECOND * gpu.multiprocessors))
         computing /= _PACKED_FLOPS_SHARE
-    cache = sequences * (context * (size.page / PAGE) + 2 * spec.state_bytes)  # states are read and written
+    keys = context * (size.page / PAGE) * _seen_share(spec, context)
+    cache = sequences * (keys + 2 * spec.state_bytes)  # states are read and written
     rounded = rounded_format(size.format)
     layer = _LAYER_SECONDS + (0.0 if rounded is None else rounded.layer_seconds)
     return StepCost(
@@ -151,6 +152,20 @@ def _products(spec: ModelSpec, gpu: GpuSpeed, size: WeightsAndCache) -> _Product
     gain = 1.0 if rounded is None else rounded.speedup(spec.width)
     packed = size.format is WeightsFormat.FILE and size.weights < _PACKED_BYTES * parameters
     return _Products(multiplied, active, 2 * (active - table) / (gain * flops), 2 * table / flops, packed)
+
+
+def _seen_share(spec: ModelSpec, context: float) -> float:
+    """Keys and values that layers read, over those that a context of so many tokens keeps without windows.
+
+    Layers with a window read less of them, and layers that read the keys of others keep none.
+    """
+    kept = read = 0.0
+    for layer in spec.layers:
+        if isinstance(one := layer.mixer, Attention):
+            hides = one.window is not None and one.window < context
+            kept += one.kv_heads * one.head_dim * (one.keys_of is None)
+            read += one.kv_heads * one.head_dim * (one.window / context if one.window and hides else 1.0)
+    return read / kept if kept else 1.0
 
 
 def _idle(spec: ModelSpec, sequences: int) -> float:

@@ -19,7 +19,7 @@ from nightmill.jobs.messages.embedded import only_for_now
 from nightmill.jobs.messages.tls import describe_sslmode, describe_tls
 from nightmill.jobs.reply.job import Worker
 from nightmill.jobs.sql.probing import try_writing
-from nightmill.worker.assembly.fetching import with_model_file
+from nightmill.worker.assembly.fetching import with_model_file, with_models
 from nightmill.worker.assembly.options import (
     DTYPE_HELP,
     DTYPES,
@@ -47,6 +47,15 @@ _POOLED = "through a pooler in transaction mode, so without prepared statements"
 @click.command()
 @click.argument("file", metavar="[FILE]", required=False)
 @click.option("--model", metavar="MODEL", help=MODEL_HELP)
+@click.option(
+    "--models", metavar="MODEL,...", help="Models to load at once, with --together [NIGHTMILL_MODELS]."
+)
+@click.option(
+    "--together",
+    is_flag=True,
+    default=None,
+    help="Say whether all of --models fit the GPU at once, and what each gets [NIGHTMILL_TOGETHER].",
+)
 @click.option("--dtype", type=DTYPES, help=DTYPE_HELP)
 @click.option("--weights", type=WEIGHTS, help=WEIGHTS_HELP)
 @click.option("--kv", type=KV, help=KV_HELP)
@@ -60,7 +69,7 @@ _POOLED = "through a pooler in transaction mode, so without prepared statements"
     "[NIGHTMILL_PRETEND_DEVICE].",
 )  # fmt: skip
 @json_option
-def check(file: str | None, generate: bool, cards: bool, as_json: bool, **options: str | None) -> None:
+def check(file: str | None, generate: bool, cards: bool, as_json: bool, **options: Any) -> None:
     """Test the database, the broker, the model file and the GPU, and say what to do about each.
 
     FILE is a model, as for --model: what it is, what it sees of a conversation, which of its template's
@@ -69,6 +78,8 @@ def check(file: str | None, generate: bool, cards: bool, as_json: bool, **option
     if file is not None and options["model"] is not None:
         raise click.UsageError("FILE and --model name a model each; give one of them")
     settings = merge_options(Settings.from_env(), options | {"model": file or options["model"]})
+    if bool(options["models"]) != bool(options["together"]) and not (settings.models and settings.together):
+        raise SettingsError("--models and --together: give both, or one model to look at it closely")
     findings = list(_findings(settings, _Wanted(generate=generate, cards=cards, quiet=as_json)))
     if as_json:
         echo_json([finding.values() for finding in findings])
@@ -111,7 +122,12 @@ def _findings(settings: Settings, wanted: _Wanted) -> Iterator[Finding]:
                 client.broker.disconnect()
     except NightmillError as error:  # there is no place for them
         yield Finding("database", False, str(error))
-    if settings.model is None:
+    if settings.models is not None and settings.together:
+        try:
+            yield from _look_at_models(settings, wanted)
+        except NightmillError as error:
+            yield Finding("together", False, str(error))
+    elif settings.model is None:
         yield Finding("model", None, "none named: give --model FILE or set NIGHTMILL_MODEL")
     else:
         try:
@@ -168,6 +184,23 @@ def _look_at_model(settings: Settings, wanted: _Wanted) -> Iterator[Finding]:
             wrote = write_sentence(_on_this_machine(settings), model)
             yield Finding("sentence", wrote.ok, wrote.found, {"text": wrote.text})
     yield from _look_at_memory(settings, model, cards=wanted.cards)
+
+
+def _look_at_models(settings: Settings, wanted: _Wanted) -> Iterator[Finding]:
+    """Yield whether all models fit this machine's GPU at once, or without one, with --cards, usual cards."""
+    require_worker_extra("check --models")
+    from nightmill.worker.assembly.forecast import CARDS
+    from nightmill.worker.commands.together import cards_for, describe_fit, fit_as_json, fit_together
+
+    settings = with_models(settings, show=not wanted.quiet)
+    found = cards_for(settings)
+    if not found and not wanted.cards:
+        yield Finding("together", None, "no GPU here, on which models could be loaded at once: give --cards")
+    for card in found or (CARDS if wanted.cards else ()):
+        fit = fit_together(settings, card)
+        yield Finding(
+            "together", fit.fits or (None if wanted.cards else False), describe_fit(fit), fit_as_json(fit)
+        )
 
 
 def _on_this_machine(settings: Settings) -> Settings:
@@ -246,11 +279,13 @@ def _outlook(card: "Card", memory: Finding, settings: Settings, model: "OpenMode
     if not memory.more["rate"]:
         return
     bytes_, flops = card.peaks.bytes, card.peaks.flops
+    slow = [what for what, how in kernels.items() if "slow" in how]
+    uncounted = f"; how slow kernels of {' and '.join(slow)} are is not in it" if slow else ""
     yield Finding(
         "basis",
         None,
         f"the speed is a forecast: {bytes_ / 1e9:,.0f} GB/s and {flops / 1e12:,.0f} TFLOP/s of {card.name}, "
-        "at the shares that an H200 reaches; measure with `nightmill plan` on that card",
+        f"at the shares that an H200 reaches{uncounted}; measure with `nightmill plan` on that card",
         {"card": card.name, "bytes_a_second": bytes_, "flops_a_second": flops},
     )
     fitting = max(memory.more["sequences"].values(), default=0)

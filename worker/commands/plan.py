@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nightmill.jobs.base.hours import Hours
+from nightmill.jobs.base.printable import printable
 from nightmill.jobs.base.settings import Settings, parse_models
 from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.job_options import AT, PARAMETER_OPTIONS, given, job_options
@@ -28,12 +29,15 @@ from nightmill.worker.assembly.options import merge_options, require_worker_extr
 if TYPE_CHECKING:
     from nightmill.worker.assembly.forecast import Forecast
     from nightmill.worker.assembly.model import OpenModel
+    from nightmill.worker.assembly.together import Fit
     from nightmill.worker.commands.planning.plan import Plan
     from nightmill.worker.engine.engine import Engine
 
+EXIT_NO_PLAN = 1
 EXIT_BAD_ROWS = 3
 EXIT_TOO_LATE = 4
 _ROWS_PER_UPDATE = 64  # of the progress bar
+_NO_GPU = "no GPU here, on which models could be loaded at once"
 _FORMS = tuple(CONSTRAINT_FIELDS)
 _NOT_OF_A_PLAN = ("drain_seconds", "metrics_port", "metrics_host")
 _MODELS_OPTION = click.Option(
@@ -41,6 +45,12 @@ _MODELS_OPTION = click.Option(
     metavar="MODEL,...",
     help="Models that a worker loads in turn: count their rows and loads, and check the rows "
     "[NIGHTMILL_MODELS].",
+)
+_TOGETHER_OPTION = click.Option(
+    ["--together"],
+    is_flag=True,
+    default=None,
+    help="With --models: say whether all fit the GPU at once, and what each gets [NIGHTMILL_TOGETHER].",
 )
 
 
@@ -65,11 +75,11 @@ def _plan(
       nightmill plan prompts.jsonl --model model.gguf
       nightmill plan prompts.jsonl --model model.gguf --at 01:00 --deadline 06:00
       nightmill plan prompts.jsonl --model model.gguf --no-measure --json
-      nightmill plan prompts.jsonl --models small.gguf,big.gguf
+      nightmill plan prompts.jsonl --models small.gguf,big.gguf --together
 
     \b
     Exit codes: 0  all rows can be run, and they fit before the deadline (if one is given)
-                1  the plan could not be made
+                1  the plan could not be made, or models do not fit the GPU together
                 2  the command line is wrong
                 3  some rows cannot be run; they are listed
                 4  the rows do not fit before the deadline (whether or not some are bad)
@@ -89,12 +99,16 @@ def _plan(
                 "set NIGHTMILL_MODEL"
             )
         models: tuple[str, ...] = ()
+        fits: list[Fit] | None = None
         if settings.models is not None:
             require_worker_extra("plan --models")
             settings = with_models(settings, show=not as_json)
             models = tuple(str(name) for name, _ in parse_models(str(settings.models)))
+            fits = _fits(settings) if settings.together else None
+        elif settings.together:
+            raise SettingsError("--together: name the models, --models a.gguf,b.gguf")
         with _input(file, query, from_url, settings, said | table) as source:
-            _check_rows(source, JobSpec.defaults(said), as_json, models)
+            _check_rows(source, JobSpec.defaults(said), as_json, models, fits)
         return
     require_worker_extra("plan")
     settings = with_model_file(settings, show=not as_json)
@@ -127,6 +141,13 @@ plan = click.Command(
         click.Argument(["file"], metavar="[FILE]", required=False),
         *(option for option in worker_options() if option.name not in _NOT_OF_A_PLAN),
         _MODELS_OPTION,
+        _TOGETHER_OPTION,
+        click.Option(
+            ["--pretend", "pretend_device"],
+            metavar="CARD",
+            help="Say what fits this card, such as rtx4090, with --no-measure also where there is no GPU "
+            "[NIGHTMILL_PRETEND_DEVICE].",
+        ),
         click.Option(["--measure/--no-measure"], default=True, help="Without: no estimate, and no GPU used."),
         click.Option(
             ["--measure-seconds"],
@@ -156,20 +177,38 @@ def _input(
     return queried(query, str(url), most=settings.spool_bytes, opened=opened)
 
 
-def _check_rows(file: InputFile, defaults: JobSpec, as_json: bool, models: Sequence[str]) -> None:
-    """Check all of a file that needs no model; exits with EXIT_BAD_ROWS if there are bad rows.
+def _fits(settings: Settings) -> "list[Fit]":
+    """Find whether the models fit the GPU at once; none without a GPU."""
+    from nightmill.worker.commands.together import cards_for, fit_together
 
-    models  those that a worker loads in turn, whose loads are counted
+    return [fit_together(settings, card) for card in cards_for(settings)]
+
+
+def _check_rows(
+    file: InputFile, defaults: JobSpec, as_json: bool, models: Sequence[str], fits: "list[Fit] | None"
+) -> None:
+    """Check all of a file that needs no model; exits with EXIT_BAD_ROWS if there are bad rows, and with
+    EXIT_NO_PLAN if models that are to be loaded at once do not fit.
+
+    models  those that a worker loads, whose loads are counted
+    fits    whether they fit the GPU at once; None: they are loaded in turn
     """
     from nightmill.worker.commands.planning.rows import check_rows, describe_checked
+    from nightmill.worker.commands.together import describe_fit, fit_as_json
 
     live = LiveLine(ProgressLine(name="reading", total=file.size), show=not as_json, estimate=True)
     with live:
         found = check_rows(file, defaults, _showing(live, file), models)
     if as_json:
-        echo_json(found.as_json())
+        echo_json(
+            found.as_json() | ({} if fits is None else {"together": [fit_as_json(fit) for fit in fits]})
+        )
     else:
         echo("\n".join(describe_checked(found)))
+        for said in () if fits is None else [describe_fit(fit) for fit in fits] or [_NO_GPU]:
+            echo(f"together       {printable(said, 2000)}")
+    if any(not fit.fits for fit in fits or ()):
+        raise SystemExit(EXIT_NO_PLAN)
     if found.bad:
         raise SystemExit(EXIT_BAD_ROWS)
 
@@ -204,7 +243,7 @@ def _make(
     from nightmill.worker.engine.limits import RequestLimits
 
     model = load_model(settings)
-    memory = _memory(settings, model)
+    card, memory = _memory(settings, model)
     engine = None
     if measure_seconds:
         try:
@@ -238,6 +277,7 @@ def _make(
                     ),
                     slots=_slots(settings, model, memory, engine),
                     memory=memory,
+                    card=card,
                 ),
                 Schedule(
                     now=lambda: datetime.now(UTC),
@@ -257,20 +297,28 @@ def _make(
             engine.close()
 
 
-def _memory(settings: Settings, model: "OpenModel") -> "Forecast | None":
-    """Share out the memory of the GPU that would run the model; None without one, or if it does not fit."""
-    from nightmill.worker.assembly.forecast import card_here, forecast
+def _memory(settings: Settings, model: "OpenModel") -> "tuple[str | None, Forecast | None]":
+    """The name of the GPU that would run the model, and how its memory is shared out.
+
+    Both are None without one, the second also where the model does not fit. A pretended card need not be
+    there.
+    """
+    from nightmill.worker.assembly.forecast import card_here, card_of, forecast
     from nightmill.worker.assembly.sizes import gpu_index, precision_of
     from nightmill.worker.runners.gpu.device.known_cards import known_card
 
-    gpu = gpu_index(settings)
-    card = None if gpu is None else card_here(gpu, known_card(settings.pretend_device))
+    gpu, pretended = gpu_index(settings), known_card(settings.pretend_device)
+    card = None if gpu is None else card_here(gpu, pretended)
+    if card is None and pretended is not None and not settings.reference:
+        card = card_of(pretended)
+    if card is None:
+        return None, None
     try:
-        if card is not None:
-            return forecast(model.spec, card, settings, precision_of(settings, model.file, model.spec))
-    except RunnerError:  # whoever builds an engine hears why
-        return None
-    return None
+        return card.name, forecast(model.spec, card, settings, precision_of(settings, model.file, model.spec))
+    except RunnerError as error:
+        if gpu is not None:  # whoever builds an engine hears why
+            return card.name, None
+        raise RunnerError(f"{card.name}: {error}") from error
 
 
 def _slots(settings: Settings, model: "OpenModel", memory: "Forecast | None", engine: "Engine | None") -> int:

@@ -26,7 +26,7 @@ from nightmill.worker.service.parent import END_WITH_STDIN
 # -P: a folder that a person works in may have a `jobs/` or a `queue.py` of its own.
 WORKER_COMMAND = (sys.executable, "-P", "-m", "nightmill", "worker")
 _FOR_SERVICE = frozenset(
-    {"hours", "idle_seconds", "models", "stay", "swap_for_interactive"}
+    {"hours", "idle_seconds", "models", "stay", "swap_for_interactive", "together"}
 )  # whoever starts a run by hand does not wait for the night
 _KILL_SECONDS = 10.0  # beyond what a worker may take to end
 _SLOW_START_SECONDS = 1000.0  # without progress; the worker itself gives up a little earlier

@@ -47,7 +47,9 @@ from nightmill.jobs.reply.batch_status import BatchStatus, status_values
 from nightmill.jobs.request.limits import without_limits
 from nightmill.jobs.tables.following import FollowingRows
 from nightmill.jobs.tables.into import UsersTable
+from nightmill.jobs.tables.layout import layout_in_database
 from nightmill.jobs.tables.options import TableOptions
+from nightmill.jobs.tables.reading import TableFile
 from nightmill.worker.assembly.fetching import with_model_file
 from nightmill.worker.assembly.options import WORKER_SETTINGS, as_arguments, merge_options, worker_options
 from nightmill.worker.commands.keeper import WorkerKeeper
@@ -189,19 +191,23 @@ def run(
                 else input_named(file, query, from_url, format, most=settings.spool_bytes, opened=opened)
             )
             source = stack.enter_context(given_rows)
-            if settings.model_name is None:
-                with Client(settings) as client:
-                    served = ServedFile(client, model_file.digest(), model)
+            with Client(settings) as client:
+                served = ServedFile(client, model_file.digest(), model)
+                if settings.model_name is None:
                     rows["model"], name = served.name_for(source, rows, name)
-                if rows["model"] != model:
-                    model = rows["model"]
-                    say(f"a worker serves this file as {printable(model)!r}: the rows are for that model")
-                    settings = settings.model_copy(update={"model_name": model})
+                served.check_name(rows["model"], source, rows, name)
+            if rows["model"] != model:
+                model = rows["model"]
+                say(f"a worker serves this file as {printable(model)!r}: the rows are for that model")
+                settings = settings.model_copy(update={"model_name": model})
             client = stack.enter_context(Client(settings))
             places = [
                 stack.enter_context(brought_to(place, source.format, most=settings.spool_bytes))
                 for place in (output, errors)
             ]
+            if table_of_results is not None:
+                shape = source.table.shape if isinstance(source, TableFile | FollowingRows) else None
+                table_of_results.check(layout_in_database(shape))
             outputs = stack.enter_context(destinations(source, *places, overwrite=overwrite))
             with submitting(source, show=log is None) as on_rows:
                 batch = client.batches.submit(

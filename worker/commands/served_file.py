@@ -1,11 +1,13 @@
 """The name under which a model file is served: of its own, or of a worker that has the same file loaded."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from nightmill.jobs.base.arithmetic import DIGITS, Arithmetic
+from nightmill.jobs.base.printable import printable
 from nightmill.jobs.client.client import Client
-from nightmill.jobs.errors import BatchNotFoundError
+from nightmill.jobs.errors import BatchNotFoundError, SettingsError
 from nightmill.jobs.formats import InputFile
 from nightmill.jobs.reply.job import Worker
 from nightmill.jobs.tables.following import FollowingRows
@@ -42,6 +44,26 @@ class ServedFile:
             return self._live_name(names), batch
         return (known if known in names else self._own), batch
 
+    def check_name(
+        self, model: str, source: InputFile | FollowingRows, rows: Mapping[str, Any], batch: str | None
+    ) -> None:
+        """Check that no live worker has another file under this name, unless all rows have ended.
+
+        Raises SettingsError.
+        """
+        if (other := self.other_under(model)) is None:
+            return
+        batch = batch or self._client.batches.name_of(source, {**rows, "model": model})
+        with suppress(BatchNotFoundError):
+            if self._client.get_batch(batch).status(errors=False).state.final:
+                return
+        raise another_file(model, other, "--model-name")
+
+    def other_under(self, model: str) -> Worker | None:
+        """Return a live worker that has another file under this name, and so would answer for this one."""
+        live = self._client.worker_store.serving(model, sleeping=True)
+        return next((worker for worker in live if self._file_of(worker) not in (None, self._digest)), None)
+
     def _live_name(self, names: set[str]) -> str:
         settings, serving = self._client.settings, self._client.worker_store.serving()
         live = [worker for worker in serving if is_asked_for(worker, settings)]
@@ -51,7 +73,20 @@ class ServedFile:
 
     def _has_file(self, worker: Worker) -> bool:
         """True if a worker says that it serves this file; one that starts says nothing yet."""
+        return self._file_of(worker) == self._digest
+
+    @staticmethod
+    def _file_of(worker: Worker) -> str | None:
+        """Return the beginning of the digest of the file that a worker serves, if it says so."""
         try:
-            return Arithmetic.parse(str((worker.stats or {}).get("arithmetic"))).model == self._digest
+            return Arithmetic.parse(str((worker.stats or {}).get("arithmetic"))).model
         except ValueError:
-            return False
+            return None
+
+
+def another_file(model: str, worker: Worker, option: str) -> SettingsError:
+    """Return the refusal of a file whose name a worker has given to another one."""
+    return SettingsError(
+        f"worker {worker.id[:8]} on {printable(worker.host)} serves another file as {printable(model)!r}, "
+        f"and would answer the rows: give this one another name ({option}), or end that worker first"
+    )

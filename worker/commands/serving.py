@@ -18,10 +18,13 @@ from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.options import LOG_FORMAT, CommandGroup
 from nightmill.jobs.commands.terminal import echo
 from nightmill.jobs.errors import SettingsError
-from nightmill.worker.assembly.fetching import with_model_file, with_models
+from nightmill.worker.assembly.fetching import check_files, with_model_file, with_models
 from nightmill.worker.assembly.options import (
+    GROUP,
+    LEDGER,
     TURN,
     as_arguments,
+    group_options,
     merge_options,
     require_worker_extra,
     turn_option,
@@ -40,7 +43,6 @@ def _worker(
     log_format: str | None,
     end_with_parent: bool,
     worker_id: str | None,
-    turn: str | None,
     **options: Any,
 ) -> None:
     """Serve a model: take jobs from the queue, generate, write the results.
@@ -54,16 +56,19 @@ def _worker(
       nightmill worker --model big.gguf --name big --max-sequences 64
       nightmill worker --model big.gguf --hours 22:00-06:00 --idle-seconds 600
       nightmill worker --models small.gguf,big.gguf --stay 10m
+      nightmill worker --models small.gguf,big.gguf --together
       nightmill worker --model big.gguf --gpu all
       nightmill worker pause all
 
-    With --models it loads one after another, each when rows wait for it. Outside its --hours, and after
+    With --models it loads one after another, each when rows wait for it; with --together all at once, each
+    in a worker of its own, if they fit the GPU's memory. Outside its --hours, and after
     --idle-seconds without jobs, it gives its GPU back and sleeps; so it does if it is paused, from any
     machine.
 
     It is the same worker as `celery -A nightmill.worker.app worker --pool=threads --model FILE`.
     """
     require_worker_extra("worker")
+    one_of_several = options.get("group") is not None
     if options["gpu"] == ALL_GPUS:
         _supervise(log_format, worker_id, options)
     if log_format is not None:  # Celery's logs are set up by what the environment says
@@ -73,7 +78,12 @@ def _worker(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if end_with_parent:
         end_with_stdin()
+    if settings.together and not one_of_several:
+        from nightmill.worker.commands.together import serve_together
+
+        serve_together(log_format, worker_id, options)
     if settings.models is not None:
+        check_files(settings.models)
         options["models"] = with_models(settings).models
     elif isinstance(settings.model, str):  # a name: fetched here, where there is a terminal for the progress
         options["model"] = with_model_file(settings).model
@@ -89,8 +99,9 @@ def _worker(
     arguments = ["--pool=threads", f"--loglevel={log_level}", *as_arguments(options)]
     if worker_id is not None:
         arguments += ["--id", worker_id]
-    if turn is not None:
-        arguments += [TURN, turn]
+    for name, value in ((TURN, options["turn"]), (GROUP, options["group"]), (LEDGER, options["ledger"])):
+        if value is not None:
+            arguments += [name, str(value)]
     context = CLIContext(app, no_color=bool(os.environ.get("NO_COLOR")), workdir=None, quiet=True)
     # `app.start` would forget the exit code.
     code = celery_worker.main(arguments, "celery worker", obj=context, standalone_mode=False)
@@ -104,6 +115,8 @@ def _supervise(log_format: str | None, worker_id: str | None, options: dict[str,
     from nightmill.worker.runners.gpu.device.device import device_count
 
     settings = merge_options(Settings.from_env(), {**options, "gpu": None})
+    if settings.together:
+        raise SettingsError("--gpu all and --together: give one of them")
     if worker_id is not None:
         raise SettingsError("--id: names one worker, and --gpu all starts one for each GPU")
     if settings.reference:
@@ -162,6 +175,7 @@ worker = CommandGroup(
         click.Option(["--log-format"], **LOG_FORMAT),
         worker_id_option(),
         turn_option(),
+        *group_options(),
         click.Option(
             [END_WITH_STDIN, "end_with_parent"],
             is_flag=True,
@@ -181,7 +195,8 @@ _WORKERS = click.argument("workers", nargs=-1, required=True, metavar="ID...|all
 def pause(workers: tuple[str, ...]) -> None:
     """Let workers finish what they have, free their GPUs and sleep until they are resumed.
 
-    ID is what `nightmill stats` shows, or its beginning. Rows that are not done within a worker's
+    ID is what `nightmill stats` shows, or its beginning; of models that are loaded together, also what it
+    shows for all of them. Rows that are not done within a worker's
     --drain-seconds go back to the queue, with their tokens.
     """
     _change(workers, paused=True)

@@ -1,8 +1,9 @@
-"""One worker for each GPU of a machine, under one supervisor: one log, one page of metrics, one end.
+"""Several workers under one supervisor: one log, one page of metrics, one end.
 
-Each worker is a process of its own, with a GPU of its own; all share the queue, as workers on several
-machines do. One that fails is started again, after a second, then twice as long each time. Workers end with
-their supervisor, whatever becomes of it: their standard input is a pipe that closes then.
+There is one for each GPU of a machine, or, on one GPU, one for each of several models. Each worker is a
+process of its own; all share the queues, as workers on several machines do. One that fails is started again,
+after a second, then twice as long each time. Workers end with their supervisor, whatever becomes of it: their
+standard input is a pipe that closes then.
 """
 
 import json
@@ -15,9 +16,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from nightmill.jobs.base.silence import Silence
+from nightmill.worker.assembly.options import TURN
 from nightmill.worker.service.parent import END_WITH_STDIN
 
 if TYPE_CHECKING:
@@ -25,8 +28,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("nightmill.supervisor")
 
-LABEL = "gpu"
-"""Label of each worker's metrics, and the key of its lines in a log of JSON."""
+
+class Each(StrEnum):
+    """The thing that each worker has for itself: label of its metrics, key of its lines in a log of JSON."""
+
+    GPU = "gpu"
+    MODEL = "model"
+
+
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # before a worker that failed is started again
 _STEADY_SECONDS = 60.0  # after which a worker's end does not count as one more in a row
 _MOST_FAILURES = 8  # in a row: some four minutes
@@ -38,8 +47,15 @@ _LAST_LINES_SECONDS = 5.0
 class _Supervised:
     """One worker: its process, and how often it failed in a row."""
 
-    def __init__(self, name: str, command: Sequence[str], write: Callable[[str, bytes], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        write: Callable[[str, bytes], None],
+        pass_fds: Sequence[int] = (),
+    ) -> None:
         self.name = name
+        self._pass_fds = tuple(pass_fds)
         self._command = [*command, END_WITH_STDIN]
         self._write = write
         self._failures = 0
@@ -88,6 +104,7 @@ class _Supervised:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C is for the supervisor to pass on
+            pass_fds=self._pass_fds,
         )
         assert self.popen.stdout is not None
         lines = iter(self.popen.stdout.readline, b"")
@@ -112,9 +129,11 @@ class _Supervised:
 class Supervisor:
     """Runs workers until it is told to end, or none is left.
 
-    commands     of the workers, by what each is called: `0`, `1` and so on, the index of its GPU
+    commands     of the workers, by what each is called: the index of its GPU, or its model
     end_seconds  how long they may take to end, before they are killed
+    each         what they are called by
     as_json      whether their log is lines of JSON
+    pass_fds     descriptors that they inherit
     """
 
     def __init__(
@@ -122,13 +141,18 @@ class Supervisor:
         commands: Mapping[str, Sequence[str]],
         end_seconds: float,
         *,
+        each: Each = Each.GPU,
         as_json: bool = False,
         output: BinaryIO | None = None,
+        pass_fds: Sequence[int] = (),
     ) -> None:
+        self._each = each
         self._as_json = as_json
         self._output = output or sys.stderr.buffer
         self._writing = threading.Lock()
-        self._workers = [_Supervised(name, command, self._write) for name, command in commands.items()]
+        self._workers = [
+            _Supervised(name, command, self._write, pass_fds) for name, command in commands.items()
+        ]
         self._end_seconds = end_seconds
         self._told: list[signal.Signals] = []
 
@@ -162,25 +186,27 @@ class Supervisor:
 
     def _write(self, name: str, line: bytes) -> None:
         """Write a line of a worker's log, with the worker that wrote it."""
-        named = f"[GPU {name}] ".encode() + line
+        mark = f"GPU {name}" if self._each is Each.GPU else name
+        named = f"[{mark}] ".encode() + line
         if self._as_json:
             with suppress(ValueError):
                 values = json.loads(line)
                 if isinstance(values, dict):
-                    named = json.dumps({LABEL: name} | values, ensure_ascii=False).encode() + b"\n"
+                    named = json.dumps({str(self._each): name} | values, ensure_ascii=False).encode() + b"\n"
         with self._writing:
             self._output.write(named if named.endswith(b"\n") else named + b"\n")
             self._output.flush()
 
 
 class MergedMetrics:
-    """The metrics of several workers as one page's, each with the label `gpu`.
+    """The metrics of several workers as one page's, each with a label that says whose they are.
 
     read  returns the pages of those that answer, by name
     """
 
-    def __init__(self, read: Callable[[], Mapping[str, str]]) -> None:
+    def __init__(self, read: Callable[[], Mapping[str, str]], each: Each = Each.GPU) -> None:
         self._read = read
+        self._label = str(each)
 
     def describe(self) -> "Iterable[Metric]":
         """Return nothing: what there is, is known when it is asked for."""
@@ -198,7 +224,7 @@ class MergedMetrics:
                     family.name, Metric(family.name, family.documentation, family.type, family.unit)
                 )
                 for sample in family.samples:
-                    labels = {LABEL: name} | sample.labels | {LABEL: name}
+                    labels = {self._label: name} | sample.labels | {self._label: name}
                     into.samples.append(sample._replace(labels=labels))
         yield from merged.values()
 
@@ -219,14 +245,47 @@ def read_pages(ports: Mapping[str, int], seconds: float = 2.0) -> dict[str, str]
 
 def commands_of(command: Sequence[str], gpus: Sequence[int], port: int | None) -> dict[str, list[str]]:
     """Return the command of each GPU's worker; `port`: of the supervisor's metrics, which theirs follow."""
+    return {
+        str(gpu): _with_options(command, {"--gpu": str(gpu)} | _metrics(port, place))
+        for place, gpu in enumerate(gpus, start=1)
+    }
+
+
+def commands_of_models(
+    command: Sequence[str],
+    models: Mapping[str, str],
+    shares: Mapping[str, int],
+    group: Mapping[str, str],
+    port: int | None,
+) -> dict[str, list[str]]:
+    """Return the command of each model's worker.
+
+    models  their files by name
+    shares  bytes of the GPU's memory, where there is one
+    group   options that all have
+    port    of the supervisor's metrics, which theirs follow
+    """
+    made: dict[str, list[str]] = {}
+    for place, (name, file) in enumerate(models.items(), start=1):
+        options = {"--models": f"{name}={file}", TURN: name} | dict(group) | _metrics(port, place)
+        if name in shares:
+            options["--gpu-memory"] = str(shares[name])
+        made[name] = _with_options(command, options)
+    return made
+
+
+def _metrics(port: int | None, place: int) -> dict[str, str]:
+    if port is None:
+        return {}
+    return {"--metrics-port": str(port + place), "--metrics-host": "127.0.0.1"}
+
+
+def _with_options(command: Sequence[str], options: Mapping[str, str]) -> list[str]:
     from nightmill.worker.service.sleeping import with_option
 
-    made: dict[str, list[str]] = {}
-    for place, gpu in enumerate(gpus, start=1):
-        made[str(gpu)] = with_option(command, "--gpu", str(gpu))
-        if port is not None:
-            made[str(gpu)] = with_option(made[str(gpu)], "--metrics-port", str(port + place))
-            made[str(gpu)] = with_option(made[str(gpu)], "--metrics-host", "127.0.0.1")
+    made = list(command)
+    for name, value in options.items():
+        made = with_option(made, name, value)
     return made
 
 
@@ -234,21 +293,26 @@ def supervise(
     commands: Mapping[str, Sequence[str]],
     end_seconds: float,
     *,
+    each: Each = Each.GPU,
     as_json: bool,
     address: tuple[str, int] | None,
+    pass_fds: Sequence[int] = (),
 ) -> int:
     """Run these workers until a signal ends them; returns the exit code.
 
-    address  host and port of the page of metrics; None: there is none
+    each      what they are called by
+    address   host and port of the page of metrics; None: there is none
+    pass_fds  descriptors that they inherit
     """
     if address is not None:
         from nightmill.worker.service.metrics import serve_metrics
 
         host, port = address
         ports = {name: port + place for place, name in enumerate(commands, start=1)}
-        serve_metrics(host, port).register(MergedMetrics(lambda: read_pages(ports)))
-    supervisor = Supervisor(commands, end_seconds, as_json=as_json)
+        serve_metrics(host, port).register(MergedMetrics(lambda: read_pages(ports), each))
+    supervisor = Supervisor(commands, end_seconds, each=each, as_json=as_json, pass_fds=pass_fds)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
         signal.signal(number, supervisor.tell)
-    log.info("process %d supervises a worker for each GPU of %s", os.getpid(), ", ".join(commands))
+    kind = "GPU" if each is Each.GPU else "model"
+    log.info("process %d supervises a worker for each %s of %s", os.getpid(), kind, ", ".join(commands))
     return supervisor.run()

@@ -23,6 +23,7 @@ from nightmill.jobs.reply.job import Job
 from nightmill.worker.assembly.fetching import with_model_file
 from nightmill.worker.assembly.options import WORKER_SETTINGS, merge_options, worker_options
 from nightmill.worker.commands.keeper import WorkerKeeper
+from nightmill.worker.commands.served_file import ServedFile, another_file
 
 _END_OF_PROMPT = 200  # characters that are shown
 _LONGEST_ANSWER = 2_000
@@ -77,10 +78,13 @@ def try_command(
             from nightmill.worker.model.gguf.file import GgufFile
 
             settings = with_model_file(settings, show=not as_json)
-            GgufFile.open(model_path(settings))  # refuses a bad one before anything is queued
+            model_file = GgufFile.open(model_path(settings))  # refuses a bad one before anything is queued
             said["model"] = served_name(settings)
         client = stack.enter_context(Client(settings))
         if settings.model is not None:
+            served = ServedFile(client, model_file.digest(), said["model"])
+            if (other := served.other_under(said["model"])) is not None:
+                raise another_file(said["model"], other, "NIGHTMILL_MODEL_NAME")
             keeper = WorkerKeeper(client, said["model"])
             stack.callback(keeper.close)
         line = stack.enter_context(LiveLine(ProgressLine(name=f"trying {rows} rows"), show=not as_json))

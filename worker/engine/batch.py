@@ -27,6 +27,8 @@ from nightmill.worker.runners.base import (
     make_draws,
 )
 
+_NO_INTS: IntArray = np.zeros(0, dtype=np.int32)
+
 
 class SlotTables:
     """The page tables of all slots for a kind of pages.
@@ -91,9 +93,11 @@ class BatchBuilder:
     """Keeps what all slots have as arrays, so that a step takes rows of them: page tables, who is masked.
 
     slots: sequences at once; context: the most tokens of a sequence; pool: whose pages they have.
+    predicts: the runner guesses, for which it is told the token behind each chunk.
     """
 
-    def __init__(self, pool: PagePool, *, slots: int, context: int) -> None:
+    def __init__(self, pool: PagePool, *, slots: int, context: int, predicts: bool = False) -> None:
+        self._predicts = predicts
         self._page_size = pool.page_size
         self._tables = [SlotTables(kind, pool, slots, context) for kind in pool.needs.kinds]
         self._masked_from = np.zeros(slots, dtype=np.int32)
@@ -167,6 +171,8 @@ class BatchBuilder:
                 further=tuple(further),
                 pools=pools,
                 text_types=_text_types(prompts, sequence_starts[drawn:], len(tokens)),
+                following=_following([*decodes, *others], contexts) if self._predicts else _NO_INTS,
+                guesses=plan.guesses,
             ),
             Receivers(drawing, asking, embedding),
         )
@@ -292,6 +298,17 @@ def _text_types(prompts: list[Chunk], starts: IntArray, tokens: int) -> IntArray
         if (second := chunk.sequence.request.second) is not None:
             types[first + max(0, second - chunk.start) : first + chunk.of_prompt] = 1
     return types
+
+
+def _following(sequences: list[Sequence], ends: IntArray) -> IntArray:
+    """The token behind each chunk of a step, which are of these sequences and end there; -1: not known."""
+    return np.array(
+        [
+            sequence.tokens[end] if end < len(sequence.tokens) else -1
+            for sequence, end in zip(sequences, ends.tolist(), strict=True)
+        ],
+        dtype=np.int32,
+    )
 
 
 def _prompt_tokens(chunks: list[Chunk]) -> list[int]:

@@ -6,6 +6,7 @@ read are shared from one question to the next, so that it reads what is new, and
 """
 
 from collections.abc import Sequence as Texts
+from itertools import takewhile
 from typing import Any
 
 from nightmill.worker.engine.engine import Engine
@@ -25,22 +26,28 @@ class DraftModel:
     """Guesses by a runner, which it owns.
 
     context  tokens of the longest text that it is asked to go on with; others have no guesses
+    tokens   those below this are the same in both vocabularies; None: all are
     """
 
-    def __init__(self, runner: Runner, *, context: int, token_budget: int) -> None:
+    def __init__(self, runner: Runner, *, context: int, token_budget: int, tokens: int | None = None) -> None:
         text = Detokenizer(text_stream=_NoText, eos_ids=frozenset(), decode=lambda token_ids: "")
         self._engine = Engine(runner, text, EngineSizes(context, runner.slots, token_budget))
         self._asked = 0
+        self._tokens = runner.vocab if tokens is None else min(tokens, runner.vocab)
 
     def guess(self, sequences: Texts[Sequence], most: int) -> list[tuple[int, ...]]:
         """At most so many guesses at what each of these texts goes on with. Raises RunnerError."""
-        requests = [self._request(sequence, most) for sequence in sequences]
-        for request in requests:
+        requests = [self._request(one, most) if max(one.tokens) < self._tokens else None for one in sequences]
+        for request in filter(None, requests):
             self._engine.submit(request)
         done: dict[str, Completion] = {}
         while self._engine.has_work:
             done |= {one.job_id: one for one in self._engine.step()}
-        return [done[request.job_id].token_ids for request in requests]
+        return [() if one is None else self._known(done[one.job_id].token_ids) for one in requests]
+
+    def _known(self, guesses: tuple[int, ...]) -> tuple[int, ...]:
+        """The guesses before the first that the other model does not have."""
+        return tuple(takewhile(lambda token: token < self._tokens, guesses))
 
     def close(self) -> None:
         """Release the runner; safe to call twice."""

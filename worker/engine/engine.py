@@ -121,7 +121,8 @@ class Engine:
         decode = text.decode or (lambda token_ids: streamed(text_stream(), token_ids))
         self._live = LiveRequests(self._scheduler, decode, self._metering, clock)
         self._followed_texts = FollowedTexts(text_stream)
-        self._builder = BatchBuilder(self._pool, slots=runner.slots, context=context)
+        predicts = drafting and runner.predicts
+        self._builder = BatchBuilder(self._pool, slots=runner.slots, context=context, predicts=predicts)
         self._launches = LaunchQueue(runner)
         self._token_masks = TokenMasks(self.constraints, runner.vocab)
         self._applier = Applier(

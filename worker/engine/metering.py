@@ -34,6 +34,18 @@ class EnergyCounter(Protocol):
         ...
 
 
+class Presence(Protocol):
+    """Is told when an engine has work, where several share a device."""
+
+    def begin(self) -> None:
+        """It has work from now on."""
+        ...
+
+    def rest(self) -> None:
+        """It has no work any more."""
+        ...
+
+
 class TokenCosts:
     """The cost of a token of a prompt, in those of a drawn one, by least squares over the last steps.
 
@@ -92,14 +104,18 @@ class PowerBill:
 class Metering:
     """The meter of one engine.
 
-    counter  of the device's energy; None: only seconds are counted
-    clock    seconds of a monotonic clock
+    counter   of the device's energy; None: only seconds are counted
+    clock     seconds of a monotonic clock; where engines share a device, those that are charged to this one
+    presence  is told when there is work
     """
 
-    def __init__(self, counter: EnergyCounter | None, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, counter: EnergyCounter | None, clock: Callable[[], float], presence: Presence | None = None
+    ) -> None:
         self.seconds = 0.0
         """Seconds charged so far."""
         self._resting = True
+        self._presence = presence
         self._counter = counter
         self._clock = clock
         self._costs = TokenCosts()
@@ -123,6 +139,8 @@ class Metering:
         """A step is launched. Before the first one there was no work, which is charged to nobody."""
         if self._resting:
             self._resting = False
+            if self._presence is not None:
+                self._presence.begin()
             self._until = self._clock()
             self._read(idle=True)
 
@@ -157,6 +175,8 @@ class Metering:
             self._resting = True
             if self._joules is not None:
                 self._read(idle=False)
+            if self._presence is not None:
+                self._presence.rest()
 
     def _read(self, *, idle: bool) -> None:
         """Read the counter; `idle`: what it has counted since was nobody's work."""

@@ -3,12 +3,15 @@
 What a draft costs hangs on model, GPU and number of sequences, and what it gains on the texts. So nothing is
 assumed: some steps are timed in one way and some in the other, apart for each doubling of sequences; then
 the better way is gone, and the other is tried again now and then. No text changes, whichever it is.
+
+Prompts and changes of the number interrupt what is timed, which then goes on; a way that cannot be timed to
+its end is left.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-__all__ = ["RETRY", "SETTLING", "WINDOW", "Payoff"]
+__all__ = ["PATIENCE", "RETRY", "SETTLING", "WINDOW", "Payoff"]
 
 WINDOW = 32
 """Launches that are timed together."""
@@ -16,69 +19,99 @@ SETTLING = 4
 """Launches before them that do not count, since some were planned in the other way."""
 RETRY = 32
 """Windows after which the way that was worse is tried again: if it takes twice as long, that costs 3%."""
+PATIENCE = 8 * WINDOW
+"""Launches after which a way is left that could not be timed, as each time too few came together."""
 _GAIN = 1.03
 """Drafts have to be better by this: so that what is timed twice by chance does not decide."""
 
 
 @dataclass(slots=True)
-class _Rates:
-    """Tokens per second without drafts and with them, and windows since the worse way was tried."""
+class _Trials:
+    """Steps of so many sequences: the way that they go, and tokens per second of each way.
 
+    of       tokens per second without drafts and with them
+    waited   windows since the worse way was tried
+    spent    launches of the present window, those included that do not count
+    counted  those that do; `tokens` and `seconds`: of these
+    """
+
+    drafting: bool = False
     of: dict[bool, float] = field(default_factory=dict)
     waited: int = 0
+    spent: int = 0
+    counted: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
 
-    def learn(self, drafting: bool, rate: float) -> None:
-        """Note a window."""
-        known = self.of.get(drafting)
-        self.of[drafting] = rate if known is None else (known + rate) / 2
+    @property
+    def pays(self) -> bool:
+        """True if drafts are known to be better."""
+        return len(self.of) == 2 and self.of[True] > _GAIN * self.of[False]
 
-    def choose(self) -> bool:
+    def launched(self, tokens: int, seconds: float) -> None:
+        """Count a launch; after the last of a window choose the way of the next."""
+        self.counted += 1
+        self.tokens += tokens
+        self.seconds += seconds
+        if self.counted < WINDOW:
+            return
+        if self.seconds > 0.0:
+            rate, known = self.tokens / self.seconds, self.of.get(self.drafting)
+            self.of[self.drafting] = rate if known is None else (known + rate) / 2
+        self.begin(self._next())
+
+    def leave(self) -> None:
+        """Go on without drafts, or as is known to be better."""
+        self.begin(self.pays)
+
+    def begin(self, drafting: bool) -> None:
+        """Begin a window."""
+        self.drafting = drafting
+        self.spent = self.counted = self.tokens = 0
+        self.seconds = 0.0
+
+    def _next(self) -> bool:
         """Return whether the next window has drafts; first one without is timed, then one with them."""
         if len(self.of) < 2:
             return bool(self.of)
-        better = self.of[True] > _GAIN * self.of[False]
         self.waited += 1
         if self.waited < RETRY:
-            return better
+            return self.pays
         self.waited = 0
-        return not better
+        return not self.pays
 
 
 class Payoff:
     """Says whether steps are to have drafts. `clock`: seconds of a monotonic clock."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self.drafting = False
-        """Steps are to have drafts."""
         self._clock = clock
-        self._rates: dict[int, _Rates] = {}
-        self._size = 0  # of the present window: sequences, by doublings
-        self._launches = self._tokens = 0
-        self._began = 0.0
+        self._trials: dict[int, _Trials] = {}
+        self._now = _Trials()  # of the present number of sequences
+        self._settled = 0  # launches since anything changed
+        self._last = 0.0
+
+    @property
+    def drafting(self) -> bool:
+        """True if steps are to have drafts."""
+        return self._now.drafting
 
     def drew(self, sequences: int, tokens: int) -> None:
         """A launch of drawn tokens alone was collected, by which so many sequences got `tokens` tokens."""
-        size = sequences.bit_length()
-        if size != self._size:
-            self._begin(size)
+        trials = self._trials.setdefault(sequences.bit_length(), _Trials())
+        if trials is not self._now:
+            self._now, self._settled = trials, 0
             return
-        self._launches += 1
-        if self._launches < SETTLING:
-            return
-        now = self._clock()
-        if self._launches == SETTLING:
-            self._began, self._tokens = now, 0
-            return
-        self._tokens += tokens
-        if self._launches == SETTLING + WINDOW:
-            if now > self._began:
-                self._rates[size].learn(self.drafting, self._tokens / (now - self._began))
-            self._begin(size)
+        way, last, self._last = trials.drafting, self._last, self._clock()
+        self._settled += 1
+        trials.spent += 1
+        if self._settled > SETTLING:
+            trials.launched(tokens, self._last - last)
+        if trials.spent >= PATIENCE:
+            trials.leave()
+        if not trials.spent or trials.drafting is not way:
+            self._settled = 0
 
     def interrupt(self) -> None:
-        """A launch had prompts, or many sequences run: what was timed so far counts for nothing."""
-        self._launches = 0
-
-    def _begin(self, size: int) -> None:
-        self._size, self._launches = size, 0
-        self.drafting = self._rates.setdefault(size, _Rates()).choose()
+        """A launch had prompts, or many sequences run: it is not timed, nor are the next that settle."""
+        self._settled = 0

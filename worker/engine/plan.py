@@ -54,6 +54,7 @@ class StepPlan:
     chunks    pieces of prompts, and drawn tokens where a sequence is computed again
     trimmed   sequences that have given pages back which no later token sees
     drafts    the last tokens of sequences, with guesses at the next ones, all of which are followed by draws
+    guesses   further drafts may be made of what it draws
     """
 
     decodes: list[Sequence]
@@ -63,6 +64,7 @@ class StepPlan:
     preempted: list[Sequence]
     drafts: list[Draft] = field(default_factory=list)
     trimmed: list[Sequence] = field(default_factory=list)
+    guesses: bool = False
 
     @property
     def empty(self) -> bool:

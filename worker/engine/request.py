@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from nightmill.jobs.base.contract import Constrained, Markup, StopReason
 from nightmill.jobs.request.parameters import GenerationParams
+from nightmill.worker.engine.flat import flat
 from nightmill.worker.engine.logprobs import Logprobs, likely_of, of_nothing, record_bytes
 from nightmill.worker.engine.ngrams import Guesses
 from nightmill.worker.engine.page_tables import KindTable, held_pages
@@ -14,6 +15,7 @@ from nightmill.worker.engine.stops import TextWatch
 from nightmill.worker.runners.base import NO_LOGPROBS, NO_SNAPSHOT
 
 
+@flat
 @dataclass(frozen=True, slots=True)
 class Request:
     """One claimed job, tokenised, or one of its answers. `seed` keys the sampler.
@@ -87,6 +89,7 @@ class ClosingTokens(NamedTuple):
     before: tuple[int, ...]
 
 
+@flat
 @dataclass(frozen=True, slots=True)
 class Completion:
     """A finished request. A request that ended early keeps the tokens and the text that it had.

@@ -175,7 +175,10 @@ class Scheduler:
             chunks.append(chunk)
             budget -= chunk.length
             spare -= bool(chunk.of_prompt) + chunk.length - chunk.of_prompt - 1
-        return StepPlan(decodes, chunks, admitted, grown, preempted, drafts, self._holders.take_trimmed())
+        trimmed, guesses = self._holders.take_trimmed(), False
+        if self.drafter is not None:
+            guesses = self.drafter.rows(self.running, self.waiting) > 0
+        return StepPlan(decodes, chunks, admitted, grown, preempted, drafts, trimmed, guesses)
 
     def launched(self, plan: StepPlan, number: int) -> None:
         """The step is queued as launch `number`: advance what it computes."""

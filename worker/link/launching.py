@@ -50,11 +50,16 @@ class _Process:
 
 
 def launch_engine(
-    settings: Settings, command: Sequence[str] | None = None, *, hang_seconds: float
+    settings: Settings,
+    command: Sequence[str] | None = None,
+    *,
+    hang_seconds: float,
+    ledger: int | None = None,
 ) -> EngineLink:
     """Start the engine's process, which begins to load the model at once.
 
-    It ends when the pipe does, however this process ends.
+    It ends when the pipe does, however this process ends. `ledger` is a descriptor of the accounts of engines
+    that share its GPU.
     """
 
     def begun(*, plain_products: bool) -> tuple[Connection, _Process]:
@@ -62,13 +67,13 @@ def launch_engine(
         try:
             process = subprocess.Popen(
                 [*(command or ENGINE_COMMAND), str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), *(() if ledger is None else (ledger,))],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C in a terminal is the worker's to handle
             )
         finally:
             theirs.close()
-        ours.send(Begin(settings, logging.getLogger().getEffectiveLevel(), plain_products))
+        ours.send(Begin(settings, logging.getLogger().getEffectiveLevel(), plain_products, ledger))
         return ours, _Process(process)
 
     may_be_packed = settings.weights in ("auto", "file") and not settings.reference

@@ -18,11 +18,13 @@ class Begin:
     """First command: what to serve, and how much to log.
 
     plain_products  the second way to multiply packed weights, after the first has failed
+    ledger          the inherited descriptor of the accounts of engines that share a GPU
     """
 
     settings: Settings
     log_level: int
     plain_products: bool = False
+    ledger: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,7 +192,8 @@ def main() -> int:
             progress = _Reporting(connection)
             progress(StartStep.OPENING)
             model = open_model(begin.settings, progress=progress)
-            return build_engine(begin.settings, replace(model, plain_products=begin.plain_products))
+            model = replace(model, plain_products=begin.plain_products, ledger=begin.ledger)
+            return build_engine(begin.settings, model)
 
         return serve(connection, build)
 

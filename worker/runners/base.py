@@ -199,6 +199,8 @@ class StepBatch:
     further         rows and tables of the other kinds of pages, in order; those above are of the first kind
     pools           (P,)    rows of prompts that are added to embeddings (POOL); only where `Runner.embeds`
     text_types      (T,)    1 for tokens of the second text of a pair, else 0; None: all are 0
+    following       (S,)    the token behind each chunk where it is known, else -1; (0,): of none
+    guesses         drafts are made: a runner that `predicts` is to guess behind the draws
     """
 
     tokens: IntArray
@@ -217,6 +219,8 @@ class StepBatch:
     keeps: tuple[tuple[int, int], ...] = ()
     restores: tuple[tuple[int, int], ...] = ()
     further: tuple[KindRows, ...] = ()
+    following: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    guesses: bool = True
 
     @property
     def kinds(self) -> tuple[KindRows, ...]:

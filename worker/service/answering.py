@@ -203,18 +203,21 @@ class Answering:
         key = job_id, completion.attempt
         with self._lock:
             row = self._rows.get(key)
-        of_prompt = None
-        if row is not None and number == 0:  # which alone was asked about it
-            completion, of_prompt = apart(completion, row.params, self._spell)
-        logprobs = logprobs_of(completion, self._spell, drawn=row is None or not row.draws_nothing)
         noted = self._in_flight.noted(key)
         thought = reasoning_tokens(completion.token_ids, noted.markup, self._spell)
+        if row is None:  # as most are; those of several answers are known before they are computed
+            if number:
+                return None
+            return _outcome_of_one(
+                completion, arithmetic, logprobs_of(completion, self._spell), thought, noted
+            )
+        of_prompt = None
+        if number == 0:  # which alone was asked about it
+            completion, of_prompt = apart(completion, row.params, self._spell)
+        logprobs = logprobs_of(completion, self._spell, drawn=not row.draws_nothing)
         with self._lock:
-            row = self._rows.get(key)
-            if row is None:
-                if number:
-                    return None
-                return _outcome_of_one(completion, arithmetic, logprobs, thought, noted)
+            if self._rows.get(key) is not row:  # it was dropped meanwhile
+                return None
             row.logprobs[number] = logprobs
             row.of_prompt = of_prompt or row.of_prompt
             row.ended[number], row.drawn[number] = completion, completion.token_ids

@@ -201,7 +201,7 @@ class Housekeeper:
         """Send what the queues have lost, and see whether this worker still hears of what is in them."""
         service = self._service
         heard, self._last_shard_at = service.last_shard_at != self._last_shard_at, service.last_shard_at
-        busy = heard or service.draining or not service.in_flight.idle
+        busy = heard or service.draining or service.in_flight.yields or not service.in_flight.idle
         age = timedelta(seconds=self._settings.resend_seconds)
         for model, silence in self._hearing.items():
             heads = self._broker.heads(model)

@@ -19,6 +19,9 @@ class Noted(NamedTuple):
     prompt_digest: str | None = None
 
 
+NOTHING = Noted()
+
+
 class ClaimMode(Enum):
     """Which jobs a worker claims at the moment."""
 
@@ -71,14 +74,13 @@ class InFlight:
         self._reserved = {False: 0, True: 0}  # for interactive jobs and others
         self._interactive: set[JobKey] = set()
         self._urgent = False  # an interactive job waits for a place
-        self._jobs: dict[JobKey, str] = {}  # with the fingerprint of its prompt, once that is known
-        self._markups: dict[JobKey, Markup] = {}  # of those whose texts hold more than answers
-        self._prompt_digests: dict[JobKey, str] = {}
+        self._jobs: dict[JobKey, Noted] = {}
         self._further: dict[JobKey, int] = {}  # places beyond the first, of jobs with several answers
         self._awaited: dict[JobKey, list[Countdown]] = {}
         self._closed = False
         self._ended = False
         self._claim_mode = ClaimMode.ALL
+        self._yields = False  # to more urgent jobs of another model on the same GPU
 
     def resize(self, capacity: int, reserved_slots: int) -> None:
         """Have so many slots from now on, as an engine has said that it has; before any is taken."""
@@ -132,7 +134,7 @@ class InFlight:
         with self._changed:
             ours = not self._ended
             if ours:
-                self._jobs.update(dict.fromkeys(keys, ""))
+                self._jobs.update(dict.fromkeys(keys, NOTHING))
                 if interactive:
                     self._interactive.update(keys)
                 for key, claim in zip(keys, claims, strict=True):
@@ -161,39 +163,30 @@ class InFlight:
         """Note what saved tokens of a job depend on, what its texts hold, and which tokens its prompt has."""
         with self._changed:
             if key in self._jobs:
-                self._jobs[key] = fingerprint
-                if markup is not None:
-                    self._markups[key] = markup
-                if prompt_digest is not None:
-                    self._prompt_digests[key] = prompt_digest
+                self._jobs[key] = Noted(fingerprint, markup, prompt_digest)
 
     def noted(self, key: JobKey) -> Noted:
         """Return all that `mark` noted of a job."""
         with self._changed:
-            return Noted(self._jobs.get(key, ""), self._markups.get(key), self._prompt_digests.get(key))
+            return self._jobs.get(key, NOTHING)
 
     def fingerprint(self, key: JobKey) -> str:
         """Return the fingerprint that `mark` noted; empty if the job is not in flight."""
-        with self._changed:
-            return self._jobs.get(key, "")
+        return self.noted(key).fingerprint
 
     def markup(self, key: JobKey) -> Markup | None:
         """Return the markup that `mark` noted; None if it noted none."""
-        with self._changed:
-            return self._markups.get(key)
+        return self.noted(key).markup
 
     def prompt_digest(self, key: JobKey) -> str | None:
         """Return the digest of the prompt that `mark` noted; None if it noted none."""
-        with self._changed:
-            return self._prompt_digests.get(key)
+        return self.noted(key).prompt_digest
 
     def remove(self, keys: Sequence[JobKey]) -> None:
         """These jobs are not this worker's any more."""
         with self._changed:
             for key in keys:
                 self._jobs.pop(key, None)
-                self._markups.pop(key, None)
-                self._prompt_digests.pop(key, None)
                 self._further.pop(key, None)
                 self._interactive.discard(key)
                 for waiting in self._awaited.pop(key, ()):
@@ -235,6 +228,18 @@ class InFlight:
         with self._changed:
             self._claim_mode = ClaimMode.ALL
             self._changed.notify_all()
+
+    @property
+    def yields(self) -> bool:
+        """True while only interactive jobs are claimed, as more urgent ones wait for another model."""
+        return self._yields
+
+    def set_yields(self, yields: bool) -> None:
+        """Claim only interactive jobs, or all again; a pause is not touched."""
+        with self._changed:
+            if self._yields != yields:
+                self._yields = yields
+                self._changed.notify_all()
 
     def wait_until_quiet(self, seconds: float) -> bool:
         """Return True once nothing is in flight and no interactive job waits, or nobody may reserve any more.
@@ -309,9 +314,9 @@ class InFlight:
 
         For others the count is negative if jobs took more.
         """
-        if self._claim_mode is ClaimMode.NONE or (
-            self._claim_mode is ClaimMode.INTERACTIVE and not interactive
-        ):
+        if self._claim_mode is ClaimMode.NONE:
+            return 0
+        if not interactive and (self._yields or self._claim_mode is ClaimMode.INTERACTIVE):
             return 0
         interactive_taken = self._reserved[True] + len(self._interactive)
         interactive_taken += sum(self._further.get(key, 0) for key in self._interactive)

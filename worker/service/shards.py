@@ -123,10 +123,10 @@ class Service:
             if slots == 0:
                 self._leave_queued(list(left))
                 break
-            taken = list(left)[:slots]
-            claimed, waiting = self._start(taken, slots, interactive=interactive)
+            ids = list(left)
+            claimed, waiting = self._start(ids[:slots], slots, interactive=interactive)
             ours += claimed
-            left = waiting | {job_id: needed for job_id, needed in left.items() if job_id not in set(taken)}
+            left = waiting | {job_id: left[job_id] for job_id in ids[slots:]}
         return ours
 
     def _start(
@@ -206,7 +206,8 @@ class Service:
                 self._fail_job(key_of(requests[0]), _not_submitted(error))
             return
         with self._cancelling:  # one that was sent before the engine knew the job had no effect
-            self._cancels_sent.difference_update(map(key_of, requests))
+            if self._cancels_sent:
+                self._cancels_sent.difference_update(map(key_of, requests))
 
     def _fail_job(self, key: JobKey, error: str) -> None:
         self._answering.drop(key)

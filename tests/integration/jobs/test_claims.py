@@ -39,7 +39,7 @@ def _claim_in_process(
 ) -> None:
     database = Database(settings)
     database.ensure_schema()
-    barrier.wait(30)
+    barrier.wait(120)
     won.put(_claim_all(database, worker, ids, reverse=worker.endswith("1")))  # type: ignore[attr-defined]
     database.close()
 
@@ -51,7 +51,7 @@ def test_threads_that_race_for_overlapping_shards_claim_each_job_once(server_set
         barrier = threading.Barrier(threads)
 
         def race(number: int) -> list[str]:
-            barrier.wait(30)
+            barrier.wait(120)
             return _claim_all(client.database, f"{number:032x}", ids, reverse=number % 2 == 1)
 
         with ThreadPoolExecutor(threads) as pool:
@@ -62,7 +62,7 @@ def test_threads_that_race_for_overlapping_shards_claim_each_job_once(server_set
 
 
 def test_processes_that_race_for_overlapping_shards_claim_each_job_once(server_settings: Settings) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     with Client(server_settings) as client:
         ids = list(client.enqueue_many(f"prompt {n}" for n in range(JOBS)))
         barrier, won = context.Barrier(2), context.Queue()
@@ -72,9 +72,9 @@ def test_processes_that_race_for_overlapping_shards_claim_each_job_once(server_s
         ]
         for process in processes:
             process.start()
-        claimed = [job for _ in processes for job in won.get(timeout=60)]
+        claimed = [job for _ in processes for job in won.get(timeout=240)]
         for process in processes:
-            process.join(30)
+            process.join(120)
         assert Counter(claimed) == Counter(ids)
         assert {job.attempt for job in client.store.find(_all())} == {1}
 
@@ -89,7 +89,7 @@ def test_rescuers_that_race_halve_a_silent_workers_jobs_once(server_settings: Se
         barrier = threading.Barrier(4)
 
         def rescue(number: int) -> list[str]:
-            barrier.wait(30)
+            barrier.wait(120)
             return Sweep(client.database).rescue(timedelta(seconds=30))
 
         with ThreadPoolExecutor(4) as pool:
@@ -107,7 +107,7 @@ def test_sweeps_that_race_announce_each_job_once(server_settings: Settings, cloc
         barrier = threading.Barrier(4)
 
         def sweep(number: int) -> list[str]:
-            barrier.wait(30)
+            barrier.wait(120)
             found = Sweep(client.database).unsent(limit=60)
             return [job for one in found for job in one.job_ids]
 
@@ -131,21 +131,21 @@ def test_cancelling_a_batch_while_its_results_are_written_loses_neither(server_s
         barrier = threading.Barrier(2)
 
         def finish() -> int:
-            barrier.wait(30)
+            barrier.wait(120)
             return sum(
                 claims.finish([_outcome(job, attempts[job]) for job in reversed(ids[start : start + 50])])
                 for start in range(0, 200, 50)
             )
 
         def cancel() -> None:
-            barrier.wait(30)
+            barrier.wait(120)
             for _ in range(4):
                 client.cancel_batch("b")
 
         with ThreadPoolExecutor(2) as pool:
             finishing, cancelling = pool.submit(finish), pool.submit(cancel)
-            assert finishing.result(60) == 200
-            cancelling.result(60)
+            assert finishing.result(240) == 200
+            cancelling.result(240)
         assert client.stats("b")["state"] == {"succeeded": 200}
 
 

@@ -52,7 +52,7 @@ def test_rescuing_two_workers_and_cancelling_their_batch_do_not_wait_in_a_circle
 
         with before(postgres_client.database, "UPDATE jobs SET", cancel):
             Sweep(postgres_client.database).rescue(STALE)
-        cancelling[0].result(30)
+        cancelling[0].result(120)
     assert postgres_client.stats("b")["state"] == {"cancelled": 2}
     assert {worker.state for worker in postgres_client.workers()} == {"lost"}
 
@@ -69,11 +69,11 @@ def test_of_two_transactions_in_a_deadlock_the_one_that_loses_is_run_again(postg
             for job_id in order:
                 connection.execute(update(JobRow).where(JobRow.id == job_id).values(priority=priority))
                 if attempts.count(priority) == 1 and job_id == order[0]:
-                    both_hold_one.wait(30)
+                    both_hold_one.wait(120)
 
     with ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(change, ids, 1), pool.submit(change, ids[::-1], 2)]:
-            done.result(60)
+            done.result(240)
     assert len(attempts) == 3
     assert len({job.priority for job in postgres_client.list_jobs()}) == 1, "the last one changed both"
 

@@ -17,6 +17,7 @@ from nightmill.jobs.commands.main import main
 from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.jobs.tables.databases import UsersDatabase
 from nightmill.jobs.tables.queries import rows_of
+from nightmill.worker.assembly.model import demo_model
 from tests.support.servers import worker_env
 
 QUERY = "SELECT id, review, price, day, ok FROM reviews WHERE review NOT LIKE '%:none' ORDER BY id"
@@ -129,6 +130,20 @@ def test_the_rows_of_a_query_become_a_batch_and_its_results_a_table(
     ):
         refused = run("results", batch.name, "--into", f"{theirs.url}#{name}")
         assert (refused.exit_code, said in refused.output) == (1, True), refused.output
+        night = [
+            "run",
+            *asked,
+            "--into",
+            f"{theirs.url}#{name}",
+            "--name",
+            name,
+            "--model",
+            str(demo_model()),
+        ]
+        refused = CliRunner().invoke(main, night)  # in the evening, not in the morning
+        assert (refused.exit_code, said in refused.output) == (1, True), refused.output
+    with Client(server_settings) as client:
+        assert [one.name for one in client.list_batches()] == [batch.name]
 
 
 def test_a_query_can_only_read_and_says_what_is_wrong_with_it(theirs: Theirs, run: Any) -> None:

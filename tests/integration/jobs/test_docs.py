@@ -79,7 +79,7 @@ def cron(line: str, tmp_path: Path, settings: Settings) -> "subprocess.Completed
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=240,
     )
 
 

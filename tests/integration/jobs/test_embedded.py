@@ -17,7 +17,7 @@ import pytest
 from nightmill.jobs.base.extras import pip_install
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.client.client import Client
-from nightmill.jobs.errors import BrokerUnreachableError, MissingExtraError
+from nightmill.jobs.errors import BrokerError, BrokerUnreachableError, MissingExtraError
 from nightmill.jobs.messages import embedded
 from nightmill.jobs.messages.embedded import EmbeddedRedis
 from tests.support.servers import wait_until, worker_env
@@ -52,7 +52,7 @@ def _pid(server: EmbeddedRedis) -> int:
 
 
 def _ensure(data_dir: Path, barrier: Any, said: Any) -> None:
-    barrier.wait(30)
+    barrier.wait(120)
     server = EmbeddedRedis(data_dir)
     said.put((server.ensure(), _pid(server)))
 
@@ -64,9 +64,9 @@ def test_processes_that_race_start_one_server(redis_of: Any, directory: Path) ->
     processes = [context.Process(target=_ensure, args=(directory / "data", barrier, said)) for _ in range(3)]
     for process in processes:
         process.start()
-    found = {said.get(timeout=30) for _ in processes}
+    found = {said.get(timeout=120) for _ in processes}
     for process in processes:
-        process.join(30)
+        process.join(120)
     assert found == {(server.url, _pid(server))}, "the server must be one, and outlive those who started it"
 
 
@@ -242,10 +242,22 @@ def test_programs_one_after_the_other_share_rows_and_messages(redis_of: Any, dir
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=240,
         ).stdout.strip()
         for _ in range(2)
     ]
     with Client(settings) as client:
         assert [job.id for job in client.list_jobs()] == ids[::-1]
         assert client.broker.queue_length(None) == 2
+
+
+def test_a_server_that_cannot_write_its_data_goes_on_and_says_so(redis_of: Any, directory: Path) -> None:
+    server = redis_of(directory)
+    server.ensure()
+    in_the_way = server.directory / "dump.rdb"  # as a disk that is full
+    in_the_way.mkdir()
+    with pytest.raises(BrokerError, match=f"cannot write its data to {server.directory}, and goes on: make"):
+        server.stop()
+    assert not server.stop_unless_used() and server.running()
+    in_the_way.rmdir()
+    assert server.stop() and not server.alive()

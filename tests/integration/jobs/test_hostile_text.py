@@ -156,7 +156,7 @@ def test_a_file_gets_a_text_as_it_is_and_a_terminal_escapes(
     job_id, _ = hostile[2]
     command = [str(Path(sys.executable).with_name("nightmill")), "show", job_id]
     environment = worker_env(sqlite_settings)
-    piped = subprocess.run(command, env=environment, capture_output=True, timeout=60, check=True)
+    piped = subprocess.run(command, env=environment, capture_output=True, timeout=240, check=True)
     assert piped.stdout.endswith(b"\n\x1b]0;owned\x07\x1b[2J\n")
     assert b"\x1b" not in piped.stdout.removesuffix(b"\n\x1b]0;owned\x07\x1b[2J\n")
     ours, theirs = pty.openpty()
@@ -171,7 +171,7 @@ def test_a_file_gets_a_text_as_it_is_and_a_terminal_escapes(
 
     reader = Thread(target=read)
     reader.start()
-    shown = subprocess.run(command, env=environment, stdout=theirs, timeout=60, check=False)
+    shown = subprocess.run(command, env=environment, stdout=theirs, timeout=240, check=False)
     os.close(theirs)
     reader.join()
     os.close(ours)
@@ -190,7 +190,7 @@ def test_a_screen_without_unicode_gets_escapes_and_no_error(
     nightmill = str(Path(sys.executable).with_name("nightmill"))
     for arguments in (["list"], ["show", job_id], ["show", job_id, "--json"]):
         done = subprocess.run(
-            [nightmill, *arguments], env=environment, capture_output=True, timeout=60, check=False
+            [nightmill, *arguments], env=environment, capture_output=True, timeout=240, check=False
         )
         assert (done.returncode, done.stderr) == (0, b"")
         assert b"\\u591c" in done.stdout

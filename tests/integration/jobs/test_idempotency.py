@@ -49,7 +49,7 @@ def test_enqueues_that_race_with_one_key_make_one_job(server_settings: Settings)
         barrier = threading.Barrier(8)
 
         def enqueue(_: int) -> str:
-            barrier.wait(30)
+            barrier.wait(120)
             return client.enqueue("prompt", idempotency_key="k")
 
         with ThreadPoolExecutor(8) as pool:
@@ -65,7 +65,7 @@ def test_batches_that_race_with_the_same_keys_in_other_orders_make_each_job_once
         barrier = threading.Barrier(2)
 
         def enqueue(backwards: bool) -> list[str]:
-            barrier.wait(30)
+            barrier.wait(120)
             return list(client.enqueue_many(reversed(items) if backwards else items))
 
         with ThreadPoolExecutor(2) as pool:

@@ -20,7 +20,7 @@ from nightmill.worker.service.in_flight import InFlight
 from nightmill.worker.service.resting import RestRule
 from nightmill.worker.service.sleeping import Sleeper
 from nightmill.worker.service.turns.policy import Rules
-from nightmill.worker.service.turns.turning import Turn, Turning
+from nightmill.worker.service.turns.turning import Turn, Turning, register_turn
 from nightmill.worker.service.turns.warming import Warmer
 from tests.support.servers import Clock
 
@@ -80,7 +80,7 @@ def test_of_two_workers_at_once_one_takes_the_model_with_the_last_rows(client: C
     together = Barrier(len(workers))
 
     def choose(worker: tuple[Claims, Turning]) -> str | None:
-        together.wait(30.0)
+        together.wait(120)
         return worker[1].choose()
 
     with ThreadPoolExecutor(len(workers)) as pool:
@@ -278,3 +278,62 @@ def test_a_turn_ends_when_its_rows_have_and_reads_the_next_weights_before(
     assert turning.choose() == "a" and client.get(rows[0]).state is JobState.QUEUED
     assert turn.failed(DatabaseError("is away")) is None and turn.failed(KeyboardInterrupt()) is None
     assert turn.failed(RunnerError("no memory is left")) == "b could not be loaded: no memory is left"
+
+
+def beside(client: Client, letter: str, model: str, group: str | None = "9" * 32) -> tuple[Loads, Turn]:
+    """A worker that is ready with its one model, and shares its GPU with others of the group."""
+    claims = Claims(client.database, letter * 32)
+    claims.register("host", 1, model, "GPU 0")
+    settings = client.settings.model_copy(update={"models": f"{model}={model}.gguf"})
+    turn = register_turn(claims, settings, model, group)
+    assert turn is not None
+    turn.ready()
+    claims.beat(WorkerState.READY)
+    return Loads(client.database, claims.worker_id), turn
+
+
+def test_of_models_on_one_gpu_the_less_urgent_one_takes_no_more_rows(client: Client) -> None:
+    (loads, a), (_, b), (_, alone) = (
+        beside(client, *said) for said in (("a", "a"), ("b", "b"), ("c", "c", None))
+    )
+    assert loads.beside() == ["b"] and not (a.yields() or b.yields())
+    (low,) = enqueue(client, "a", priority=4)
+    assert not (a.yields() or b.yields())  # nothing waits for the other
+    enqueue(client, "b", priority=6)
+    enqueue(client, "c", priority=9)
+    assert a.yields() and not b.yields() and not alone.yields()
+    enqueue(client, "a", interactive=True)  # which comes in another way
+    assert a.yields()
+    (any_model,) = enqueue(client, None, priority=7)  # for either, so neither waits for the other
+    assert not (a.yields() or b.yields())
+    client.cancel(any_model)
+    assert a.yields()
+    Claims(client.database, "b" * 32).beat(WorkerState.DRAINING)  # it takes none itself
+    assert loads.beside() == [] and not a.yields()
+    assert client.get(low).state is JobState.QUEUED
+
+
+def test_a_model_that_loads_beside_another_proves_that_it_is_not_the_gpu(client: Client) -> None:
+    claims = Claims(client.database, "d" * 32)
+    claims.register("host", 1, "d", "GPU 0")
+    settings = client.settings.model_copy(update={"models": "d=d.gguf", "max_attempts": 1})
+    enqueue(client, "d", max_attempts=1)
+    turn = register_turn(claims, settings, "d", "9" * 32)
+    assert turn is not None
+    said = turn.failed(RunnerError("a kernel cannot be compiled"))
+    assert said == "d could not be loaded: a kernel cannot be compiled"
+    turning = Turning(Loads(client.database, "d" * 32), {"d": "d.gguf"}, Rules())
+    assert turning.choose() is None  # for a while: the next try is later
+    assert client.stats()["state"] == {"queued": 1}
+    beside(client, "a", "a")
+    turning.choose()
+    assert client.stats()["state"] == {"failed": 1}
+
+
+def test_a_start_beside_others_is_a_load_and_a_wake_goes_on_with_what_was_chosen(client: Client) -> None:
+    _, turn = beside(client, "a", "a")
+    turn.begin()  # the same process registers twice where its model has to be fetched first
+    with client.database.read() as connection:
+        rows = connection.execute(select(LoadRow.model, LoadRow.reason, LoadRow.ready_at)).all()
+    assert [(row.model, row.reason) for row in rows] == [("a", "is loaded together with others")]
+    assert rows[0].ready_at is not None

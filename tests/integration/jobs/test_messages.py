@@ -43,7 +43,7 @@ def _consume(client: Client, *names: str) -> list[list[str]]:
         queues = [Queue(name, channel=channel) for name in names]
         with Consumer(channel, queues, callbacks=[receive], accept=["json"]):
             while _raw(client):
-                connection.drain_events(timeout=10)
+                connection.drain_events(timeout=120)
     return shards
 
 

@@ -68,7 +68,9 @@ def test_a_night_is_told_from_sql_a_month_later(
         "Workers waited 40 s for prompts to be rendered and tokenised",
     ]
     assert client.night(NIGHT + timedelta(days=1)).rows == 1
-    assert "none ended" in describe_night(client.night(NIGHT - timedelta(days=1)))
+    before = client.night(NIGHT - timedelta(days=1))
+    assert describe_night(before, before.until - timedelta(seconds=1)).endswith("none ended")
+    assert describe_night(before, before.until).endswith("for those since noon: nightmill night 2026-01-05")
     for name, value in (("DATABASE", client.settings.database_url), ("BROKER", client.settings.broker_url)):
         if value:
             monkeypatch.setenv(f"NIGHTMILL_{name}_URL", str(value))

@@ -43,6 +43,22 @@ def test_who_is_paused_sleeps_until_resumed_and_others_do_not_notice(client: Cli
             client.worker_store.pause([bad])
 
 
+def test_models_on_one_gpu_are_paused_one_by_one_or_all_by_what_they_share(client: Client) -> None:
+    group = "7" * 32
+    for letter in "abc":
+        claims = registered(client, letter, letter)
+        shared = None if letter == "c" else group
+        claims.register_models([letter], swap_for_interactive=False, together=shared)
+    store = client.worker_store
+    assert [worker.model for worker in store.pause(["a"])] == ["a"]
+    assert [worker.model for worker in store.pause(["777", "b"])] == ["b"]  # the one that was not yet
+    assert {worker.model for worker in store.pause(["7"], paused=False)} == {"a", "b"}
+    registered(client, "7")
+    with pytest.raises(InvalidRequestError, match="begins the ids of 2 live workers"):
+        store.pause(["7"])
+    assert {worker.model for worker in store.pause()} == {"a", "b", "c", "model"}
+
+
 def test_a_sleeping_worker_is_alive_but_serves_nobody_and_wakes_with_its_row(client: Client) -> None:
     claims = registered(client, "a")
     claims.beat(WorkerState.SLEEPING, "idle, until there are jobs")

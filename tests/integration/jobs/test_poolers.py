@@ -122,7 +122,7 @@ def test_neither_does_it_behind_a_pooler_nor_is_it_left_to_others(
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join(60.0)
+                thread.join(240)
             assert len(client.list_jobs(limit=50)) == len(threads)
         found = set()
         for _ in range(6):  # each of the pooler's connections in turn

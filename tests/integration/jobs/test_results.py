@@ -43,7 +43,7 @@ def finished_elsewhere(server_settings: Settings) -> Iterator[Any]:
 
     yield start
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
 
 
 def test_results_come_in_the_order_of_enqueueing_or_of_finishing(client: Client, clock: Clock) -> None:
@@ -81,7 +81,7 @@ def test_each_result_comes_once_while_another_client_finishes_jobs(
         ids = list(client.enqueue_many([f"{n}" for n in range(1200)], batch="b"))
         shuffled = [ids[start::40] for start in range(40)]
         finished_elsewhere(shuffled)
-        found = [job.id for job in client.results(batch="b", order=order, timeout=60)]
+        found = [job.id for job in client.results(batch="b", order=order, timeout=240)]
     assert sorted(found) == ids
     assert order == "finished" or found == ids
 
@@ -98,7 +98,7 @@ def test_results_of_ids_span_many_pages(client: Client) -> None:
 def test_a_batch_is_read_on_as_it_grows(client: Client) -> None:
     first = client.enqueue("a", batch="b")
     _finish(client, [first])
-    results = client.results(batch="b", timeout=30)
+    results = client.results(batch="b", timeout=120)
     assert next(results).id == first
     second = client.enqueue("b", batch="b")
     _finish(client, [second])
@@ -112,7 +112,7 @@ def test_jobs_of_a_transaction_that_commits_late_come_at_the_end(postgres_settin
         late = list(client.enqueue_many(["late"] * 700, batch="b", session=session))
         later = list(client.enqueue_many(["later"] * 700, batch="b"))
         _finish(client, [first, *later])
-        results = client.results(batch="b", timeout=30)
+        results = client.results(batch="b", timeout=120)
         read = [next(results).id for _ in range(701)]
         session.commit()
         _finish(client, late)
@@ -140,7 +140,7 @@ def test_wait_returns_when_all_are_final(server_settings: Settings, finished_els
         ids = list(client.enqueue_many(["prompt"] * 30, batch="b"))
         finished_elsewhere([ids[:10], ids[10:29]])
         client.cancel(ids[29])
-        client.wait(ids, timeout=60)
+        client.wait(ids, timeout=240)
         client.wait(batch="b", timeout=0)
         client.wait(ids[0], timeout=0)
         assert client.stats("b")["state"] == {"succeeded": 29, "cancelled": 1}

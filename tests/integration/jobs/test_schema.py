@@ -324,7 +324,7 @@ def test_a_statement_that_is_refused_is_named_so(empty_database: Database) -> No
 def _use_first(settings: Settings, barrier: object, said: object) -> None:
     try:
         with Client(settings) as client:
-            barrier.wait(60)  # type: ignore[attr-defined]
+            barrier.wait(240)  # type: ignore[attr-defined]
             if not settings.embedded_database:
                 client.database.migrate()
             said.put(client.enqueue("prompt"))  # type: ignore[attr-defined]
@@ -346,9 +346,9 @@ def test_processes_that_use_a_new_database_at_once_all_succeed(
     processes = [context.Process(target=_use_first, args=(settings, barrier, said)) for _ in range(count)]
     for process in processes:
         process.start()
-    ids = [said.get(timeout=60) for _ in processes]
+    ids = [said.get(timeout=240) for _ in processes]
     for process in processes:
-        process.join(30)
+        process.join(120)
     assert [process.exitcode for process in processes] == [0] * count, ids
     with Client(settings) as client:
         assert [job.id for job in client.list_jobs()] == sorted(ids, reverse=True)

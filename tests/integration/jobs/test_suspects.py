@@ -230,7 +230,7 @@ def test_suspects_that_are_raced_for_run_once(server_settings: Settings, clock: 
 
         def race(number: int) -> list[str]:
             claims, won = Claims(client.database, f"{number:032x}"), []
-            barrier.wait(30)
+            barrier.wait(120)
             while claims.suspects_wait((None,)):
                 won += [claim.job_id for claim in claims.claim_suspects((None,), 7)]
             return won

@@ -56,7 +56,7 @@ class Reader(threading.Thread):
         self._last: dict[str, str] = {}
 
     def run(self) -> None:
-        with httpx2.Client(timeout=60) as http:
+        with httpx2.Client(timeout=240) as http:
             try:
                 with http.stream(
                     "POST", f"{self._first}/execute", json=ASKED | {"seed": self.seed}
@@ -66,7 +66,7 @@ class Reader(threading.Thread):
                     self._read(answer)
             except httpx2.TransportError:
                 self.broken += 1
-                url = f"{self._second.result(30)}/v1/jobs/{self.job_id}/events"
+                url = f"{self._second.result(120)}/v1/jobs/{self.job_id}/events"
                 with http.stream("GET", url, headers=self._last) as answer:
                     self._read(answer)
 
@@ -140,19 +140,19 @@ def test_streams_and_a_batch_outlive_the_server_that_had_them(
             )
             wait_until(lambda: here.batches.retrieve(batch.id).request_counts.total)  # type: ignore[union-attr]
             killed.send_signal(signal.SIGKILL)
-            killed.wait(30)
+            killed.wait(120)
             runner.gate.set()
             second.set_result(f"http://127.0.0.1:{later.enter_context(listening(client, None))}")
             beside = here.with_options(base_url=f"{second.result()}/v1")
             assert beside.batches.retrieve(batch.id).status in ("validating", "in_progress")
 
             for reader in readers:
-                reader.join(60)
+                reader.join(240)
                 assert (reader.broken, reader.end["state"]) == (1, "succeeded")
                 assert reader.text == text_of(reader.seed, max_tokens=120, ignore_eos=True)
-            unable.join(60)
+            unable.join(240)
             assert unable.error is not None and "connection" in str(unable.error).lower()
-            client.wait(unable.job_id, timeout=60)
+            client.wait(unable.job_id, timeout=240)
             assert client.get(unable.job_id).text == text_of(99, max_tokens=120, ignore_eos=True)
 
             wait_until(lambda: beside.batches.retrieve(batch.id).status == "in_progress")

@@ -16,7 +16,7 @@ from tests.support import instant_worker
 from tests.support.flex import DAY, NIGHT, Answers, call, flex_calls, http_client, running_server
 
 pytestmark = pytest.mark.heavy
-CALLS, CONNECTIONS, ALONE = 160, 64, 10
+CALLS, CONNECTIONS, ALONE = 128, 64, 10
 
 
 async def measure(url: str) -> tuple[Answers, Answers]:

@@ -55,10 +55,10 @@ def test_texts_are_embedded_through_every_door(
         run("run", tmp_path / "openai.jsonl", "-o", tmp_path / "openai.out.jsonl")
         run("run", tmp_path / "plain.jsonl", "-o", tmp_path / "plain.out.jsonl")
         for found in client.list_batches():
-            assert client.verify(found.name, sample=5, timeout=60).equal
-        one_by_one = [client.embed_many([text], timeout=60)[0] for text in TEXTS[:6]]
+            assert client.verify(found.name, sample=5, timeout=240).equal
+        one_by_one = [client.embed_many([text], timeout=240)[0] for text in TEXTS[:6]]
         too_long = client.enqueue("night " * 600, embed=True)
-        client.wait(too_long, timeout=60)
+        client.wait(too_long, timeout=240)
         assert "the text to embed has" in str(client.get(too_long).error)
     table = pq.read_table(tmp_path / "out.parquet")
     assert table.schema.names == ["n", "a text", "embedding", "prompt_tokens", "job_id"]
@@ -90,16 +90,16 @@ def test_an_encoder_embeds_and_writes_no_texts(
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"embed": text}) for text in texts))
     with Client(settings) as client, running_worker(client, tmp_path / "worker.log", ["--name", "bert"]):
         run("run", tmp_path / "rows.jsonl", "-o", tmp_path / "out.jsonl")
-        cls, mean = (client.embed_many(texts, timeout=60, pooling=pooling) for pooling in (None, "mean"))
+        cls, mean = (client.embed_many(texts, timeout=240, pooling=pooling) for pooling in (None, "mean"))
         (batch,) = client.list_batches()
-        assert client.verify(batch.name, sample=3, timeout=60).equal
+        assert client.verify(batch.name, sample=3, timeout=240).equal
         spoken = client.enqueue("The night")
-        client.wait(spoken, timeout=60)
+        client.wait(spoken, timeout=240)
         assert "this is an encoder, which embeds texts or ranks them, and writes none" in str(
             client.get(spoken).error
         )
         too_long = client.enqueue("the " * 200, embed=True)
-        client.wait(too_long, timeout=60)
+        client.wait(too_long, timeout=240)
         assert "the text to embed has 202 tokens" in str(client.get(too_long).error)
         served = settings.model_copy(update={"model": None, "reference": False})
         with http_server(served, tmp_path / "server.log") as url:

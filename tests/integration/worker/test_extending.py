@@ -21,7 +21,7 @@ from tests.support.servers import worker_env
 pytestmark = pytest.mark.heavy
 WEATHER = Path(__file__).parents[2] / "support" / "seattle-weather.csv"
 TEMPLATE = "Write a haiku about {{ weather }} and {{ date }}"
-ROWS = 30
+ROWS = 16
 
 
 @pytest.fixture

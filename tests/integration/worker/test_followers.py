@@ -50,7 +50,7 @@ def _chain(jobs_client: Client) -> None:
     last = jobs_client.submit_batch(
         after="shout", name="last", template="{{ prior.messages }}Of {{ haiku }}?", max_tokens=4, seed=3
     )
-    status = last.wait(timeout=60)
+    status = last.wait(timeout=240)
     assert status.states == {JobState.SUCCEEDED: ROWS - 1, JobState.FAILED: 1}
     # The prompt that is too long is refused as usual, and what follows it ends.
     assert [job.row for job in drafts.errors()] == [ROWS]
@@ -61,4 +61,4 @@ def _chain(jobs_client: Client) -> None:
     for job in last.results():
         assert job.messages is not None and len(job.messages) == 3
         assert job.metadata["haiku"] == texts[job.row].content
-    assert jobs_client.verify("last", sample=3, timeout=60).equal
+    assert jobs_client.verify("last", sample=3, timeout=240).equal

@@ -61,7 +61,7 @@ def test_interactive_jobs_are_claimed_while_batches_fill_the_worker_and_then_com
     assert (state(bench, second), client.get(second).priority) == (JobState.QUEUED, INTERACTIVE)
     assert client.broker.heads(None)[INTERACTIVE] == [second]
     bench.runner.gate.set()  # type: ignore[attr-defined]
-    client.wait([*rows, first, second], timeout=60)
+    client.wait([*rows, first, second], timeout=240)
     assert claimed.index(second) == CAPACITY + 1
     in_flight = bench.service.in_flight
     wait_until(lambda: in_flight.idle)
@@ -82,7 +82,7 @@ def test_what_is_no_job_is_removed_and_what_got_lost_is_sent_again(
         client.broker.announce([*lost.job_ids, job_id], lost.model, lost.priority)
         bench.service.in_flight.resume()
         bench.runner.gate.set()  # type: ignore[attr-defined]
-        client.wait(job_id, timeout=60)
+        client.wait(job_id, timeout=240)
         wait_until(lambda: not broker.exists(name))
     assert "entries of nightmill:interactive:model that are not job ids were removed" in caplog.text
     assert client.get(job_id).attempt == 1

@@ -13,7 +13,7 @@ from tests.integration.worker.conftest import StartWorker
 from tests.support.servers import LONG_TOKENS, wait_until
 
 PATIENCE = 120.0
-JOBS = 8
+JOBS = 4
 PROMPTS = [f"Write a haiku about the sea, number {n}" for n in range(JOBS)]
 ENOUGH = LONG_TOKENS // 6  # tokens that each job shall have when its worker is stopped
 
@@ -61,7 +61,7 @@ def test_interrupted_jobs_go_on_from_what_was_saved(
             first_done = jobs_client.enqueue("Go", max_tokens=ENOUGH, ignore_eos=True, interactive=True)
             jobs_client.wait(first_done, timeout=PATIENCE)
         leaving.send_signal(stop)
-        leaving.wait(60)
+        leaving.wait(240)
     unfinished = [job for job in ids if not jobs_client.get(job).state.final]
     left = saved_tokens(jobs_client, unfinished)
     assert sum(left.values()) > 0

@@ -7,6 +7,7 @@ import pytest
 
 from nightmill.jobs.base.contract import WorkerState
 from nightmill.jobs.client.client import Client
+from nightmill.jobs.errors import SettingsError
 from nightmill.jobs.formats import InputFile
 from nightmill.jobs.sql.claims import Claims
 from nightmill.worker.commands.served_file import ServedFile
@@ -61,3 +62,32 @@ def test_the_same_command_goes_on_with_the_batch_that_is_there(
     sqlite_client.batches.submit(source, {"model": "own"}, name="b", check_model=lambda _: None)
     serve(sqlite_client, "d", "smol")
     assert file.name_for(source, {"model": "own"}, "b") == ("own", "b")
+
+
+def test_a_file_is_refused_whose_name_a_worker_has_given_to_another(
+    sqlite_client: Client, source: InputFile
+) -> None:
+    file = ServedFile(sqlite_client, DIGEST, "own")
+    rows = {"model": "own"}
+    Claims(sqlite_client.database, "9" * 32).register(
+        "host", 1, "own", None
+    )  # it starts: it says nothing yet
+    serve(sqlite_client, "a", "own")
+    serve(sqlite_client, "b", "another", "f" * 64)
+    file.check_name("own", source, rows, None)
+    other = serve(sqlite_client, "c", "own", "f" * 64)
+    with pytest.raises(
+        SettingsError, match="worker cccccccc on host serves another file as 'own'"
+    ) as refused:
+        file.check_name("own", source, rows, None)
+    assert "--model-name" in str(refused.value)
+    batch = sqlite_client.batches.submit(source, rows, name=None, check_model=lambda _: None)
+    with pytest.raises(SettingsError):  # it has rows that this worker would answer
+        file.check_name("own", source, rows, None)
+    batch.cancel()
+    file.check_name("own", source, rows, None)  # all have ended: the same command writes the results
+    file.check_name("own", source, rows, batch.name)
+    with pytest.raises(SettingsError):
+        file.check_name("own", source, rows, "a new one")
+    other.sign_off()
+    file.check_name("own", source, rows, "a new one")

@@ -3,12 +3,16 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from nightmill.jobs.client.client import Client
 from tests.integration.worker.conftest import StartWorker, on_sqlite
 
 SYSTEM = "Write as Basho would, in three lines, without a title. " * 8
 
 
+# tests/acceptance/test_shared_prefix.py compares texts and counts, unit/worker/test_options.py has options.
+@pytest.mark.slow
 @on_sqlite
 def test_jobs_with_one_system_prompt_share_it_unless_that_is_switched_off(
     jobs_client: Client, start_worker: StartWorker, tmp_path: Path
@@ -19,10 +23,10 @@ def test_jobs_with_one_system_prompt_share_it_unless_that_is_switched_off(
             ids = [
                 jobs_client.enqueue(
                     [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"Haiku {n}"}],
-                    max_tokens=12,
+                    max_tokens=8,
                     seed=n,
                 )
-                for n in range(12)
+                for n in range(6)
             ]
             jobs_client.wait(ids, timeout=120)
         finished = [jobs_client.get(job_id) for job_id in ids]

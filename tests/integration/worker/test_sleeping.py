@@ -9,7 +9,7 @@ import psutil  # type: ignore[import-untyped]
 from nightmill.jobs.base.contract import JobState, WorkerState
 from nightmill.jobs.client.client import Client
 from tests.integration.worker.conftest import StartWorker, on_sqlite
-from tests.support.servers import wait_until
+from tests.support.servers import ENDLESS_TOKENS, wait_until
 
 PATIENCE = 120.0
 
@@ -32,11 +32,14 @@ def test_a_worker_sleeps_when_idle_and_when_paused_and_serves_again(
         (worker,) = jobs_client.workers()  # one row, however often it slept
         return worker.state
 
+    # While that is not done, no idle second can pass in which a busy machine lets the test wait.
+    long = jobs_client.enqueue("Write a haiku", max_tokens=ENDLESS_TOKENS, ignore_eos=True)
     with start_worker("night", "--idle-seconds", "1") as process:
-        first = jobs_client.enqueue("Write a haiku about rain", seed=1, max_tokens=8)
-        jobs_client.wait(first, timeout=PATIENCE)
         worker = psutil.Process(process.pid)
         assert engines(worker)
+        first = jobs_client.enqueue("Write a haiku about rain", seed=1, max_tokens=8)
+        jobs_client.wait(first, timeout=PATIENCE)
+        jobs_client.cancel(long)
         wait_until(lambda: state() is WorkerState.SLEEPING, PATIENCE)
         assert not engines(worker), "it is shown as sleeping while its engine still has a GPU"
         wait_until(lambda: "nightmill.worker.service.sleeping" in worker.cmdline(), PATIENCE)

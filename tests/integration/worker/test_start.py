@@ -85,7 +85,7 @@ def test_both_commands_start_the_same_worker(
                 wait_until(lambda: receiver.received)
             finally:
                 process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0
+            assert process.wait(240) == 0
         assert client.workers()[0].state == "stopped"
     lines = log.read_text().splitlines()
     if "json" in command:
@@ -101,13 +101,14 @@ def test_pool_without_threads_is_refused(sqlite_settings: Settings) -> None:
     assert "start Celery with --pool=threads" in said
 
 
-def test_missing_model_is_named(sqlite_settings: Settings, tmp_path: Path) -> None:
+def test_that_no_model_is_named_is_said(sqlite_settings: Settings) -> None:
     assert "no model file is named: give --model FILE" in refused(NIGHTMILL, sqlite_settings)
+
+
+@pytest.mark.slow  # tests/unit/model/test_gguf_file.py has files that cannot be read
+def test_missing_or_broken_model_is_named(sqlite_settings: Settings, tmp_path: Path) -> None:
     said = refused([*NIGHTMILL, "--model", str(tmp_path / "absent.gguf")], sqlite_settings)
     assert "absent.gguf" in said and "ModelFileError" not in said
-
-
-def test_broken_model_is_named(sqlite_settings: Settings, tmp_path: Path) -> None:
     whole = write_model(tmp_path / "whole.gguf").read_bytes()
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(whole[: len(whole) // 2])
@@ -115,6 +116,7 @@ def test_broken_model_is_named(sqlite_settings: Settings, tmp_path: Path) -> Non
     assert "cut.gguf: tensor " in said and "past the end of the file" in said
 
 
+@pytest.mark.slow  # tests/unit/worker/test_check_model.py asks for such a context, too
 def test_context_beyond_the_model_is_refused(sqlite_settings: Settings) -> None:
     command = [*NIGHTMILL, "--model", str(demo_model()), "--reference", "--context", "100000"]
     assert "--context 100000 is more than the 512 tokens" in refused(command, sqlite_settings)
@@ -132,33 +134,34 @@ def test_unreachable_servers_are_named_without_their_passwords(sqlite_settings: 
 
 
 def test_unknown_setting_is_refused_with_a_suggestion(sqlite_settings: Settings) -> None:
+    wrong = "NIGHTMILL_MODLE is not a setting of Nightmill. Did you mean NIGHTMILL_MODEL?"
     environment = worker_env(sqlite_settings) | {"NIGHTMILL_MODLE": "x"}
-    for command in (NIGHTMILL, [*CELERY, "--pool=threads"]):
-        done = subprocess.run(
-            command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-        )
-        said = done.stdout + done.stderr
-        assert done.returncode == 1 and "Traceback" not in said
-        assert "NIGHTMILL_MODLE is not a setting of Nightmill. Did you mean NIGHTMILL_MODEL?" in said
+    done = subprocess.run(
+        [*CELERY, "--pool=threads"],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 1 and "Traceback" not in said and wrong in said
+    ours = CliRunner().invoke(main, ["worker"], env=environment)
+    assert (ours.exit_code, ours.stdout) == (1, "") and wrong in ours.stderr
 
 
 def test_check_says_what_is_wrong_and_what_to_do(sqlite_settings: Settings) -> None:
-    command = [sys.executable, "-m", "nightmill", "check"]
-    said = refused(
-        command, sqlite_settings, broker_url=f"redis://127.0.0.1:{free_port()}/0", model="/nowhere.gguf"
-    )
+    away = worker_env(sqlite_settings, broker_url=f"redis://127.0.0.1:{free_port()}/0", model="/nowhere.gguf")
+    refused = CliRunner().invoke(main, ["check"], env=away)
+    said = refused.output
+    assert refused.exit_code == 1
     assert "FAIL broker" in said and "Check that Redis runs" in said
     assert "FAIL model" in said and "/nowhere.gguf" in said
     assert "ok   database" in said
-    fine = subprocess.run(
-        [*command, "--model", str(demo_model()), "--json"],
-        env=worker_env(sqlite_settings),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert '"part": "model", "ok": true' in fine.stdout
+    right = ["check", "--model", str(demo_model()), "--json"]
+    fine = CliRunner().invoke(main, right, env=worker_env(sqlite_settings))
+    assert fine.exit_code == 0 and '"part": "model", "ok": true' in fine.stdout
 
 
 def test_check_refuses_a_redis_that_evicts_messages(

@@ -16,6 +16,7 @@ from tests.tiny import expected, unpacked
 
 PATIENCE = 240.0
 TURN_END, CHANNEL = 5, 6  # control tokens of the tiny Gemma 4
+NAMES = ["qwen35-q8_0", "lfm2-bf16", "gptoss-q8_0", "gemma4-bf16"]
 CHATS = [
     {"messages": [{"role": "user", "content": content}], "max_tokens": 3, "temperature": 0, **more}
     for content, more in (
@@ -28,7 +29,9 @@ CHATS = [
 
 
 @on_sqlite
-@pytest.mark.parametrize("name", thinned(["qwen35-q8_0", "lfm2-bf16", "gptoss-q8_0", "gemma4-bf16"], 3))
+@pytest.mark.parametrize(
+    "name", thinned(["qwen35-q8_0", "lfm2-bf16", "gptoss-q8_0", "gemma4-bf16"], 4, first=3)
+)
 def test_rows_of_a_file_become_the_tokens_of_transformers(
     name: str, jobs_client: Client, quick: Settings, tmp_path: Path
 ) -> None:

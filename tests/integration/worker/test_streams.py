@@ -59,7 +59,7 @@ def test_streams_outlive_the_worker_and_joined_are_the_rows_texts(
     with start_worker("killed", save_seconds=0.2) as killed:
         wait_until(lambda: all(len(read[job_id]) > 3 for job_id in ids[::2]) or _ended(jobs_client, ids))
         killed.send_signal(signal.SIGKILL)
-        killed.wait(60)
+        killed.wait(240)
     with start_worker("next"):
         for reader in readers:
             reader.join(PATIENCE)

@@ -43,16 +43,14 @@ def test_two_workers_answer_one_queue_and_one_that_is_killed_comes_again(
 
     try:
         wait_until(lambda: len(ready()) == 2, PATIENCE)
-        first = ready()
         ids = jobs_client.enqueue_many(["Write a haiku about rain"] * 60, max_tokens=24, ignore_eos=True)
-        wait_until(
-            lambda: any(job.state is JobState.SUCCEEDED for job in map(jobs_client.get, ids)), PATIENCE
-        )
-        os.kill(first[0], signal.SIGKILL)
+        done = wait_until(lambda: jobs_client.list_jobs(state=JobState.SUCCEEDED), PATIENCE)
+        (doomed,) = [one.pid for one in jobs_client.workers() if one.id == done[0].worker]
+        os.kill(doomed, signal.SIGKILL)
         jobs_client.wait(ids, timeout=PATIENCE)
         done = list(jobs_client.results(ids))
         assert {job.state for job in done} == {JobState.SUCCEEDED} and len({job.worker for job in done}) >= 2
-        wait_until(lambda: len({*ready()} - {first[0]}) == 2, PATIENCE)
+        wait_until(lambda: len({*ready()} - {doomed}) == 2, PATIENCE)
         registry = CollectorRegistry()
         registry.register(MergedMetrics(lambda: read_pages(ports)))  # type: ignore[arg-type]
         page = generate_latest(registry).decode()

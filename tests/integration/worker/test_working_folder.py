@@ -69,7 +69,7 @@ def test_a_whole_run_takes_nothing_from_the_working_folder(folder: Path, sqlite_
         "--help",
     ]
     done = subprocess.run(
-        celery, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=True
+        celery, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=True
     )
     assert "GGUF file to serve" in done.stdout  # as docs/running-for-months.md says
     assert (folder / "out.jsonl").read_text().count("\n") == 1

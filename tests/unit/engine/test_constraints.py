@@ -11,7 +11,8 @@ from nightmill.jobs.base.contract import Constrained, ConstraintKind, StopReason
 from nightmill.jobs.errors import ConstraintError, RunnerError
 from nightmill.worker.engine.request import Completion, Request
 from nightmill.worker.runners.base import IntArray, StepBatch
-from tests.unit.engine.scripted import EOS, Rule, ScriptedRunner, expected, make_engine, make_request, run
+from tests.unit.engine.by_definition import EOS, Rule, expected
+from tests.unit.engine.scripted import ScriptedRunner, make_engine, make_request, run
 
 BEGINNINGS = [(), (1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3, 4)]
 

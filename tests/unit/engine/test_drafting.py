@@ -12,18 +12,15 @@ from nightmill.worker.engine.ngrams import FIRST_PAUSE, LONGEST_PAUSE, Guesses, 
 from nightmill.worker.engine.request import Completion, Request, Sequence
 from tests.support.engines import complete
 from tests.support.one_by_one import OneByOne
+from tests.unit.engine.by_definition import EOS, NARROW, Rule, next_token
 from tests.unit.engine.scripted import (
-    EOS,
-    NARROW,
     GuessingRunner,
     RepeatingRunner,
-    Rule,
     ScriptedRunner,
     cyclic,
     hasty_model,
     make_engine,
     make_request,
-    next_token,
 )
 
 

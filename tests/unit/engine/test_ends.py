@@ -9,7 +9,8 @@ from nightmill.jobs.base.contract import StopReason
 from nightmill.worker.engine.masking import everything, spare
 from nightmill.worker.engine.request import Completion, Request
 from nightmill.worker.runners.base import mask_words
-from tests.unit.engine.scripted import EOS, VOCAB, ScriptedRunner, make_engine, make_request, run
+from tests.unit.engine.by_definition import EOS, VOCAB
+from tests.unit.engine.scripted import ScriptedRunner, make_engine, make_request, run
 
 A, B, AB, SPACE = 0, 1, 2, 4  # of PIECES
 PROMPT = (0, 1, 2)

@@ -6,19 +6,8 @@ import pytest
 
 from nightmill.jobs.base.contract import PAST_CONTEXT, StopReason
 from nightmill.jobs.errors import RunnerError
-from tests.unit.engine.scripted import (
-    EOS,
-    PIECES,
-    VOCAB,
-    Clock,
-    ScriptedRunner,
-    expected,
-    expected_embedding,  # fmt: skip
-    expected_records,
-    make_engine,
-    make_request,
-    run,
-)
+from tests.unit.engine.by_definition import EOS, PIECES, VOCAB, expected, expected_embedding, expected_records
+from tests.unit.engine.scripted import Clock, ScriptedRunner, make_engine, make_request, run
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2, 3])
 

@@ -19,21 +19,17 @@ from nightmill.worker.engine.page_tables import PageNeeds
 from nightmill.worker.engine.request import Completion, Request
 from nightmill.worker.model.spec import Pooling
 from nightmill.worker.runners.base import PageKind
-from tests.unit.engine.scripted import (
+from tests.unit.engine.by_definition import (
     EOS,
     LOOPING,
     NARROW,
     VOCAB,
-    Clock,
     Rule,
-    ScriptedRunner,
     expected,
     expected_embedding,
     expected_records,
-    hasty_model,
-    make_engine,
-    make_request,
 )
+from tests.unit.engine.scripted import Clock, ScriptedRunner, hasty_model, make_engine, make_request
 
 CONTEXT = 24
 KINDS: list[tuple[tuple[int | None, int], ...]] = [

@@ -6,7 +6,8 @@ from nightmill.worker.engine.kv_cache import CacheIntegrityError, PagePool
 from nightmill.worker.engine.page_tables import KindTable, PageNeeds, held_pages
 from nightmill.worker.engine.prefix_tree import PrefixNode, PrefixTree, page_keys
 from nightmill.worker.runners.base import NO_PAGE, PageKind
-from tests.unit.engine.scripted import ScriptedRunner, expected, make_engine, make_request, run
+from tests.unit.engine.by_definition import expected
+from tests.unit.engine.scripted import ScriptedRunner, make_engine, make_request, run
 
 WHOLE, WINDOW = PageKind(None, 8, 2), PageKind(6, 4, 2)
 BOTH = (WHOLE, WINDOW)

@@ -6,7 +6,7 @@ import pytest
 
 from nightmill.worker.engine.drafting import MOST_SEQUENCES, Drafts
 from nightmill.worker.engine.metering import Metering
-from nightmill.worker.engine.payoff import RETRY, SETTLING, WINDOW, Payoff
+from nightmill.worker.engine.payoff import PATIENCE, RETRY, SETTLING, WINDOW, Payoff
 from tests.support.engines import complete
 from tests.unit.engine.scripted import RepeatingRunner, cyclic, make_engine
 
@@ -70,11 +70,57 @@ def test_numbers_of_sequences_are_judged_apart() -> None:
     assert steps.payoff.drafting
 
 
-def test_what_was_interrupted_counts_for_nothing() -> None:
-    steps = Steps(lambda on: 1.0)
-    for _ in range(20):
-        assert steps.share(WINDOW) == 0.0
+def interrupted(steps: Steps, stretch: int, launches: int) -> float:
+    """Collect launches with prompts between, which take long, after each so many; the share with drafts."""
+    drafted = 0.0
+    for _ in range(launches // stretch):
+        drafted += steps.share(stretch) * stretch
+        steps.now += 1000.0
         steps.payoff.interrupt()
+    return drafted / (launches // stretch * stretch)
+
+
+@pytest.mark.parametrize(("dear", "pays"), [(1.0, True), (6.0, False)])
+def test_what_is_interrupted_is_timed_in_parts(dear: float, pays: bool) -> None:
+    """Prompts come before a window is over; their time counts for nothing."""
+    steps = Steps(lambda on: dear if on else 1.0)
+    interrupted(steps, WINDOW // 2, 8 * TURN)
+    share = interrupted(steps, WINDOW // 2, 20 * TURN)
+    assert share > 0.9 if pays else share < 0.1
+
+
+def test_what_can_never_be_timed_is_without_drafts() -> None:
+    """Too few launches come together, from the beginning or once drafts are tried."""
+    steps = Steps(lambda on: 1.0)
+    assert interrupted(steps, SETTLING, 3 * PATIENCE) == 0.0
+    steps.share(TURN)
+    assert steps.payoff.drafting
+    interrupted(steps, SETTLING, PATIENCE)
+    assert not steps.payoff.drafting
+    assert interrupted(steps, SETTLING, 3 * PATIENCE) == 0.0
+
+
+def test_a_way_that_pays_is_gone_on_where_the_other_cannot_be_timed() -> None:
+    steps = Steps(lambda on: 1.0)
+    steps.share(2 * TURN)
+    while steps.payoff.drafting:  # until steps without drafts are tried again
+        steps.share(1)
+    interrupted(steps, SETTLING, PATIENCE)
+    assert steps.payoff.drafting
+
+
+def test_numbers_that_change_to_and_fro_are_timed_in_parts() -> None:
+    """And what is tried is tried no sooner than after so many windows of its own."""
+    steps = Steps(lambda on: 6.0 if on else 1.0)
+    drafted = 0.0
+    for turn in range(20 * RETRY):
+        drafted += 10 * steps.share(10, sequences=1 + turn % 2)
+    assert 0.0 < drafted / (200 * RETRY) < 0.1
+
+
+def test_a_window_that_took_no_time_teaches_nothing() -> None:
+    steps = Steps(lambda on: 0.0)
+    assert steps.share(4 * TURN) == 0.0
 
 
 @pytest.mark.parametrize("depth", [1, 3])

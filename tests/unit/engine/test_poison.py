@@ -6,16 +6,8 @@ import pytest
 
 from nightmill.jobs.base.contract import StopReason
 from nightmill.worker.engine.request import Completion, Request
-from tests.unit.engine.scripted import (
-    EOS,
-    ScriptedRunner,
-    expected,
-    make_engine,
-    make_request,
-    next_token,
-    run,
-    text_of,
-)
+from tests.unit.engine.by_definition import EOS, expected, next_token, text_of
+from tests.unit.engine.scripted import ScriptedRunner, make_engine, make_request, run
 
 POISON = 9
 SYSTEM = (0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1, 2)  # three pages of four tokens

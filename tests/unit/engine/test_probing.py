@@ -11,7 +11,8 @@ from nightmill.worker.assembly.engine import build_engine
 from nightmill.worker.assembly.model import open_model
 from nightmill.worker.engine.probing import probe
 from tests.support.ggufs import write_model
-from tests.unit.engine.scripted import VOCAB, ScriptedRunner, make_engine
+from tests.unit.engine.by_definition import VOCAB
+from tests.unit.engine.scripted import ScriptedRunner, make_engine
 
 
 def test_a_model_with_one_broken_token_serves() -> None:

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nightmill.jobs.base.contract import StopReason
-from tests.unit.engine.scripted import VOCAB, ScriptedRunner, expected, make_engine, make_request, run
+from tests.unit.engine.by_definition import VOCAB, expected
+from tests.unit.engine.scripted import ScriptedRunner, make_engine, make_request, run
 
 SEEDS = st.integers(0, 2**63 - 1)
 STOPS = st.sampled_from([(), ("ab",), ("é", "ST"), ("a ", "ba", "€b"), ("STOP",)])

@@ -8,7 +8,8 @@ from nightmill.worker.engine.request import Completion, Request, Sequence
 from nightmill.worker.engine.scheduler import Scheduler
 from nightmill.worker.engine.sharing import GROUP_TOKENS, GROUP_WINDOW, PrefixGroups
 from nightmill.worker.engine.stats import EngineStats
-from tests.unit.engine.scripted import ScriptedRunner, expected, make_engine, make_request, run
+from tests.unit.engine.by_definition import expected
+from tests.unit.engine.scripted import ScriptedRunner, make_engine, make_request, run
 from tests.unit.engine.test_scheduler import carry_out, shape, step
 
 SYSTEM = tuple(n % 14 for n in range(40))  # ten pages of four tokens

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from nightmill.jobs.base.contract import StopReason
 from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.worker.engine.stops import TextWatch, reason_to_stop, streamed
-from tests.unit.engine.scripted import PIECES, PieceStream, first_stop, stable_prefix, text_of
+from tests.unit.engine.by_definition import PIECES, PieceStream, first_stop, stable_prefix, text_of
 
 
 class Letters:

@@ -2,7 +2,8 @@
 
 from nightmill.worker.engine.deltas import FollowedText
 from nightmill.worker.engine.request import Sequence
-from tests.unit.engine.scripted import PIECES, PieceStream, ScriptedRunner, make_engine, make_request, run
+from tests.unit.engine.by_definition import PIECES, PieceStream
+from tests.unit.engine.scripted import ScriptedRunner, make_engine, make_request, run
 from tests.unit.engine.test_stops import Letters
 
 

@@ -13,17 +13,8 @@ from nightmill.jobs.reply.parsing import read_reply
 from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.worker.engine.request import ClosingTokens, Completion, Request
 from nightmill.worker.engine.stops import TextWatch
-from tests.unit.engine.scripted import (
-    PIECES,
-    PieceStream,
-    ScriptedRunner,
-    first_stop,
-    make_engine,
-    make_request,
-    run,
-    stable_prefix,
-    text_of,
-)
+from tests.unit.engine.by_definition import PIECES, PieceStream, first_stop, stable_prefix, text_of
+from tests.unit.engine.scripted import ScriptedRunner, make_engine, make_request, run
 
 A, B, AB, SPACE, E_ACUTE, STOP = 0, 1, 2, 4, 10, 11  # of PIECES
 OPENED = Markup(thinking=("b", "é"), opened=True)

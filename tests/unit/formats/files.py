@@ -78,3 +78,9 @@ def job(**values: Any) -> Job:
         "finished_at": FINISHED,
     }
     return Job(**(usual | values))
+
+
+def only(tmp_path: Path, row: Any) -> InputRow:
+    """The one row of a file of OpenAI's format, as it is read."""
+    (read,) = read_rows(write_lines(tmp_path / "in.jsonl", [row]), FileFormat.OPENAI)
+    return read

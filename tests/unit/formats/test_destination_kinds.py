@@ -137,6 +137,11 @@ def test_an_ending_of_another_format_is_refused_with_the_one_to_take(tmp_path: P
         ),
         ("x.parquet", FileFormat.OPENAI, "name a file that ends in .jsonl"),
         ("x.jsonl.gz", FileFormat.JSONL, "results are not compressed: name a file without .gz"),
+        (
+            "x.XLSX",
+            FileFormat.CSV,
+            "ends in .xlsx, in which no results are written: name a file that ends in .csv",
+        ),
     ):
         refused(tmp_path / name, format, said)
     for name, format in (("x.ndjson", FileFormat.OPENAI), ("x", FileFormat.CSV), ("x.txt", FileFormat.JSONL)):

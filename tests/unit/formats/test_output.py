@@ -63,6 +63,7 @@ def test_rows_reach_the_disk_in_groups_and_when_asked(tmp_path: Path, format: Fi
     file.close()
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("format", LINES)
 def test_after_a_crash_at_any_byte_the_file_goes_on_with_whole_rows(
     tmp_path: Path, format: FileFormat

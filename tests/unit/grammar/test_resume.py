@@ -15,6 +15,8 @@ from tests.support.constrained import Constrained
 from tests.support.ggufs import write_model
 from tests.support.schemas import schemas
 
+pytestmark = pytest.mark.heavy
+
 ASKED: list[dict[str, Any]] = [
     *({"json_schema": schema} for _, schema in schemas(seed=7, count=27)),
     {"regex": r"([a-z]{1,4} ){2,9}\."},

@@ -19,6 +19,7 @@ from nightmill.jobs.request.structured import constrained_by
 from nightmill.worker.grammar.checker import Checker, CheckerLimits, ParserLimits
 from nightmill.worker.grammar.source import complete
 from tests.support.needs import Need, missing
+from tests.support.thinning import thinned
 from tests.support.walking import BYTES, accepts, exact_json, matcher_of, validator, walk
 
 pytestmark = pytest.mark.heavy
@@ -64,7 +65,7 @@ def forbidden(name: str, case: dict[str, Any]) -> Iterator[str]:
             yield json.dumps(test["data"], ensure_ascii=False, separators=(",", ":"))
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("draft", thinned(DRAFTS, 2))
 def test_no_answer_is_one_that_the_suite_forbids(draft: str, suite: Path) -> None:
     draw, counts = random.Random(33), Counter[str]()
     checker = Checker(CheckerLimits())

@@ -86,6 +86,13 @@ def test_counts_and_tokens_are_summed_by_state_and_by_stop_reason() -> None:
     assert (status.tokens_per_second, status.estimated_end) == (None, None)
 
 
+def test_a_batch_that_follows_another_names_it_as_its_source() -> None:
+    follows = replace(SUBMITTED, settings={"table": {"after": "drafts"}})
+    assert make_status(follows, [OK], None, [], NOW).source == "rows after drafts"
+    assert make_status(replace(SUBMITTED, source="a.csv"), [OK], None, [], NOW).source == "a.csv"
+    assert make_status(SUBMITTED, [OK], None, [], NOW).source is None
+
+
 def test_the_estimate_is_what_is_left_at_the_pace_of_the_last_minute() -> None:
     pace = Pace(rows=2, completion_tokens=300, seconds=60.0)
     running = make_status(SUBMITTED, [OK, WORKING], pace, [], NOW)

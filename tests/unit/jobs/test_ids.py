@@ -63,7 +63,7 @@ def test_threads_never_draw_the_same_id_and_each_sees_its_own_increase() -> None
     source, barrier = IdSource(), threading.Barrier(8)
 
     def draw(_: int) -> list[str]:
-        barrier.wait(10)
+        barrier.wait(120)
         return [source.draw() for _ in range(500)]
 
     with ThreadPoolExecutor(8) as pool:

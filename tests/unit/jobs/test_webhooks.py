@@ -1,7 +1,6 @@
 """Webhooks go where they may, once, signed, and in limited time."""
 
 import socket
-import time
 from ipaddress import ip_address
 from typing import Any
 
@@ -169,7 +168,5 @@ def test_who_answers_byte_by_byte_is_cut_off(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sending, "SECONDS", 0.2)
     with receiving() as receiver:
         receiver.dripping.set()
-        began = time.monotonic()
-        with pytest.raises(NotDeliveredError, match="no answer within"):
+        with pytest.raises(NotDeliveredError, match="no answer within"):  # it would drip for ever
             post(Target.parse(receiver.url), {}, b"x", private=True)
-        assert time.monotonic() - began < 5

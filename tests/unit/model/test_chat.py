@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from nightmill.jobs.base.contract import Rendering
 from nightmill.jobs.errors import ChatTemplateError, InvalidPromptError
 from nightmill.worker.model.chat import ChatTemplate
-from nightmill.worker.model.chat.shield import Prefixes
+from nightmill.worker.model.chat.shield import Prefixes, Shield, strings
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.tokenizer import Tokenizer
 from tests.support.ggufs import CHATML, CONTROL, byte_vocabulary, sentencepiece_vocabulary, write_model
@@ -136,6 +136,21 @@ def test_content_never_adds_a_special_token(tokenizer: Tokenizer, source: str, c
 def test_ends_that_begin_a_special_token_are_found(words: list[str], text: str) -> None:
     begun = {n for n in range(1, len(text) + 1) if any(w.startswith(text[-n:]) and len(w) > n for w in words)}
     assert set(Prefixes(words).ending(text)) == begun
+
+
+@given(
+    st.lists(st.text("<|a>", min_size=1, max_size=5)), st.text("<|a> ", max_size=7), st.sampled_from("ab<")
+)
+def test_texts_that_are_left_alone_get_no_mark(markers: list[str], text: str, role: str) -> None:
+    shield, messages = Shield(markers), [{"role": role * 3, "content": text}]
+    if shield.leaves(list(strings(messages))):
+        assert shield.mark(messages, "!") == messages
+        assert shield.mark(messages, "!", broken=True) == messages
+
+
+@pytest.mark.parametrize(("text", "left"), [("Is it good?", True), ("end", False), ("a < b, I guess", False)])
+def test_words_without_signs_are_left_alone_unless_a_special_token_has_them(text: str, left: bool) -> None:
+    assert Shield(CONTROL).leaves(list(strings(user(text)))) is left
 
 
 def test_borders_cannot_complete_a_special_token(tokenizer: Tokenizer) -> None:

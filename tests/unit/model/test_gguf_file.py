@@ -133,7 +133,7 @@ def test_fault_is_refused_by_file_and_name(fault: str, tmp_path: Path) -> None:
 
 
 def test_missing_file_and_directory_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelFileError, match="there is no such file"):
+    with pytest.raises(ModelFileError, match=r"there is no such file; give the path .* such as hf:"):
         GgufFile.open(tmp_path / "absent.gguf")
     with pytest.raises(ModelFileError, match=r"is a directory; give the path of a \.gguf"):
         GgufFile.open(tmp_path)

@@ -4,7 +4,6 @@ import os
 import random
 import subprocess
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,56 +18,17 @@ from nightmill.worker.service.resume import prompt_digest
 from tests.support.ggufs import write_model
 from tests.support.needs import Need, missing
 from tests.unit.jobs.test_verifying import job
+from tests.unit.model import digests_elsewhere
 from tests.unit.model.conftest import DOWNLOADED
 from tests.unit.model.test_templates import CHATS, TEMPLATES
 
 pytestmark = pytest.mark.heavy
 
-_CLOCK = (
-    "{{ strftime_now('%c %Z %A %B %x %X %p') }}{% for m in messages %}{{ m.content | upper }}{% endfor %}"
-)
-_FOLDED = (
-    "{{ ['é', 'Z', 'a'] | sort | join }}{{ {'b': 1, 'a': 2} | dictsort }}{{ 'I'.lower() }}"
-    "{% for m in messages %}{{ m.content }}{% endfor %}{{ messages | map(attribute='role') | unique | list }}"
-)
-_PROGRAM = """
-import sys
-from datetime import UTC, datetime
-from pathlib import Path
-from nightmill.worker.model.chat import renderer
-from tests.unit.model.test_same_prompts import digests
-
-class Elsewhen(datetime):
-    @classmethod
-    def now(cls, tz=None):
-        return cls(int(sys.argv[2]), 2, 3, 4, 5, tzinfo=tz)
-
-renderer.datetime = Elsewhen
-print(*digests(Path(sys.argv[1]), sys.argv[3:]), sep="\\n")
-"""
 _SURROUNDINGS = [
     ("2026", {"TZ": "UTC", "LC_ALL": "C", "PYTHONHASHSEED": "0"}),
     ("2031", {"TZ": "Pacific/Kiritimati", "LC_ALL": "de_DE.UTF-8", "PYTHONHASHSEED": "1"}),
     ("1999", {"TZ": "America/Anchorage", "LC_ALL": "tr_TR.UTF-8", "PYTHONHASHSEED": "2", "PYTHONUTF8": "0"}),
 ]
-_TIMES = [datetime(2026, 1 + number, 28, 23, 59, tzinfo=UTC) for number in range(len(CHATS))]
-
-
-def digests(model: Path, names: list[str]) -> list[str]:
-    """Of the prompts that templates make of the usual chats, each with the time that its row keeps."""
-    with GgufFile.open(model) as file:
-        tokenizer = Tokenizer.from_gguf(file)
-    sources = [_CLOCK, _FOLDED]
-    sources += [(DOWNLOADED / "templates" / name).read_text(encoding="utf-8") for name in names]
-    found = []
-    for source in sources:
-        template = ChatTemplate(source, tokenizer, "m.gguf")
-        try:
-            answers = template.encode_all(CHATS, times=_TIMES)
-        finally:
-            template.close()
-        found += [prompt_digest(ids) if isinstance(ids, list) else str(ids) for ids in answers]
-    return found
 
 
 def test_a_prompt_is_the_same_in_another_zone_locale_year_and_process(tmp_path: Path) -> None:
@@ -81,7 +41,7 @@ def test_a_prompt_is_the_same_in_another_zone_locale_year_and_process(tmp_path: 
     model = write_model(tmp_path / "m.gguf", layers=1)
     answers = []
     for year, variables in _SURROUNDINGS:
-        command = [sys.executable, "-c", _PROGRAM, str(model), year, *names]
+        command = [sys.executable, "-m", digests_elsewhere.__name__, str(model), year, *names]
         env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(__file__).parents[3])} | variables
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=300)
         answers.append(done.stdout.splitlines())

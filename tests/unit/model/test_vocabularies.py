@@ -23,6 +23,7 @@ from tests.support.ggufs import (
     write_model,
 )
 from tests.support.needs import Need, missing
+from tests.support.thinning import thinned
 from tests.unit.model.conftest import DOWNLOADED, real_tokenizer
 
 pytestmark = pytest.mark.heavy
@@ -170,7 +171,7 @@ def test_any_text_comes_back_from_its_ids(tmp_path: Path) -> None:
             assert [tokenizer.decode(ids) for ids in tokenizer.encode_batch(texts)] == texts, name
 
 
-@pytest.mark.parametrize("name", ["qwen2", "tekken", "deepseek-v3", "gpt-2", "llama"])
+@pytest.mark.parametrize("name", thinned(["qwen2", "tekken", "deepseek-v3", "gpt-2", "llama"], 4))
 def test_time_for_a_text_without_a_space_is_proportional_to_it(name: str, tmp_path: Path) -> None:
     vocabulary = sentencepiece_vocabulary() if name == "llama" else byte_vocabulary()
     tokenizer = tokenizer_of(tmp_path, vocabulary, pre=None if name == "llama" else name)

@@ -12,7 +12,8 @@ from nightmill.worker.engine.limits import RequestLimits
 from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import Request
 from nightmill.worker.runners.base import StepBatch
-from tests.unit.engine.scripted import EOS, PieceStream, ScriptedRunner
+from tests.unit.engine.by_definition import EOS, PieceStream
+from tests.unit.engine.scripted import ScriptedRunner
 
 PER_STEP, PER_TOKEN = 0.01, 0.0005
 SLOTS = 8

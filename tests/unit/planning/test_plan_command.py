@@ -1,6 +1,7 @@
 """`nightmill plan` on the bundled model: exit codes, JSON, and the workers it counts on."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from nightmill.jobs.errors import RunnerError
 from nightmill.jobs.sql.claims import Claims
 from nightmill.worker.assembly.model import demo_model
 from nightmill.worker.commands.plan import live_workers
+from nightmill.worker.runners.gpu.device.known_cards import KNOWN_CARDS
 from tests.support.servers import Clock
 from tests.unit.formats.files import chat, write_lines
 
@@ -156,6 +158,30 @@ def test_where_the_runner_fails_the_way_around_it_is_named(
     done = plan(str(write_lines(tmp_path / "in.jsonl", haiku(1))))
     assert done.exit_code == 1
     assert "the speed cannot be measured (--no-measure plans without): no memory is left" in done.output
+
+
+def test_a_card_that_is_not_there_is_planned_for_and_not_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pycuda", None)
+    path = str(write_lines(tmp_path / "in.jsonl", haiku(1)))
+    env = {"NIGHTMILL_DATA_DIR": str(tmp_path / "data"), "NIGHTMILL_MODEL": str(demo_model())}
+
+    def planned(*arguments: str) -> Result:
+        return CliRunner().invoke(main, ["plan", path, "--pretend", *arguments], env=env)
+
+    told = {key: json.loads(planned(key, "--no-measure", "--json").stdout) for key in ("rtx4060", "h200")}
+    assert [told[key]["card"] for key in told] == [KNOWN_CARDS[key].name for key in told]
+    small, large = (told[key]["memory"] for key in told)
+    assert small["rate"] < large["rate"] and small["workspace"] < large["workspace"]
+    assert "memory         of NVIDIA L4: 0.0" in planned("l4", "--no-measure").output
+    measured = planned("l4")
+    assert measured.exit_code == 1 and "no GPU that could be taken for NVIDIA L4" in measured.output
+    assert "nightmill plan --no-measure" in measured.output
+    refused = planned("rtx3090", "--no-measure", "--weights", "fp8")
+    assert refused.exit_code == 1 and "NVIDIA GeForce RTX 3090: FP8 weights need" in refused.output
+    with_numpy = planned("l4", "--no-measure", "--reference", "--json")
+    assert json.loads(with_numpy.stdout)["card"] is None, "which is asked for by name"
 
 
 def test_without_a_model_rows_are_checked_all_the_same(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from nightmill.worker.commands.planning.playing import (
     play_through,
 )
 from nightmill.worker.engine.request import Request
+from tests.support.thinning import thinned
 from tests.unit.planning.night import PER_STEP, PER_TOKEN, SLOTS, surveyed, time_of, timed_engine
 
 pytestmark = pytest.mark.heavy
@@ -53,8 +54,7 @@ def real_night(rows: int, workers: int = 1) -> list[tuple[float, int]]:
     return [time_of(night[worker::workers]) for worker in range(workers)]
 
 
-@pytest.mark.parametrize("rows", [300, 600])
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize(("workers", "rows"), thinned([(3, 300), (1, 300), (1, 600), (3, 600)], 2))
 def test_the_forecast_of_a_night_is_close_to_the_night(rows: int, workers: int) -> None:
     night = requests(rows)
     found = surveyed(night, sample=200)

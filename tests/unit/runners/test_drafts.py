@@ -19,7 +19,10 @@ from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.tokenizer.vocabulary import Vocabulary
 from nightmill.worker.runners.reference.runner import ReferenceRunner
 from tests.support.engines import NoText, complete
+from tests.support.thinning import thinned
 from tests.support.true_guesses import guess_truly
+
+pytestmark = pytest.mark.heavy
 
 VOCAB = 4096
 LENGTHS = [1, 15, 16, 17, 40]
@@ -103,7 +106,9 @@ def held_requests(**params: Any) -> list[Request]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("depth", "params"), [(1, {}), (3, {}), (2, {"min_tokens": 20})])
+@pytest.mark.parametrize(
+    ("depth", "params"), thinned([(1, {}), (3, {}), (2, {"min_tokens": 20})], 3, first=2)
+)
 def test_drafts_change_no_bit_of_answers_under_constraints(
     file: GgufFile, grammars: Grammars, monkeypatch: pytest.MonkeyPatch, depth: int, params: dict[str, Any]
 ) -> None:

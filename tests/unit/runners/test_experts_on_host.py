@@ -23,6 +23,8 @@ from tests.gpu import test_experts_kernels as on_gpu
 from tests.gpu.expert_trials import KINDS, ExpertTrial, assert_same, results
 from tests.unit.runners.host_kernels import HostDevice, holds_on_host, run_experts_on_host
 
+pytestmark = pytest.mark.heavy
+
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> set[str]:
@@ -44,6 +46,13 @@ def test_each_kind_is_computed(launched: set[str], kind: str) -> None:
         "experts_floats_1",
         "combine_1",
     }
+
+
+@pytest.mark.parametrize(("width", "pieces"), [(1024, 1), (4096, 2), (4104, 4)])
+def test_outputs_are_added_in_rows_of_any_width(launched: set[str], width: int, pieces: int) -> None:
+    device: Any = HostDevice(Element.F16)
+    on_gpu.outputs_are_added(device, width, 2)
+    assert launched == {f"combine_{pieces}"}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from nightmill.jobs.errors import RunnerError
-from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.model.spec import ModelSpec, Predictor
 from nightmill.worker.runners.gpu.catalogue import check_spec
 from tests.support.specs import GEMMAS, PLAIN, VARIANTS, dense_spec
 
@@ -25,8 +25,13 @@ def test_what_kernels_do_not_compute_is_refused_by_name(name: str) -> None:
         check_spec(spec)
 
 
+PREDICTOR = Predictor(
+    block=2, layer=PLAIN.layers[-1], norm=PLAIN.output_norm, last_norm_name="nextn.shared_head_norm",
+    hands_on_normed=False,
+)  # fmt: skip
 COMPUTED = [
     *VARIANTS.values(), *GEMMAS.values(), PLAIN, dense_spec(qk_norm=True, bias=False), dense_spec(layers=24),
+    replace(PLAIN, predictor=PREDICTOR),
 ]  # fmt: skip
 
 

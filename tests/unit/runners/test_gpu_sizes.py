@@ -2,7 +2,7 @@
 
 import re
 from contextlib import closing
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,12 @@ from nightmill.worker.runners.gpu.activations import Activations
 from nightmill.worker.runners.gpu.catalogue import check_spec
 from nightmill.worker.runners.gpu.device.chosen import describe_device
 from nightmill.worker.runners.gpu.device.device import Device, NoDeviceError
+from nightmill.worker.runners.gpu.experts.combine import Combine
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.kv_format import KvFormat
 from tests.support.cuda_runners import cuda_runner
 from tests.support.ggufs import write_model
-from tests.support.specs import dense_spec
+from tests.support.specs import GEMMAS, MIXTURES, dense_spec
 from tests.unit.runners.recorded_cuda import AMPERE, HOPPER, RecordedDriver, record
 from tests.unit.runners.recorded_steps import allocations, decode_all
 
@@ -123,6 +124,14 @@ REFUSED = {
 def test_a_model_that_no_kernel_takes_is_refused_with_the_size(problem: str) -> None:
     with pytest.raises(RunnerError, match=f"do not take {problem}.*--reference"):
         check_spec(dense_spec(**REFUSED[problem]))  # type: ignore[arg-type]
+
+
+def test_branches_of_rows_that_registers_do_not_hold_are_refused() -> None:
+    wide = replace(GEMMAS["keys as values, experts beside"], width=4104)
+    assert Combine.refusal(replace(wide, width=4096)) is None
+    assert Combine.refusal(replace(MIXTURES["experts and a shared one"], width=4104)) is None
+    with pytest.raises(RunnerError, match=r"beside a dense network at a width of 4,104 \(up to 4,096\)"):
+        check_spec(wide)
 
 
 def test_fp8_weights_are_refused_where_nothing_multiplies_them(

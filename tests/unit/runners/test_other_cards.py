@@ -1,22 +1,30 @@
 """Every family on other cards than Hopper: a runner launches what such a card has, or says why not before."""
 
 from contextlib import closing
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.assembly.forecast import card_of
 from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.runners.gpu.attention.wide import WideDecode
 from nightmill.worker.runners.gpu.catalogue import check_spec, sources_for
 from nightmill.worker.runners.gpu.device.chosen import ChosenGpu
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import Module
 from nightmill.worker.runners.gpu.device.known_cards import KNOWN_CARDS, KnownCard
+from nightmill.worker.runners.gpu.device.operands import Format
 from nightmill.worker.runners.gpu.device.sources import Source, for_element
 from nightmill.worker.runners.gpu.outlook import kernel_outlook
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
+from nightmill.worker.runners.gpu.products.chooser import Products
+from nightmill.worker.runners.gpu.products.formats import ModelFormats
+from nightmill.worker.runners.gpu.products.packed.packed_gemm import packed_products
+from nightmill.worker.runners.gpu.shapes import Kind, Shape
 from tests.support.cuda_runners import cuda_runner
 from tests.support.driving import Chunk, Pages
 from tests.support.expert_shapes import EXPERT_SHAPES
@@ -87,6 +95,61 @@ def test_each_card_computes_or_refuses_each_family(
     assert (len(taken) > 0.8 * len(SPECS)) is (
         weights is not WeightsFormat.FP8 or KNOWN_CARDS[key].features.fp8
     )
+
+
+@pytest.mark.parametrize("key", [*CARDS, "h200"])
+def test_packed_weights_never_have_to_become_elements_and_may_in_large_steps_alone(
+    key: str, real: RecordedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the kernels among which products choose: the table of docs/cards.md. Q6_K takes most room of all."""
+    found: list[Products] = []
+    make = ModelFormats.products
+
+    def noted(formats: ModelFormats, *given: Any) -> Products:
+        found.append(make(formats, *given))
+        return found[-1]
+
+    monkeypatch.setattr(ModelFormats, "products", noted)
+    spec = typed(SPECS["Qwen3 8B"])
+    types = {name: "Q6_K" if "down" in name else kind for name, kind in spec.tensor_types.items()}
+    spec, kept = replace(spec, tensor_types=types), Precision(weights=WeightsFormat.FILE)
+    options = {"slots": 8, "context": 128, "kv_pages": 64, "max_tokens": 256, "graphs": False, "tune": False}
+    card = ChosenGpu(0, KNOWN_CARDS[key])
+    with closing(cuda_runner(hollow_file(spec), spec, gpu=card, precision=kept, **options)):
+        multiplied = packed_products(spec, kept)
+        assert multiplied >= {(Kind.SWIGLU, Format.Q4_K), (Kind.RESIDUAL, Format.Q6_K)}
+        for kind, format_ in multiplied:
+            for rows in (1, 16, 24, 64, 72, 256, 288, 4096):
+                names = [one.name for one in found[0]._candidates(Shape(rows, 4096, 4096, kind, format_))]
+                made = [name.startswith("elements, ") for name in names]
+                assert any(made) is (rows > (64 if key == "h200" else 256)), (kind, format_, rows)
+                assert not all(made), (kind, format_, rows)
+                if key != "h200":
+                    by = {
+                        " ".join(name.split()[:2]) for name, one in zip(names, made, strict=True) if not one
+                    }
+                    warps = {"packed rows"} if rows <= 64 else set()
+                    assert by == warps | ({"packed mma"} if rows > 16 else set())
+
+
+@pytest.mark.parametrize("key", ["rtx3090", "a100"])
+def test_heads_of_512_are_taken_with_one_stage_if_that_is_on(
+    key: str, real: RecordedDriver, loaded: list[Source], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, weights = "heads of 256 and of 512", WeightsFormat.FILE
+    spec, wide = typed(SPECS[name]), {"wide_decode_1", "wide_prefill_32"}
+    assert is_computed(real, loaded, name, KNOWN_CARDS[key], weights)
+    assert real.launches.keys() >= {"decode_attention_any", "prefill_attention_any"} and not (
+        real.launches.keys() & wide
+    )
+    monkeypatch.setattr(WideDecode, "one_stage", True)
+    assert is_computed(real, loaded, name, KNOWN_CARDS[key], weights)
+    assert real.launches.keys() >= wide and "decode_attention_any" not in real.launches
+    on_hopper = kernel_outlook(spec, Precision(weights=weights), hopper=True)["drawn tokens"]
+    assert on_hopper == "fast decode attention for heads of 256; wide decode attention for heads of 512"
+    outlook = kernel_outlook(spec, Precision(weights=weights), hopper=False)
+    assert outlook["drawn tokens"].endswith("wide decode attention for heads of 512")
+    assert outlook["prompts"].endswith("attention by mma.sync for heads of 512")
 
 
 def is_computed(

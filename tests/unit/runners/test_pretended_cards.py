@@ -136,9 +136,15 @@ def test_without_a_gpu_a_worker_does_not_pretend(monkeypatch: pytest.MonkeyPatch
     settings = Settings(model=MODEL, pretend_device="rtx4090")
     with (
         closing(load_model(settings)) as model,
-        pytest.raises(SettingsError, match=r"4090.*check --pret"),
+        pytest.raises(SettingsError, match=r"4090.*check --pret.*plan --no-measure"),
     ):
         build_engine(settings, model)
+
+
+def test_numpy_that_is_asked_for_by_name_pretends_nothing_and_is_not_refused() -> None:
+    settings = Settings(model=MODEL, pretend_device="rtx4090", reference=True, max_sequences=1)
+    with closing(load_model(settings)) as model, closing(build_engine(settings, model)) as engine:
+        assert engine.stats.sequences == 1
 
 
 def test_kernels_ask_for_no_more_shared_memory_than_a_block_of_the_card_has(real: RecordedDriver) -> None:
@@ -239,3 +245,13 @@ def test_the_list_of_tests_as_other_cards_names_files_that_are_there() -> None:
         "tests/gpu/test_a.py::test_x[a b] PASSED [ 5%]\ntests/gpu/test_a.py::test_y FAILED [10%]\nE PASSED\n"
     )
     assert cards.outcomes(shown) == {"PASSED": 1, "FAILED": 1, "ERROR": 0, "SKIPPED": 0}
+
+
+@pytest.mark.heavy
+def test_a_part_without_tests_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its `-k` fits nothing any more: it would pass with nothing run."""
+    empty = cards.TestedPart("delta", ("test_states_kernels",), "no_such_test")
+    monkeypatch.setattr(cards, "PARTS", (empty,))
+    assert cards.main(["--card", "rtx3090", "delta"]) == 1 and "failed" in capsys.readouterr().out

@@ -12,6 +12,8 @@ from tests.gpu import test_states_kernels as on_gpu
 from tests.gpu.state_trials import AnyMixer, Piece, Trial, delta_net, mamba
 from tests.unit.runners.host_kernels import HostDevice, run_states_on_host
 
+pytestmark = pytest.mark.heavy
+
 MIXERS: dict[str, AnyMixer] = {
     "short": ShortConv(width=24, kernel=3),
     "delta": delta_net(1, 2, 32, 64),

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from nightmill.worker.model.rope import RopeStyle
-from nightmill.worker.runners.gpu.attention.choice import prefill_attention
 from nightmill.worker.runners.gpu.attention.pieces import whole_pieces
-from nightmill.worker.runners.gpu.attention.wide import wide_pieces
+from nightmill.worker.runners.gpu.attention.wide import WideDecode, wide_pieces
 from nightmill.worker.runners.gpu.device.element import Element
 from tests.gpu import test_kernels_attention as on_gpu_too
 from tests.gpu import test_kernels_latent as on_gpu
-from tests.gpu.attending import prefill_oracle, run_prefill
+from tests.gpu import test_kernels_prefill as on_gpu_as_well
+from tests.gpu.attending import decode_oracle, run_decode
 from tests.gpu.oracles import ATTENTION, assert_close, attention_of, make_paged, make_queries
 from tests.unit.runners.host_kernels import HostDevice, run_on_host
 
@@ -63,18 +63,33 @@ def test_heads_of_512(launched: set[str], monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(HostDevice, "compute_capability", (9, 0))
     device: Any = HostDevice()
     on_gpu_too.wide_contexts_cut_anyhow(device, (9, 1, 512), [1, 33, 600], 1024)
-    attention, rng = attention_of((4, 2, 512)), np.random.default_rng(2)
-    chunks, lengths = [40, 1, 7], [40, 71, 71]
-    paged = make_paged(rng, lengths, 2, 512)
-    qkv = make_queries(rng, sum(chunks), attention)
     for hopper in (False, True):
         monkeypatch.setattr(HostDevice, "hopper", hopper)
-        prefill = prefill_attention(device, attention)
-        whole = run_prefill(device, prefill, attention, qkv, paged, lengths, chunks)
-        assert_close(whole, prefill_oracle(attention, qkv, paged, lengths, chunks), ATTENTION)
-        piece = run_prefill(device, prefill, attention, qkv[30:40], paged, [40], [10])
-        np.testing.assert_array_equal(piece, whole[30:40])
+        on_gpu_as_well.wide_prompts_in_chunks(device, (4, 2, 512), [40, 1, 7], [40, 71, 71])
     assert launched == {"wide_decode_2", "wide_merge", "wide_prefill_64", "hopper_wide"}
+
+
+@pytest.mark.heavy
+def test_heads_of_512_with_room_for_one_tile(launched: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn tokens have the bits that two stages give."""
+    device: Any = HostDevice()
+    attention, lengths = attention_of((9, 1, 512)), [1, 33, 300]
+    rng = np.random.default_rng(3)
+    paged = make_paged(rng, lengths, 1, 512)
+    case = attention, make_queries(rng, 3, attention), paged, lengths
+    found = []
+    for capability in ((9, 0), (8, 6)):
+        monkeypatch.setattr(HostDevice, "compute_capability", capability)
+        decode = WideDecode(device, attention, max_context=512)
+        contexts, everyone = np.array(lengths, dtype=np.int32), np.arange(3, dtype=np.int32)
+        pieces = wide_pieces(contexts, everyone, segment=decode.segment, at_once=20, most_cut=100)
+        assert len(pieces) > len(lengths)
+        found.append(run_decode(device, decode, *case, pieces=pieces))
+    np.testing.assert_array_equal(*found)
+    assert_close(found[0], decode_oracle(*case), ATTENTION)
+    monkeypatch.setattr(WideDecode, "one_stage", True)
+    on_gpu_as_well.wide_prompts_in_chunks(device, (4, 2, 512), [40, 1, 7], [40, 71, 71])
+    assert launched == {"wide_decode_2", "wide_decode_1", "wide_merge", "wide_prefill_32"}
 
 
 @pytest.mark.slow  # takes its turn: one commit of four

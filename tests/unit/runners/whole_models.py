@@ -69,7 +69,8 @@ class HostProduct:
         device, columns = self.device, weight.columns
         numbers = from_words(device.download(x.address, (rows, columns), np.uint16), device.element)
         matrix = device.download(weight.address, (weight.rows, columns), np.uint16)
-        sums = numbers.astype(np.float32) @ from_words(matrix, device.element).astype(np.float32).T
+        weights = from_words(matrix, device.element).astype(np.float32)
+        sums = ops.linear(numbers.astype(np.float32), weights.T)  # a row's bits do not hang on the others
         found = GATED[self.kind](sums) if self.kind in GATED else sums
         found = np.ascontiguousarray(found[:, : self.outputs], dtype=np.float32)
         if self.kind is Kind.RESIDUAL:
@@ -107,6 +108,9 @@ class HostProducts:
     def of(self, kind: Kind, outputs: int, inputs: int, weights: Format | None = None) -> HostProduct:
         """The product of these sizes."""
         return HostProduct(self._device, kind, outputs)
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 class HostModel:
@@ -183,7 +187,7 @@ class HostModel:
         model.forward(inputs, shape, own)
         if not draws:
             return np.zeros((0, self._spec.vocab), dtype=np.float32)
-        model.head(model.normed, model.weights.head, model.logits, draws)
+        model.head(model.normed(shape), model.weights.head, model.logits, draws)
         model.shared.logit_scale(model.logits, draws)
         padded = self.device.download(model.logits.address, (draws, padded_vocab(self._spec)), np.float32)
         return np.ascontiguousarray(padded[:, : self._spec.vocab])

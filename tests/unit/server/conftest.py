@@ -1,5 +1,7 @@
 """A real server on a free port, and a worker in this process whose texts tests know beforehand."""
 
+import json
+import socket
 import ssl
 import threading
 import time
@@ -21,7 +23,8 @@ from nightmill.jobs.server.connections import Connection
 from nightmill.jobs.server.job_service import ServerLimits
 from nightmill.jobs.server.keys import ApiKeys
 from tests.support.servers import free_port, wait_until
-from tests.unit.engine.scripted import ARITHMETIC, ScriptedRunner, expected, make_request
+from tests.unit.engine.by_definition import expected
+from tests.unit.engine.scripted import ARITHMETIC, ScriptedRunner, make_request
 from tests.unit.worker.bench import PROMPT, Bench, stop
 
 ALICE, BOB, EVE, OPS = "alice-has-a-long-key", "bob-has-a-long-key", "eve-reads-all-jobs", "ops-does-anything"
@@ -76,7 +79,17 @@ class Server:
     def http(self, key: str | None = ALICE) -> httpx2.Client:
         """Plain HTTP."""
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        return httpx2.Client(base_url=self.url, headers=headers, timeout=60)
+        return httpx2.Client(base_url=self.url, headers=headers, timeout=240)
+
+    def left(self, path: str, body: dict[str, Any], jobs: int = 1) -> None:
+        """Ask, and go away without a word as soon as the request has become so many jobs."""
+        content = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {ALICE}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+        address = ("127.0.0.1", int(self.url.rpartition(":")[2]))
+        with socket.create_connection(address) as connection:
+            connection.sendall(head.encode() + content)
+            wait_until(lambda: len(self.client.list_jobs()) == jobs)
 
 
 @contextmanager
@@ -100,7 +113,7 @@ def working(client: Client, bench: Bench) -> Iterator[None]:
         yield
     finally:
         over.set()
-        thread.join(30)
+        thread.join(120)
 
 
 @contextmanager
@@ -119,7 +132,7 @@ def listening(
         yield port
     finally:
         server.should_exit = True
-        thread.join(30)
+        thread.join(120)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from nightmill.jobs.base.contract import CallFormat, Markup
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.client.client import Client
-from tests.unit.engine import scripted
+from tests.unit.engine import by_definition
 from tests.unit.server.conftest import KEYS, Server, Slow, listening, working
 from tests.unit.worker import bench as worker_bench
 from tests.unit.worker.bench import PROMPT, Bench, stop
@@ -26,11 +26,11 @@ SEED = len(PROMPT)
 def talking_server(settings: Settings, monkeypatch: pytest.MonkeyPatch, text: str = TEXT) -> Iterator[Server]:
     """In pieces of some bytes; calls are read where tools were given."""
     said = text.encode()
-    size = -(-len(said) // scripted.EOS)
+    size = -(-len(said) // by_definition.EOS)
     pieces = [said[start : start + size] for start in range(0, len(said), size)]
-    script = [*range(len(pieces)), scripted.EOS]
-    for module in (scripted, worker_bench):
-        monkeypatch.setattr(module, "PIECES", [*pieces, *[b"?"] * (scripted.VOCAB - len(pieces))])
+    script = [*range(len(pieces)), by_definition.EOS]
+    for module in (by_definition, worker_bench):
+        monkeypatch.setattr(module, "PIECES", [*pieces, *[b"?"] * (by_definition.VOCAB - len(pieces))])
     with Client(settings) as client:
         bench = Bench(client, Slow(script=script))
         monkeypatch.setattr(

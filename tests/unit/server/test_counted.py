@@ -12,21 +12,21 @@ def test_who_looks_while_another_asks_takes_what_there_is() -> None:
     def ask() -> int:
         asked.append(1)
         asking.set()
-        assert answer.wait(60)
+        assert answer.wait(240)
         return 7
 
     counted = Counted(ask, 0)
     first = threading.Thread(target=counted.look)
     first.start()
-    assert asking.wait(60)
+    assert asking.wait(240)
     others = [threading.Thread(target=counted.look) for _ in range(8)]
     for thread in others:
         thread.start()
     for thread in others:
-        thread.join(60)
+        thread.join(240)
     assert (counted.found, len(asked)) == (0, 1)
     answer.set()
-    first.join(60)
+    first.join(240)
     counted.look()
     assert (counted.found, len(asked)) == (7, 1)
 

@@ -113,12 +113,12 @@ def test_a_stream_that_is_open_when_the_grace_ends_is_one_sentence_in_the_log(
         try:
             wait_until(lambda: server.started)
             url = f"http://127.0.0.1:{config.port}/v1/jobs/{job_id}/events"
-            with httpx2.Client(timeout=60) as http, http.stream("GET", url) as answer:
+            with httpx2.Client(timeout=240) as http, http.stream("GET", url) as answer:
                 assert answer.status_code == 200
                 server.should_exit = True
                 with suppress(httpx2.TransportError):
                     answer.read()
-            thread.join(30)
+            thread.join(120)
         finally:
             uvicorn_log.removeFilter(is_news)
             server.should_exit = True

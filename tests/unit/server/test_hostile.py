@@ -209,7 +209,7 @@ def quote(text: str) -> str:
 def status_of(server: Server, request: bytes) -> int:
     """What the server answers; 0 if it only closes."""
     there = urlsplit(server.url)
-    with socket.create_connection((there.hostname, there.port), timeout=60) as connection:
+    with socket.create_connection((there.hostname, there.port), timeout=240) as connection:
         try:
             connection.sendall(request.replace(b"Host: HOST", f"Host: {there.netloc}".encode()))
             answer = connection.recv(64)

@@ -80,7 +80,7 @@ def test_a_job_that_takes_longer_than_a_request_goes_on(start: Callable[..., Any
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
         (job,) = server.client.list_jobs()
         assert job.id in answer.json()["error"]["message"]
-        server.client.wait(job.id, timeout=60)
+        server.client.wait(job.id, timeout=240)
         assert http.get(f"/v1/jobs/{job.id}").json()["text"] == text_of(4, max_tokens=40, ignore_eos=True)
 
 
@@ -276,6 +276,6 @@ def test_closing_a_stream_cancels_the_job_if_that_was_asked_for(server: Server, 
     if cancel:
         wait_until(lambda: server.client.get(job_id).cancel_requested_at)
         server.bench.service.poll_cancellations()
-    server.client.wait(job_id, timeout=60)
+    server.client.wait(job_id, timeout=240)
     state = server.client.get(job_id).state
     assert state is (JobState.CANCELLED if cancel else JobState.SUCCEEDED)

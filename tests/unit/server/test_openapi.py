@@ -71,7 +71,7 @@ def test_answers_are_as_it_says(start: Callable[..., Any]) -> None:
         short, later = {"max_tokens": 3}, {"scheduled_at": "8h"}
         job = http.post("/v1/jobs", json=PLAIN | short).json()
         cancelled = http.post("/v1/jobs", json=PLAIN | later).json()["id"]
-        server.client.wait(job["id"], timeout=60)
+        server.client.wait(job["id"], timeout=240)
         several = http.post("/v1/completions", json=PLAIN | short | {"prompt": ["a", [1, 2]], "logprobs": 1})
         validator("Completion").validate(several.json())
         answers = {

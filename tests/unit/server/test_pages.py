@@ -43,7 +43,7 @@ class Browser:
     """Plain HTTP with cookies, that reads the token of a page before it sends a form."""
 
     def __init__(self, server: Server, key: str | None = None) -> None:
-        self.http = httpx2.Client(base_url=server.url, timeout=60, follow_redirects=True)
+        self.http = httpx2.Client(base_url=server.url, timeout=240, follow_redirects=True)
         if key is not None:
             answer = self.send("/sign-in", "/sign-in", key=key, next="/")
             assert answer.status_code == 200, answer.text
@@ -134,7 +134,7 @@ def test_a_session_is_known_to_all_servers_until_the_secret_is_deleted_or_its_ti
         browser = Browser(server, ALICE)
         sealed = browser.http.cookies["nightmill_session"].strip('"')
         signed_in = {"Cookie": f"nightmill_session={sealed}"}
-        anonymous = httpx2.Client(timeout=60, headers=signed_in)
+        anonymous = httpx2.Client(timeout=240, headers=signed_in)
 
         def known(url: str) -> bool:
             return anonymous.get(url).status_code == 200
@@ -238,7 +238,7 @@ def test_a_night_is_handed_in_watched_and_downloaded(start: Start) -> None:
         wait_until(lambda: len(server.client.list_batches()) == 1)
         (batch,) = server.client.list_batches()
         name = batch.name
-        status = batch.wait(timeout=30)
+        status = batch.wait(timeout=120)
         assert (status.succeeded, status.unsuccessful) == (2, 1)
         page = browser.get("/batch", name=name).text
         assert "tonight" in page
@@ -276,10 +276,10 @@ def test_a_prompt_is_tried_and_repeated_to_the_letter(start: Start) -> None:
         browser = Browser(server, OPS)
         made = browser.send("/try", "/try", prompt="hello", kind="plain", max_tokens="12", temperature="1")
         first = parse_qs(urlsplit(str(made.url)).query)["id"][0]
-        server.client.wait(first, timeout=30)
+        server.client.wait(first, timeout=120)
         again = browser.send("/", "/job/repeat", id=first)
         second = parse_qs(urlsplit(str(again.url)).query)["id"][0]
-        server.client.wait(second, timeout=30)
+        server.client.wait(second, timeout=120)
         assert second != first
         assert server.client.get(second).text == server.client.get(first).text
         events = browser.get("/job/events", id=first).text

@@ -76,14 +76,14 @@ def test_who_holds_too_many_bytes_is_asked_to_come_again_and_others_are_served(
     def parse(body: Any) -> Any:
         if b"wait" in body:
             begun.release()
-            assert go.wait(30)
+            assert go.wait(120)
         return real(body)
 
     monkeypatch.setattr(bodies, "parse_object", parse)
     body = b'{"wait": 1'.ljust(59_999) + b"}"
     with server.http() as http, server.http(BOB) as other, ThreadPoolExecutor(1) as pool:
         held = pool.submit(http.post, "/v1/jobs", content=body, headers=JSON)
-        assert begun.acquire(timeout=30)
+        assert begun.acquire(timeout=120)
         busy = httpx2.post(
             f"{server.url}/v1/jobs", content=body, headers={**JSON, "Authorization": f"Bearer {ALICE}"}
         )
@@ -92,7 +92,7 @@ def test_who_holds_too_many_bytes_is_asked_to_come_again_and_others_are_served(
         large = b'{"prompt": "x"'.ljust(59_999) + b"}"
         assert other.post("/v1/jobs", content=large, headers=JSON).status_code == 202
         go.set()
-        assert held.result(30).status_code == 400
+        assert held.result(120).status_code == 400
         assert (
             http.post("/v1/jobs", content=large, headers=JSON).status_code == 202
         )  # nothing is held any more
@@ -216,9 +216,9 @@ def test_a_page_waits_for_one_reading_and_statements_for_none(
     with alone.http(None) as http, ThreadPoolExecutor(12) as pool:
         file = upload(http, "a.jsonl", content).json()["id"]
         asked = [
-            pool.submit(httpx2.get, f"{alone.url}/hand-in/file?id={file}", timeout=60) for _ in range(12)
+            pool.submit(httpx2.get, f"{alone.url}/hand-in/file?id={file}", timeout=240) for _ in range(12)
         ]
-        pages = [one.result(60) for one in asked]
+        pages = [one.result(240) for one in asked]
         assert {page.status_code for page in pages} == {200}
         assert all("is being read" in page.text and 'http-equiv="refresh"' in page.text for page in pages)
         assert http.get("/v1/jobs").status_code == 200  # though more ask than there are database threads

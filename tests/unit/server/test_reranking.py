@@ -10,7 +10,7 @@ from nightmill.jobs.request.fields import INTERACTIVE
 from nightmill.jobs.sql.claims import Claim
 from nightmill.worker.assembly.reranking import asked_in_chat
 from tests.support.servers import wait_until
-from tests.unit.engine.scripted import found_for
+from tests.unit.engine.by_definition import found_for
 from tests.unit.server.conftest import Server
 from tests.unit.worker.bench import ScriptedPrompting
 

@@ -435,7 +435,7 @@ def test_rows_of_files_are_responses_too(server: Server) -> None:
     file = client.files.create(file=("rows.jsonl", rows), purpose="batch")
     batch = client.batches.create(input_file_id=file.id, endpoint="/v1/responses", completion_window="1h")
     ended = wait_until(
-        lambda: (one := client.batches.retrieve(batch.id)).status == "completed" and one, timeout=60
+        lambda: (one := client.batches.retrieve(batch.id)).status == "completed" and one, timeout=240
     )
     (row,) = map(json.loads, client.files.content(ended.output_file_id).text.splitlines())
     response = Response.model_validate(row["response"]["body"])

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.commands.printing import print_all_of
-from tests.unit.engine import scripted
+from tests.unit.engine import by_definition
 from tests.unit.server.conftest import ALICE, Server
 from tests.unit.server.scripted_text import SEED, TEXT, talking_server
 from tests.unit.server.test_pages import Browser
@@ -41,7 +41,7 @@ def test_calls_and_thoughts_come_whole_and_streamed_and_go_back(talking: Server)
     ]
     assert len({call.id for call in calls}) == 2
     job = talking.client.get(whole.id.removeprefix("chatcmpl-"))
-    size = -(-len(TEXT.encode()) // scripted.EOS)
+    size = -(-len(TEXT.encode()) // by_definition.EOS)
     thoughts_end = len(TEXT.partition("</think>")[0].encode()) + len("</think>")
     assert job.reasoning_tokens == -(-thoughts_end // size)
     assert whole.usage is not None and whole.usage.completion_tokens_details is not None

@@ -254,6 +254,7 @@ def test_an_arrow_file_without_a_template_is_refused(tmp_path: Path) -> None:
     [
         ({"template": "{{ y }}"}, "template: line 1, column 1: there is no column 'y'; there are 'x', 'id'"),
         ({"system": "{{ y }}"}, "system: line 1, column 1: there is no column 'y'"),
+        ({"template": "Of {x}?"}, r"template: names no column, as \{x\} is a text; write \{\{ x \}\}$"),
         ({"keep": ["x", "y"]}, "keep: there is no column 'y'"),
         ({"column": "id"}, "column: 'id' is a column of the table already"),
         ({"keep": "id"}, "keep: must be 'all', 'none' or a list"),
@@ -362,3 +363,26 @@ def test_a_schema_does_not_depend_on_what_is_not_kept() -> None:
     schema = arrow.ipc.read_schema(arrow.py_buffer(base64.b64decode(str(table.shape.schema))))
     assert schema.names == ["day"]
     assert sorted(table.wanted) == ["day", "x.y"]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [{"template": "{y}, {"}, {"template": "As {x}: {{ x }}"}, {"template": "{x}", "system": "{{ id }}"}],
+)
+def test_single_braces_are_text_unless_a_column_is_meant_and_none_is_named(
+    said: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"x": 1, "id": 2}\n')
+    (row,) = rows_of(path, **said)
+    assert "{" in str(row.prompt)
+
+
+def test_a_disk_without_room_for_python_s_rows_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        return open("/dev/full", "w+b")  # noqa: PTH123 - the product closes it
+
+    monkeypatch.setattr("tempfile.TemporaryFile", full)
+    for rows in (1, 1000):  # written at the end, and before
+        with pytest.raises(BatchFileError, match=r"table: .*\(TMPDIR\).*: No space left on device"):
+            rows_of({"x": "a" * 100} for _ in range(rows))

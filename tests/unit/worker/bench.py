@@ -23,7 +23,8 @@ from nightmill.worker.service.service_options import ServiceOptions
 from nightmill.worker.service.shards import Service
 from nightmill.worker.service.suspects import SuspectsTurn
 from tests.support.nvml import FakeNvml
-from tests.unit.engine.scripted import EOS, PIECES, PieceStream, ScriptedRunner
+from tests.unit.engine.by_definition import EOS, PIECES, PieceStream
+from tests.unit.engine.scripted import ScriptedRunner
 from tests.unit.worker.threads import engine_in_thread
 
 PROMPT = (1, 2, 3)
@@ -48,7 +49,7 @@ class Gated(ScriptedRunner):
         self.gate = threading.Event()
 
     def launch(self, batch: StepBatch) -> None:
-        assert self.gate.wait(60)
+        assert self.gate.wait(240)
         super().launch(batch)
 
 

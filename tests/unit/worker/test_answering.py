@@ -16,7 +16,8 @@ from nightmill.worker.engine.request import Completion, DrawnTokens, Request
 from nightmill.worker.service.answering import Answering, pack, unpack
 from nightmill.worker.service.in_flight import InFlight
 from tests.support.servers import wait_until
-from tests.unit.engine.scripted import ScriptedRunner, expected, make_request
+from tests.unit.engine.by_definition import expected
+from tests.unit.engine.scripted import ScriptedRunner, make_request
 from tests.unit.worker.bench import Bench, Gated, Pausing, ScriptedPrompting, stop
 
 PROMPT = tuple(n % 11 for n in range(22))  # five pages and a half
@@ -78,7 +79,7 @@ def test_a_job_that_is_stopped_keeps_what_its_answers_had(build: Callable[..., B
         for sequence in bench.engine._live:
             bench.engine._live._deadlines.append((0.0, sequence.order, sequence))
     runner.gate.set()
-    thread.join(30)
+    thread.join(120)
     job = bench.client.get(job_id)
     whole = [alone(3, number, max_tokens=120) for number in range(8)]
     reason = StopReason(how)
@@ -107,8 +108,8 @@ def test_another_worker_goes_on_from_the_tokens_of_each_answer(build: Callable[.
     draining.start()
     wait_until(lambda: leaving.service.draining)
     runner.gate.set()
-    draining.join(30)
-    thread.join(30)
+    draining.join(120)
+    thread.join(120)
     assert leaving.client.get(job_id).state is JobState.QUEUED
     other = build(ScriptedRunner(), name="b")
     other.service.run_shard([job_id])
@@ -143,7 +144,7 @@ def test_the_whole_text_of_an_answer_is_read_while_others_are_generated(
     read = {1: "", 7: ""}
 
     def follow(answer: int) -> None:
-        for piece in bench.client.stream(job_id, answer=answer, timeout=60):
+        for piece in bench.client.stream(job_id, answer=answer, timeout=240):
             read[answer] += piece
 
     threads = [threading.Thread(target=follow, args=(answer,), daemon=True) for answer in read]
@@ -154,7 +155,7 @@ def test_the_whole_text_of_an_answer_is_read_while_others_are_generated(
     assert bench.client.get(job_id).state is JobState.RUNNING
     go_on.set()
     for thread in threads:
-        thread.join(60)
+        thread.join(240)
     assert read == {1: texts[1], 7: texts[7]}
     with pytest.raises(InvalidParameterError, match="answer: the job has 8 answers, counted from 0"):
         list(bench.client.stream(job_id, answer=8))
@@ -188,7 +189,7 @@ def test_a_job_with_many_answers_keeps_out_none_with_one(
     wait_until(lambda: len(submitted) == 2)
     runner.gate.set()
     for thread in threads:
-        thread.join(60)
+        thread.join(240)
     assert len(ended) == 132
     # Eight run at once: the others are among the second eight.
     assert {ended.index(job_id) // 8 for job_id in others} == {1}
@@ -206,7 +207,7 @@ def test_no_more_jobs_with_several_answers_are_claimed_than_there_is_room_for(
     wait_until(lambda: bench.service.in_flight.room == -1)  # the third takes what is left, and begins
     assert len(bench.client.list_jobs(state="running", limit=100)) == 3
     runner.gate.set()
-    thread.join(60)
+    thread.join(240)
     assert bench.client.stats()["state"] == {"succeeded": 12}
     assert bench.service.in_flight.room == 8
 

@@ -34,6 +34,8 @@ from nightmill.worker.runners.gpu.precision import HALF
 from tests.support.ggufs import CHATML, byte_vocabulary, write_model
 from tests.unit.runners.recorded_cuda import RecordedDriver
 
+pytestmark = pytest.mark.heavy  # each opens a model, with a process for its template
+
 Values = dict[str, Any]
 H200 = peaks_of((9, 0), 132, clock_khz=1_980_000, memory_khz=3_201_000, bus_bits=6144)
 LARGE = Card("large", 76 << 30, 132, H200, hopper=True)
@@ -195,6 +197,16 @@ def test_without_a_gpu_a_card_is_pretended(directory: Path, monkeypatch: pytest.
         assert found["sentence"][0]["ok"]
     done = CliRunner().invoke(main, ["check", "--model", str(demo_model()), "--pretend", "rtx9090"])
     assert "no card is known as 'rtx9090'" in done.output and "rtx4090" in done.output
+
+
+def test_a_forecast_says_that_it_knows_nothing_of_slow_kernels(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pycuda", None)
+    said = {"prompts": "attention for heads of 512 without tensor cores, which is slow", "products": "tiles"}
+    monkeypatch.setattr("nightmill.worker.runners.gpu.outlook.kernel_outlook", lambda *_, **__: said)
+    (basis,) = check(demo_model(), directory, "--pretend", "rtx3090", "--no-generate")["basis"]
+    assert "reaches; how slow kernels of prompts are is not in it; measure" in basis["found"]
 
 
 def test_with_a_gpu_it_is_said_of_that_one(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

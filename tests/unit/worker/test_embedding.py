@@ -18,7 +18,8 @@ from nightmill.jobs.commands.terminal import to_json
 from nightmill.jobs.errors import EmbeddingError, InvalidParameterError, InvalidPromptError
 from nightmill.jobs.reply.embeddings import encoded, numbers, written
 from nightmill.jobs.request.spec import JobSpec
-from tests.unit.engine.scripted import ScriptedRunner, expected_embedding, make_request
+from tests.unit.engine.by_definition import expected_embedding
+from tests.unit.engine.scripted import ScriptedRunner, make_request
 from tests.unit.worker.bench import PROMPT, Bench
 
 EMBED: dict[str, Any] = {"embed": True, "pooling": "last"}
@@ -79,7 +80,7 @@ def test_many_texts_become_embeddings_in_their_order(build: Callable[..., Bench]
     bench = build(ScriptedRunner())
     found: list[Any] = []
     asking = threading.Thread(
-        target=lambda: found.extend(bench.client.embed_many(["a", "b", "c"], pooling="mean", timeout=60))
+        target=lambda: found.extend(bench.client.embed_many(["a", "b", "c"], pooling="mean", timeout=240))
     )
     asking.start()
     while len(ids := [job.id for job in bench.client.list_jobs()]) < 3:
@@ -95,7 +96,7 @@ def test_one_that_fails_is_an_error_of_many(build: Callable[..., Bench]) -> None
 
     def ask() -> None:
         with pytest.raises(EmbeddingError, match=r"without an embedding, failed .*: pooling") as caught:
-            bench.client.embed_many(["a"], timeout=60)
+            bench.client.embed_many(["a"], timeout=240)
         failure.append(caught.value)
 
     asking = threading.Thread(target=ask)

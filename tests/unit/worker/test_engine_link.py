@@ -1,6 +1,8 @@
 """The pipe between a worker and its engine."""
 
+import pickle
 import threading
+from dataclasses import fields
 from multiprocessing import Pipe
 
 import pytest
@@ -15,7 +17,8 @@ from nightmill.worker.link.link import EngineLink
 from nightmill.worker.link.messages import Loading
 from nightmill.worker.runners.starting import StartStep
 from tests.support.servers import wait_until
-from tests.unit.engine.scripted import EOS, PieceStream, ScriptedRunner
+from tests.unit.engine.by_definition import EOS, PieceStream
+from tests.unit.engine.scripted import ScriptedRunner
 from tests.unit.worker.threads import engine_in_thread
 
 
@@ -31,6 +34,15 @@ def make_engine() -> Engine:
 def request(name: str, tokens: int) -> Request:
     # The scripted runner takes the seed for the length of the prompt.
     return Request(name, 1, (1, 2, 3), GenerationParams(max_tokens=tokens, ignore_eos=True), seed=3)
+
+
+@pytest.mark.parametrize("kind", [Request, Completion])
+def test_what_goes_through_the_pipe_keeps_all_its_values(kind: type[Request] | type[Completion]) -> None:
+    names = [one.name for one in fields(kind)]
+    sent = kind(**{name: f"value of {name}" for name in names})  # type: ignore[arg-type]
+    got = pickle.loads(pickle.dumps(sent))
+    assert type(got) is kind
+    assert [getattr(got, name) for name in names] == [f"value of {name}" for name in names]
 
 
 def test_completions_and_counters_come_back() -> None:
@@ -110,7 +122,7 @@ def test_engine_that_breaks_is_reported_once() -> None:
 
     link.start(lambda completion: None, on_failure)
     link.submit([request("a", 5)])
-    assert reported.wait(30)
+    assert reported.wait(120)
     assert not link.alive
     assert link.abandon() is None
     link.stop()
@@ -128,11 +140,11 @@ class Hanging:
         self.failed = threading.Event()
         self.link.start(lambda completion: None, self._on_failure)
         self.link.submit([request("job", 5)])
-        assert self.hangs.wait(30)
+        assert self.hangs.wait(120)
 
     def _hang(self) -> list[Completion]:
         self.hangs.set()
-        assert self.going_on.wait(60)
+        assert self.going_on.wait(240)
         raise RunnerError("killed")  # what becomes of a process; a thread has to end by itself
 
     def _on_failure(self, error: RunnerError) -> None:
@@ -152,12 +164,12 @@ class Hanging:
 def test_engine_that_hangs_with_a_full_pipe_is_killed_and_reported_once() -> None:
     hanging = Hanging(hang_seconds=0.4)
     filling = hanging.fill_the_pipe()
-    assert hanging.failed.wait(30)
+    assert hanging.failed.wait(120)
     assert not hanging.link.alive
     assert hanging.link._host.killed  # type: ignore[attr-defined]
     hanging.going_on.set()
     hanging.link.stop()
-    filling.join(30)
+    filling.join(120)
     assert not filling.is_alive()
     assert hanging.failures == ["it has not answered for 0 s: a step hangs"]
 
@@ -173,7 +185,7 @@ def test_engine_that_hangs_holds_up_nobody_who_asks_or_stops_it(monkeypatch: pyt
     wait_until(lambda: not hanging.link.alive)
     hanging.going_on.set()
     for thread in (stopping, filling):
-        thread.join(30)
+        thread.join(120)
         assert not thread.is_alive()
     assert hanging.failures == []
 

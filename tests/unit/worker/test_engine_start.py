@@ -103,7 +103,7 @@ def test_a_launch_that_never_ends_in_service_ends_the_process(monkeypatch: pytes
         time.sleep(0.02)
     assert failures and "a step hangs" in failures[0]
     process = link._host._process  # type: ignore[attr-defined]
-    process.wait(30)
+    process.wait(120)
     link.stop()
     assert process.returncode == -9
 

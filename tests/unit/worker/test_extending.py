@@ -10,7 +10,8 @@ from nightmill.jobs.base.contract import JobState, StopReason
 from nightmill.jobs.batches.batch import Batch
 from nightmill.jobs.errors import InvalidParameterError
 from nightmill.jobs.reply.history import begins_with
-from tests.unit.engine.scripted import ScriptedRunner, expected, make_request
+from tests.unit.engine.by_definition import expected
+from tests.unit.engine.scripted import ScriptedRunner, make_request
 from tests.unit.worker.bench import PROMPT, Bench, Pausing, these
 from tests.unit.worker.test_service_resume import drain_in_the_middle
 

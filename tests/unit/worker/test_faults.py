@@ -266,7 +266,7 @@ def test_a_broken_thread_ends_the_worker_and_another_does_its_work(
     bench = build(ScriptedRunner(slots=16, kv_pages=256), capacity=64)
     ids = enqueue(bench.client, 64, max_tokens=3)
     fault(bench, ids[17], monkeypatch)
-    bench.run(ids).join(30)
+    bench.run(ids).join(120)
     wait_until(lambda: bench.fatal)
     assert "ZeroDivisionError: nobody expected" in bench.fatal[0]
     bench.service.drain()  # as Celery has it do then

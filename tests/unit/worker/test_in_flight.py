@@ -34,11 +34,11 @@ def waiting(jobs: InFlight, keys: Sequence[JobKey]) -> threading.Thread:
 def test_whoever_waits_for_a_job_goes_on_at_the_last_of_his(in_flight: InFlight) -> None:
     threads = [waiting(in_flight, FIRST), waiting(in_flight, [FIRST[0]]), waiting(in_flight, FIRST)]
     in_flight.remove([FIRST[0], SECOND[0]])
-    threads[1].join(30)
+    threads[1].join(120)
     assert [thread.is_alive() for thread in threads] == [True, False, True]
     in_flight.remove(FIRST)  # one of them for the second time
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
         assert not thread.is_alive()
     in_flight.wait_for_end(FIRST)
     assert in_flight._awaited == {}
@@ -49,10 +49,10 @@ def test_results_of_other_shards_wake_nobody(in_flight: InFlight) -> None:
     threads = [waiting(in_flight, FIRST), waiting(in_flight, SECOND)]
     assert not in_flight._changed._waiters  # type: ignore[attr-defined]
     in_flight.remove(SECOND)
-    threads[1].join(30)
+    threads[1].join(120)
     assert [thread.is_alive() for thread in threads] == [True, False]
     in_flight.remove(FIRST)
-    threads[0].join(30)
+    threads[0].join(120)
     assert not threads[0].is_alive()
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.errors import SettingsError
+from nightmill.worker.assembly.fetching import with_files
 from nightmill.worker.assembly.options import DTYPES, KV, WEIGHTS, as_arguments, merge_options
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.precision import WeightsFormat
@@ -49,3 +50,14 @@ def test_prefix_sharing_is_on_unless_the_environment_or_an_option_says_otherwise
     assert merge_options(off, {"prefix_sharing": True}).prefix_sharing is True
     assert merge_options(off, {"prefix_sharing": None}).prefix_sharing is False
     assert merge_options(Settings(), {"prefix_sharing": False}).prefix_sharing is False
+
+
+def test_one_model_that_is_asked_for_is_not_loaded_together_with_those_of_the_environment() -> None:
+    service = Settings(models="a.gguf,b.gguf", together=True)
+    assert merge_options(service, {"gpu": 1}).together
+    alone = merge_options(service, {"model": "c.gguf"})
+    assert (alone.models, alone.together) == (None, False)
+    asked = merge_options(Settings(), {"model": "c.gguf", "together": True})
+    assert asked.together  # and then refused, as there is no list
+    with pytest.raises(SettingsError, match="--together starts a worker for each model"):
+        with_files(service, None, print)  # as Celery's own command would

@@ -25,7 +25,8 @@ from nightmill.jobs.sql import requeueing
 from nightmill.jobs.sql.claims import Claim
 from nightmill.jobs.sql.deletion import delete_job
 from nightmill.jobs.sql.tables import BatchRow, JobRow, PartialRow
-from tests.unit.engine.scripted import ScriptedRunner, expected, make_request
+from tests.unit.engine.by_definition import expected
+from tests.unit.engine.scripted import ScriptedRunner, make_request
 from tests.unit.worker.bench import Bench
 
 MOST = 40
@@ -84,7 +85,7 @@ class Histories(RuleBasedStateMachine):
         ids = self._queued()
         threads = [bench.run(ids[number::2]) for number, bench in enumerate(self.benches)]
         for thread in threads:
-            thread.join(30)
+            thread.join(120)
 
     @rule(number=numbers)
     def cancel(self, number: int) -> None:

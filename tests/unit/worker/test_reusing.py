@@ -14,7 +14,8 @@ from nightmill.jobs.reply.job import Job
 from nightmill.jobs.sql.deletion import delete_job
 from nightmill.jobs.sql.tables import JobRow
 from tests.support.servers import wait_until
-from tests.unit.engine.scripted import ScriptedRunner, expected, make_request
+from tests.unit.engine.by_definition import expected
+from tests.unit.engine.scripted import ScriptedRunner, make_request
 from tests.unit.worker.bench import PROMPT, Bench, Gated, ScriptedPrompting
 
 EXACT: dict[str, Any] = {"reuse": "exact", "seed": 7, "max_tokens": 30, "ignore_eos": True}
@@ -34,7 +35,7 @@ def test_equal_rows_cost_one_and_tell_whose_text_they_have(build: Callable[..., 
     ids = list(bench.client.enqueue_many(["prompt"] * 300, **EXACT))
     shards = [ids[start : start + 64] for start in range(0, 300, 64)]
     for thread in [bench.run(shard) for shard in shards]:
-        thread.join(30)
+        thread.join(120)
     jobs = [bench.client.get(job_id) for job_id in ids]
     assert drawn(bench) == 30
     text = expected(make_request("j", PROMPT, seed=7, max_tokens=30, ignore_eos=True), 200)[1]
@@ -172,7 +173,7 @@ def test_where_the_first_ends_without_an_answer_the_next_is_computed(build: Call
     wait_until(lambda: bench.engine.has_work)  # before that it knows of no job to cancel
     bench.service.poll_cancellations()
     gate.gate.set()
-    thread.join(30)
+    thread.join(120)
     jobs = {job_id: bench.client.get(job_id) for job_id in ids}
     assert {job_id for job_id, job in jobs.items() if job.state is JobState.CANCELLED} == cancelled
     left = [job for job_id, job in jobs.items() if job_id not in cancelled]
@@ -194,7 +195,7 @@ def test_a_job_does_not_wait_for_a_less_urgent_one_or_one_with_another_deadline(
     wait_until(lambda: bench.service._reusing._identities)
     assert not any(leader.twins for leader in bench.service._reusing._leaders.values())
     gate.gate.set()
-    thread.join(30)
+    thread.join(120)
     assert drawn(bench) == 90
 
 

@@ -38,7 +38,7 @@ def test_no_more_is_claimed_than_there_is_room_for(build: Callable[..., Bench]) 
     assert len(bench.client.list_jobs(state="queued", limit=100)) == 34
     runner.gate.set()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     assert bench.client.stats()["state"] == {"succeeded": 40}
 
 
@@ -111,8 +111,8 @@ def test_draining_finishes_what_it_can_and_hands_the_rest_back(build: Callable[.
     drained.start()
     wait_until(lambda: bench.service.draining)
     runner.gate.set()
-    drained.join(30)
-    thread.join(30)
+    drained.join(120)
+    thread.join(120)
     jobs = bench.client.store.find(these(ids))
     assert all(job.state in (JobState.QUEUED, JobState.SUCCEEDED) for job in jobs)
     left = [job for job in jobs if job.state is JobState.QUEUED]
@@ -131,7 +131,7 @@ class SlowClaims:
         def slow(*wanted: Any) -> Any:
             claims = claim(*wanted)
             self.committed.set()
-            assert self.let_go.wait(60)
+            assert self.let_go.wait(240)
             return claims
 
         monkeypatch.setattr(bench.claims, "claim_within", slow)
@@ -144,7 +144,7 @@ def test_jobs_claimed_too_late_for_a_draining_worker_are_handed_back(
     slow = SlowClaims(bench, monkeypatch)
     ids = enqueue(bench.client, 3, max_tokens=3)
     thread = bench.run(ids)
-    assert slow.committed.wait(30)
+    assert slow.committed.wait(120)
     bench.service.drain_seconds = 0.0
     drained = threading.Thread(target=bench.service.drain)
     drained.start()
@@ -152,7 +152,7 @@ def test_jobs_claimed_too_late_for_a_draining_worker_are_handed_back(
     assert drained.is_alive()  # it signs off when nobody claims any more
     slow.let_go.set()
     for waiting in (drained, thread):
-        waiting.join(30)
+        waiting.join(120)
         assert not waiting.is_alive()
     jobs = bench.client.store.find(these(ids))
     assert {(job.state, job.failures) for job in jobs} == {(JobState.QUEUED, 0)}
@@ -173,7 +173,7 @@ def test_a_shard_that_waits_for_its_turn_to_be_claimed_stays_queued_in_a_drain(
     wait_until(lambda: bench.service.in_flight._closed)
     slow.let_go.set()
     for waiting in (drained, *threads):
-        waiting.join(30)
+        waiting.join(120)
         assert not waiting.is_alive()
     assert bench.client.stats()["state"] == {"succeeded": CLAIMS_AT_ONCE, "queued": 1}
     (left,) = bench.client.list_jobs(state="queued")
@@ -188,14 +188,14 @@ def test_draining_waits_for_jobs_whose_claim_is_under_way(
     slow = SlowClaims(bench, monkeypatch)
     ids = enqueue(bench.client, 3, max_tokens=3)
     thread = bench.run(ids)
-    assert slow.committed.wait(30)
+    assert slow.committed.wait(120)
     bench.service.drain_seconds = 60.0
     drained = threading.Thread(target=bench.service.drain)
     drained.start()
     wait_until(lambda: bench.service.in_flight._closed)
     slow.let_go.set()
     for waiting in (drained, thread):
-        waiting.join(30)
+        waiting.join(120)
     assert bench.client.stats()["state"] == {"succeeded": 3}
 
 
@@ -236,10 +236,10 @@ def test_a_job_cancelled_before_the_engine_knows_it_is_cancelled_all_the_same(
 
     monkeypatch.setattr(bench.service.engine, "submit", cancelled_just_before)
     thread = bench.run([job_id])
-    assert submitted.wait(30)
+    assert submitted.wait(120)
     bench.service.poll_cancellations()
     runner.gate.set()
-    thread.join(30)
+    thread.join(120)
     assert bench.client.stats()["state"] == {"cancelled": 1}
 
 
@@ -269,7 +269,7 @@ def test_jobs_taken_by_another_worker_are_dropped(build: Callable[..., Bench], c
     assert [len(other.claim_suspects((None,), 10)) for _ in range(2)] == [2, 1]
     bench.service.reconcile()
     runner.gate.set()
-    thread.join(30)
+    thread.join(120)
     assert {job.state for job in bench.client.store.find(these(ids))} == {JobState.RUNNING}
     assert {job.worker for job in bench.client.store.find(these(ids))} == {"b" * 32}
     assert bench.engine.stats.free_pages == bench.engine.stats.pages

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from nightmill.jobs.base.contract import JobState, StopReason
-from tests.unit.engine.scripted import ScriptedRunner, expected, make_request
+from tests.unit.engine.by_definition import expected
+from tests.unit.engine.scripted import ScriptedRunner, make_request
 from tests.unit.worker.bench import PROMPT, Bench, enqueue
 
 POISON = 9

@@ -11,7 +11,8 @@ import pytest
 from nightmill.jobs.base.contract import JobState
 from nightmill.jobs.sql.sweep import Sweep
 from tests.support.servers import Clock, wait_until
-from tests.unit.engine.scripted import ScriptedRunner, expected, make_request
+from tests.unit.engine.by_definition import expected
+from tests.unit.engine.scripted import ScriptedRunner, make_request
 from tests.unit.worker.bench import PROMPT, Bench, Pausing, ScriptedPrompting, stop, these
 
 LONG: dict[str, Any] = {"max_tokens": 120, "ignore_eos": True, "stop": ("STOPSTOPSTOP",)}
@@ -31,8 +32,8 @@ def drain_in_the_middle(bench: Bench, ids: list[str]) -> None:
     drained.start()
     wait_until(lambda: bench.service.draining)
     bench.runner.gate.set()
-    drained.join(30)
-    thread.join(30)
+    drained.join(120)
+    thread.join(120)
 
 
 def test_a_drained_workers_jobs_go_on_from_their_tokens_elsewhere(build: Callable[..., Bench]) -> None:
@@ -111,7 +112,7 @@ def test_a_database_that_is_slow_to_save_holds_up_no_token(
     save = bench.claims.save
 
     def slow(group: Any) -> int:
-        assert released.wait(60)
+        assert released.wait(240)
         written.append(save(group))
         return written[0]
 
@@ -123,9 +124,9 @@ def test_a_database_that_is_slow_to_save_holds_up_no_token(
     saver.start()
     wait_until(lambda: bench.service.engine._question == 1)  # it has asked
     bench.runner.gate.set()
-    thread.join(30)
+    thread.join(120)
     assert not thread.is_alive()
     assert bench.client.get(job_id).text == undisturbed(7)[1]
     released.set()
-    saver.join(30)
+    saver.join(120)
     assert written == [0]  # too late: the job has ended

@@ -16,7 +16,7 @@ from nightmill.worker.runners.gpu.device.peaks import Peaks, peaks_of
 from nightmill.worker.runners.gpu.kv_cache import page_bytes
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.weights.layout import weight_bytes
-from tests.support.specs import dense_spec
+from tests.support.specs import GEMMAS, dense_spec
 from tests.unit.worker.test_formats_fit import of_type
 
 H200 = peaks_of((9, 0), 132, clock_khz=1_980_000, memory_khz=3_201_000, bus_bits=6144)
@@ -94,3 +94,15 @@ def test_a_step_is_counted() -> None:
     assert one.seconds == pytest.approx(one.reading + one.attending + one.between)
     small = step_cost(SPECS["tiny"], gpu, replace(size, weights=2 * SPECS["tiny"].parameters), 1, 0)
     assert small.bound in ("the host", "the way from kernel to kernel")
+
+
+def test_windows_hide_keys_and_layers_without_keys_of_their_own_read_those_of_others() -> None:
+    spec = GEMMAS["layers that read others' keys"]
+    # twice a window of 20 over two heads of 16, and all of one head of 24
+    size, context = WeightsAndCache(1 << 20, page_bytes(spec), WeightsFormat.ELEMENT), 100
+    read, kept = 2 * (2 * 16 * 20 / context + 24), 2 * 16 + 24
+    counted = step_cost(spec, GpuSpeed(H200, 132), size, 3, context)
+    assert counted.cache == pytest.approx(3 * context * page_bytes(spec) / 16 * read / kept)
+    assert step_cost(spec, GpuSpeed(H200, 132), size, 3, 10).cache == pytest.approx(
+        30 * page_bytes(spec) / 16 * 2
+    )

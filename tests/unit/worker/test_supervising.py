@@ -10,7 +10,13 @@ from collections.abc import Callable
 import pytest
 
 from nightmill.worker.commands import supervising
-from nightmill.worker.commands.supervising import MergedMetrics, Supervisor, commands_of
+from nightmill.worker.commands.supervising import (
+    Each,
+    MergedMetrics,
+    Supervisor,
+    commands_of,
+    commands_of_models,
+)
 from tests.support.servers import wait_until
 
 # A worker's stand-in: says its name, and ends as its first argument says once it is told to, or by itself.
@@ -45,10 +51,15 @@ class Running:
     """A supervisor on a thread, and its log."""
 
     def __init__(
-        self, commands: dict[str, list[str]], end_seconds: float = 30.0, *, as_json: bool = False
+        self,
+        commands: dict[str, list[str]],
+        end_seconds: float = 30.0,
+        *,
+        as_json: bool = False,
+        each: Each = Each.GPU,
     ) -> None:
         self.output = io.BytesIO()
-        self.supervisor = Supervisor(commands, end_seconds, as_json=as_json, output=self.output)
+        self.supervisor = Supervisor(commands, end_seconds, as_json=as_json, output=self.output, each=each)
         self.code: int | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -61,7 +72,7 @@ class Running:
         return self.output.getvalue().decode()
 
     def ends(self) -> int | None:
-        self._thread.join(60.0)
+        self._thread.join(240)
         return self.code
 
 
@@ -100,6 +111,14 @@ def test_a_second_signal_ends_at_once_and_who_is_deaf_is_killed(how: str, code: 
     assert running.ends() == code
 
 
+def test_workers_of_models_are_called_by_these() -> None:
+    script = 'print(\'{"message": "ready"}\\nno JSON\')'
+    running = Running({"small": [sys.executable, "-c", script]}, as_json=True, each=Each.MODEL)
+    assert running.ends() == 0
+    first, second = running.said.splitlines()
+    assert json.loads(first) == {"model": "small", "message": "ready"} and second == "[small] no JSON"
+
+
 def test_lines_of_json_say_whose_they_are() -> None:
     script = 'print(\'{"message": "ready", "gpu": "forged"}\\nno JSON\')'
     running = Running({"3": [sys.executable, "-c", script]}, as_json=True)
@@ -123,6 +142,10 @@ def test_metrics_of_all_workers_are_one_page() -> None:
         'steps_total{gpu="0",model="m"} 5.0', 'steps_total{gpu="1",model="m"} 7.0',
         'free{gpu="0"} 5.0', 'free{gpu="1"} 7.0',
     }  # fmt: skip
+    (free,) = (
+        one for one in MergedMetrics(lambda: {"m": page(5)}, Each.MODEL).collect() if one.name == "free"
+    )
+    assert [sample.labels for sample in free.samples] == [{"model": "m"}]
 
 
 def test_each_worker_has_its_gpu_and_its_port() -> None:
@@ -133,3 +156,27 @@ def test_each_worker_has_its_gpu_and_its_port() -> None:
     assert made["0"] == [*rest, "--gpu", "0", "--metrics-port", "9465", "--metrics-host", "127.0.0.1"]
     assert made["2"] == [*rest, "--gpu", "2", "--metrics-port", "9466", "--metrics-host", "127.0.0.1"]
     assert commands_of(command[:5], [1], None) == {"1": [*rest, "--gpu", "1"]}
+
+
+def test_each_model_has_its_worker_with_its_memory_and_its_port() -> None:
+    command = [
+        "python",
+        "nightmill",
+        "worker",
+        "--models",
+        "a.gguf,b=b.gguf",
+        "--together",
+        "--gpu-memory=0.9",
+    ]
+    rest = ["python", "nightmill", "worker", "--together"]
+    models, group = {"a": "a.gguf", "b": "b.gguf"}, {"--group": "g", "--ledger": "9"}
+    made = commands_of_models(command, models, {"a": 5_000_000, "b": 7_000_000}, group, 9464)
+    shared, metrics = ["--group", "g", "--ledger", "9"], ["--metrics-host", "127.0.0.1"]
+    assert made == {
+        "a": [*rest, "--models", "a=a.gguf", "--turn", "a", *shared, "--metrics-port", "9465", *metrics,
+              "--gpu-memory", "5000000"],
+        "b": [*rest, "--models", "b=b.gguf", "--turn", "b", *shared, "--metrics-port", "9466", *metrics,
+              "--gpu-memory", "7000000"],
+    }  # fmt: skip
+    made = commands_of_models(command[:5], models, {}, group, None)  # without a GPU
+    assert made["b"] == [*rest[:3], "--models", "b=b.gguf", "--turn", "b", *shared]

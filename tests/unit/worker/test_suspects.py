@@ -87,8 +87,8 @@ def test_a_group_runs_with_nothing_beside_it(build: Callable[..., Bench]) -> Non
     wait_until(lambda: seen)
     shard = bench.run(others)
     bench.runner.gate.set()  # type: ignore[attr-defined]
-    turn.join(30)
-    shard.join(30)
+    turn.join(120)
+    shard.join(120)
     assert seen[:2] == [set(suspects[:2]), set(suspects[2:])]
     assert set().union(*seen[2:]) == set(others)
     assert bench.client.stats()["state"] == {"succeeded": 10}
@@ -104,7 +104,7 @@ def test_a_busy_worker_leaves_suspects_to_others_at_first(build: Callable[..., B
     assert bench.service.in_flight.room == 5
     assert {bench.client.get(job_id).state for job_id in suspects} == {JobState.QUEUED}
     bench.runner.gate.set()  # type: ignore[attr-defined]
-    running.join(30)
+    running.join(120)
     patient.look()  # idle now
     assert {bench.client.get(job_id).state for job_id in suspects} == {JobState.SUCCEEDED}
 
@@ -124,11 +124,11 @@ def test_a_worker_that_waits_for_its_turn_goes_on_once_another_has_the_suspects(
     other = Claims(bench.client.database, "e" * 32)
     while other.claim_suspects((None,), 10):
         pass
-    turn.join(30)
+    turn.join(120)
     wait_until(lambda: len(bench.service.in_flight.keys()) == 5)
     bench.runner.gate.set()  # type: ignore[attr-defined]
     for thread in (running, waiting):
-        thread.join(30)
+        thread.join(120)
     assert {bench.client.get(job_id).state for job_id in more} == {JobState.SUCCEEDED}
 
 
@@ -143,8 +143,8 @@ def test_a_stopping_worker_hands_suspects_back_as_suspects(build: Callable[..., 
     draining.start()
     wait_until(lambda: bench.service.draining)
     bench.runner.gate.set()  # type: ignore[attr-defined]
-    draining.join(30)
-    turn.join(30)
+    draining.join(120)
+    turn.join(120)
     assert not turn.is_alive()
     left = [job_id for job_id in ids if bench.client.get(job_id).state is JobState.QUEUED]
     other = Claims(bench.client.database, "e" * 32)

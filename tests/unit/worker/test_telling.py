@@ -13,7 +13,8 @@ from nightmill.jobs.reply.answers import answer_seed
 from nightmill.jobs.reply.job import Job
 from nightmill.jobs.reply.logprobs import TokenLogprob
 from nightmill.jobs.request.parameters import MAX_JOB_LOGPROBS
-from tests.unit.engine.scripted import EOS, PIECES, ScriptedRunner, expected, found_for, make_request, text_of
+from tests.unit.engine.by_definition import EOS, PIECES, expected, found_for, text_of
+from tests.unit.engine.scripted import ScriptedRunner, make_request
 from tests.unit.worker.bench import PROMPT, Bench
 
 

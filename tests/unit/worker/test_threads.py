@@ -39,7 +39,7 @@ def test_a_thread_that_breaks_says_why(caplog: pytest.LogCaptureFixture) -> None
     reasons: list[str] = []
     thread = watched_thread("miller", lambda: [][0], reasons.append)
     thread.start()
-    thread.join(30)
+    thread.join(120)
     assert reasons == ["its thread 'miller' failed: IndexError: list index out of range"]
     (record,) = caplog.records
     assert (record.levelno, record.exc_info is not None) == (logging.CRITICAL, True)
@@ -84,7 +84,7 @@ def test_suspects_run_before_the_first_message(
     bench.service.in_flight.pause()  # as `Housekeeper.start` does, before Celery takes messages
     shard = bench.run(others)
     housekeeping(bench).start()
-    shard.join(30)
+    shard.join(120)
     finished = bench.client.results([*suspects, *others], order="finished")
     begun = sorted(finished, key=lambda job: (job.started_at, job.id))
     assert {job.id for job in begun[:2]} == set(suspects)
@@ -102,7 +102,7 @@ def test_a_worker_is_shown_as_ready_before_its_first_job_begins(
 
     def slow_beat(*arguments: Any) -> bool:
         said.set()
-        assert go_on.wait(30)
+        assert go_on.wait(120)
         return beat(*arguments)
 
     def observed_claim(*wanted: Any) -> tuple[list[Claim], dict[str, int]]:
@@ -114,10 +114,10 @@ def test_a_worker_is_shown_as_ready_before_its_first_job_begins(
     bench.service.in_flight.pause()  # as `Housekeeper.start` does, before Celery takes messages
     shard = bench.run(enqueue(bench.client, 2, max_tokens=3))
     housekeeping(bench).start()
-    assert said.wait(30)
+    assert said.wait(120)
     shard.join(1.2 * LOOK_SECONDS)  # time in which a look for suspects would let it begin
     go_on.set()
-    shard.join(30)
+    shard.join(120)
     assert bench.client.stats()["state"] == {"succeeded": 2}
     assert shown == [WorkerState.READY]
 
@@ -134,6 +134,6 @@ def test_a_database_that_is_away_at_the_start_keeps_no_job_waiting(
 
     monkeypatch.setattr(bench.claims, "suspects_wait", away)
     housekeeping(bench).start()
-    bench.run(enqueue(bench.client, 2, max_tokens=3)).join(30)
+    bench.run(enqueue(bench.client, 2, max_tokens=3)).join(120)
     assert bench.client.stats()["state"] == {"succeeded": 2}
     assert bench.fatal == []

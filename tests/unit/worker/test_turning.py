@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from nightmill.jobs.base.settings import Settings, parse_models
-from nightmill.jobs.errors import ModelFetchError, SettingsError
+from nightmill.jobs.errors import ModelFetchError, ModelFileError, SettingsError
 from nightmill.worker.assembly import fetching
-from nightmill.worker.assembly.fetching import with_files, with_models
+from nightmill.worker.assembly.fetching import check_files, with_files, with_models
 from nightmill.worker.assembly.options import as_arguments, merge_options
 from nightmill.worker.service.sleeping import with_option
 from nightmill.worker.service.turns.turning import files_of, named_models
@@ -53,6 +53,16 @@ def test_names_are_those_of_files_and_a_process_serves_the_one_of_its_turn() -> 
         with_models(Settings(models="one.gguf,/x/one.gguf"))
 
 
+def test_a_misspelt_file_of_the_list_is_told_before_rows_wait_for_it(tmp_path: Path) -> None:
+    here = tmp_path / "here.gguf"
+    here.touch()
+    check_files(f"{here},hf:o/r,late={tmp_path}/late.gguf")
+    with pytest.raises(
+        ModelFileError, match=r"--models: \S*/hree.gguf: there is no such file; .* NAME=\S*hree"
+    ):
+        check_files(f"{here},{tmp_path}/hree.gguf")
+
+
 def test_a_model_that_cannot_be_fetched_stays_if_it_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     def away(name: str, **_: object) -> None:
         raise ModelFetchError("the Hub does not answer")
@@ -82,7 +92,7 @@ def read_bytes() -> int:
     """Wait for the end of the reading; returns the bytes that this process has read so far."""
     for thread in threading.enumerate():
         if thread.name == "weights":
-            thread.join(30.0)
+            thread.join(120)
     return int(Path("/proc/self/io").read_text().split()[1])
 
 

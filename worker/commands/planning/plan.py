@@ -83,6 +83,8 @@ class Plan:
     estimate: Estimate | None
     memory: Forecast | None = None
     """The GPU's memory as a worker with these options would share it out."""
+    card: str | None = None
+    """The GPU of which that is said; None without one."""
     template_fault: str | None = None
     """Which special tokens the model's chat template writes that stay out of reach, and what to do."""
 
@@ -124,6 +126,7 @@ class Plan:
             "context": self.limits.context,
             "kv_pages": asdict(self.pages)
             | {"tokens_per_page": self.limits.page_size, "available": self.limits.pages},
+            "card": self.card,
             "memory": None if self.memory is None else asdict(self.memory),
             "estimate": None if self.estimate is None else _estimate_json(self.estimate),
         }
@@ -135,6 +138,7 @@ class PlannedModel:
 
     slots   rows that a worker runs at once
     memory  of the GPU, as a worker with these options would share it out
+    card    the name of that GPU
     """
 
     name: str
@@ -142,6 +146,7 @@ class PlannedModel:
     limits: RequestLimits
     slots: int
     memory: Forecast | None = None
+    card: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,6 +223,7 @@ def make_plan(
         limits=limits,
         estimate=estimate,
         memory=model.memory,
+        card=model.card,
         template_fault=model.reader.template_fault(),
     )
 

@@ -66,7 +66,7 @@ def describe_plan(plan: Plan, price_per_kwh: float | None = None) -> Iterator[st
     )
     yield f"KV pages       {_describe_pages(plan)}"
     if plan.memory is not None:
-        yield f"memory         {plan.memory}"
+        yield f"memory         of {plan.card}: {plan.memory}"
     if plan.estimate is None:
         yield "time           no estimate: too few rows to measure a speed with, or --no-measure"
     else:

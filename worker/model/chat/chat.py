@@ -1,6 +1,5 @@
 """A chat as a template takes it: its messages and tools, and how they are rendered."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Self
@@ -8,7 +7,7 @@ from typing import Any, Self
 from nightmill.jobs.base.contract import Rendering
 from nightmill.jobs.errors import ChatTemplateError
 from nightmill.worker.model.chat.content import ContentUse
-from nightmill.worker.model.chat.shield import Messages, strings
+from nightmill.worker.model.chat.shield import Messages
 
 Rendered = str | ChatTemplateError
 """The text of a chat, or why it has none."""
@@ -42,18 +41,14 @@ class Chat:
         count = len(self.messages)
         return replace(self, messages=said[:count], tools=None if self.tools is None else said[count:])
 
-    def strings(self) -> Iterator[str]:
-        """Every text that comes from the row, and the character behind a last message."""
-        yield self.end
-        yield from strings(self.said)
-
     def variables(self) -> dict[str, Any]:
         """Return the template's variables; nothing that a caller names takes the place of ours."""
         messages = list(self.messages)
         if self.end:
             last = messages[-1]
             messages[-1] = {**last, "content": last["content"] + self.end}
-        messages = [self.use.given(message) for message in messages]
+        if self.use.in_parts:
+            messages = [self.use.given(message) for message in messages]
         opens = self.rendering.add_generation_prompt
         tools = None if self.tools is None else list(self.tools)
         ours = {"messages": messages, "tools": tools, "add_generation_prompt": opens}

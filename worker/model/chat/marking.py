@@ -6,7 +6,7 @@ the special tokens in messages broken up, unreadable for the template too.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from gguf import TokenType
 
@@ -54,11 +54,12 @@ class Marking:
     def pieces(self, chats: Sequence[Chat]) -> list[list[Piece] | ChatTemplateError]:
         """Each chat's prompt: special tokens of the template as ids, the rest as text; or why it has none."""
         marked = self._marked(chats)
-        return [one if isinstance(one, ChatTemplateError) else list(self._pieces(*one)) for one in marked]
+        return [one if isinstance(one, ChatTemplateError) else self._pieces(*one) for one in marked]
 
     def _marked(self, chats: Sequence[Chat]) -> list[Marked]:
         plain = self._render_all(chats)
         marked: list[Rendered] = list(plain)
+        texts: dict[int, list[str]] = {}
         marks: dict[int, str] = {}
 
         def again(indexes: Iterable[int], *, broken: bool) -> list[int]:
@@ -67,9 +68,16 @@ class Marking:
             for index in indexes:
                 chat = chats[index]
                 try:
-                    marks[index] = unused_character([str(plain[index]), self._source, *chat.strings()])
-                    changed = self._shield.mark(chat.said, marks[index], broken=broken)
-                    if changed != chat.said:
+                    said = chat.said
+                    if index not in texts:
+                        texts[index] = list(strings(said))
+                    marks[index] = unused_character(
+                        [str(plain[index]), self._source, chat.end, *texts[index]]
+                    )
+                    if self._shield.leaves(texts[index]):
+                        continue
+                    changed = self._shield.mark(said, marks[index], broken=broken)
+                    if changed != said:
                         shielded[index] = chat.saying(changed)
                 except RecursionError:
                     marked[index] = ChatTemplateError("the messages are nested too deep")
@@ -88,9 +96,11 @@ class Marking:
             text if isinstance(text, ChatTemplateError) else (text, marks[index])
             for index, text in enumerate(marked)
         ]
-        return self._unforged(chats, found)
+        return self._unforged(chats, texts, found)
 
-    def _unforged(self, chats: Sequence[Chat], found: list[Marked]) -> list[Marked]:
+    def _unforged(
+        self, chats: Sequence[Chat], texts: Mapping[int, Sequence[str]], found: list[Marked]
+    ) -> list[Marked]:
         """The same, but for chats of which a template's edits make control tokens.
 
         A template that deletes "/think" from a message joins what stood around it. So a chat of which a
@@ -101,7 +111,7 @@ class Marking:
         concerned = {
             index: one
             for index, one in enumerate(found)
-            if not isinstance(one, ChatTemplateError) and self._concerns(chats[index])
+            if not isinstance(one, ChatTemplateError) and self._concerns(texts[index])
         }
 
         def compare(change: Callable[[Messages, str], Messages], *, shows: bool) -> None:
@@ -129,14 +139,13 @@ class Marking:
             found[index] = ChatTemplateError(_UNKNOWN)
         return found
 
-    def _concerns(self, chat: Chat) -> bool:
+    def _concerns(self, texts: Sequence[str]) -> bool:
         """Return whether the template may make special tokens of a chat's texts.
 
         A template that edits texts may do so with any that is not blank; others need a text with a character
         that marks special tokens.
         """
-        said = chat.said
-        return any(map(str.strip, strings(said))) if self._edits else self._shield.concerns(said)
+        return any(map(str.strip, texts)) if self._edits else self._shield.concerns(texts)
 
     def _control_tokens(self, text: str, mark: str | None = None) -> list[int]:
         """The control tokens of a rendered text, without those that a mark precedes."""
@@ -149,14 +158,17 @@ class Marking:
                 found += [token_id] * (kinds[token_id] == TokenType.CONTROL)
         return found
 
-    def _pieces(self, text: str, mark: str) -> Iterator[Piece]:
+    def _pieces(self, text: str, mark: str) -> list[Piece]:
         """Special tokens that no mark precedes as ids, the rest as text without marks."""
+        tokenizer, pieces = self._tokenizer, list[Piece]()
         start = search = 0
-        while match := self._tokenizer.next_marker(text, search):
-            if text[match.start() - 1 : match.start()] == mark:
-                search = match.start() + 1
+        while match := tokenizer.next_marker(text, search):
+            at = match.start()
+            if text[at - 1 : at] == mark:
+                search = at + 1
                 continue
-            yield from self._tokenizer.split(text[start : match.start()].replace(mark, ""), special=False)
-            yield self._tokenizer.markers[match[0]]
-            start = search = self._tokenizer.after(match)
-        yield from self._tokenizer.split(text[start:].replace(mark, ""), special=False)
+            if start < at:
+                pieces += tokenizer.split(text[start:at].replace(mark, ""), special=False)
+            pieces.append(tokenizer.markers[match[0]])
+            start = search = tokenizer.after(match)
+        return pieces + tokenizer.split(text[start:].replace(mark, ""), special=False)

@@ -95,8 +95,9 @@ class Renderer:
         Raises RunnerError if the process cannot be started.
         """
         told = times or [None] * len(chats)
+        sent = {time: _as_sent(time) for time in set(told)}  # one for all rows of a batch
         lines: list[bytes | ChatTemplateError] = [
-            self._line(chat, time) for chat, time in zip(chats, told, strict=True)
+            self._line(chat, sent[time]) for chat, time in zip(chats, told, strict=True)
         ]
         answers = iter(self._answers([line for line in lines if isinstance(line, bytes)]))
         return [next(answers) if isinstance(line, bytes) else line for line in lines]
@@ -111,9 +112,9 @@ class Renderer:
         """The process, if it runs."""
         return None if self._child is None else self._child.process.pid
 
-    def _line(self, chat: Mapping[str, Any], time: datetime | None) -> bytes | ChatTemplateError:
+    def _line(self, chat: Mapping[str, Any], time: str) -> bytes | ChatTemplateError:
         try:
-            return _ENCODE({"chat": chat, "time": _as_sent(time)}).encode()
+            return _ENCODE({"chat": chat, "time": time}).encode()
         except (TypeError, ValueError, RecursionError) as error:
             return ChatTemplateError(f"the messages cannot be given to the model's chat template: {error}")
 
@@ -208,34 +209,39 @@ class _Child:
 
     def receive(self, most: int, seconds: float) -> tuple[bytes, bytes]:
         """The kind and text of an answer of up to `most` bytes."""
-        with self._within(seconds) as give_up_at:
-            kind, length = _ANSWER.unpack(self._exactly(_ANSWER.size, give_up_at))
-            if length > most:
-                raise LostError(f"the template writes {length:,} bytes of text", convicts=True)
-            return kind, self._exactly(length, give_up_at)
+        unread, begin, give_up_at = self._unread, _ANSWER.size, time.monotonic() + seconds
+        self._read(begin, seconds, give_up_at)
+        kind, length = _ANSWER.unpack_from(unread)
+        if length > most:
+            raise LostError(f"the template writes {length:,} bytes of text", convicts=True)
+        self._read(begin + length, seconds, give_up_at)
+        data = bytes(unread[begin : begin + length])
+        del unread[: begin + length]
+        return kind, data
 
     def close(self) -> None:
         self._socket.close()
         self.process.kill()
 
-    def _exactly(self, count: int, give_up_at: float) -> bytes:
+    def _read(self, count: int, seconds: float, give_up_at: float) -> None:
+        """Read until so many bytes are there; most answers come with the one before."""
         unread = self._unread
-        while len(unread) < count:
-            self._socket.settimeout(max(give_up_at - time.monotonic(), 1e-6))
-            part = self._socket.recv(_READ_AT_ONCE)  # of several answers, if they are there
-            if not part:
-                raise EOFError
-            unread += part
-        data = bytes(unread[:count])
-        del unread[:count]
-        return data
+        if len(unread) >= count:
+            return
+        with self._within(seconds):
+            while len(unread) < count:
+                self._socket.settimeout(max(give_up_at - time.monotonic(), 1e-6))
+                part = self._socket.recv(_READ_AT_ONCE)  # of several answers, if they are there
+                if not part:
+                    raise EOFError
+                unread += part
 
     @contextmanager
-    def _within(self, seconds: float) -> Iterator[float]:
+    def _within(self, seconds: float) -> Iterator[None]:
         """Runs its body for so long at most; says how the process was lost, if it was."""
         self._socket.settimeout(seconds)
         try:
-            yield time.monotonic() + seconds
+            yield
         except TimeoutError as error:
             raise LostError(f"the template does not end within {seconds:g} s") from error
         except (OSError, EOFError) as error:

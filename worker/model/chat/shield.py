@@ -44,6 +44,7 @@ class Shield:
         self._tails = Prefixes(marker[::-1] for marker in markers)
         self._joined = "\n".join(markers)
         self._longest = max(map(len, markers), default=0)
+        self._enclosed = all(signs.issuperset((marker[0], marker[-1])) for marker in markers)
 
     def mark(self, messages: Messages, mark: str, *, broken: bool = False) -> list[dict[str, Any]]:
         """The messages with `mark` before each special token, and (if `broken`) also within it.
@@ -61,12 +62,24 @@ class Shield:
             messages, lambda text: f"{mark}{mark.join(text)}{mark}" if text else text, ids=False
         )
 
-    def concerns(self, messages: Messages) -> bool:
-        """Return whether the messages have a character that marks special tokens, as `<` and `|` do.
+    def leaves(self, texts: Sequence[str]) -> bool:
+        """Return whether `mark` would change none of these texts, which are all that messages have.
+
+        Special tokens begin and end with a sign, or nearly all do: then a text without signs has none, nor a
+        part of one at its ends, and is a part of one only if it is short.
+        """
+        return self._enclosed and not self.concerns(texts) and not any(map(self._within_one, texts))
+
+    def _within_one(self, text: str) -> bool:
+        core = text.strip()
+        return 0 < len(core) < self._longest and core in self._joined
+
+    def concerns(self, texts: Iterable[str]) -> bool:
+        """Return whether the texts have a character that marks special tokens, as `<` and `|` do.
 
         Where a special token has no such character, any text may be a part of it.
         """
-        return any(self._signs.search(text) for text in strings(messages))
+        return self._signs.search("\n".join(texts)) is not None
 
     def _marked(self, text: str, mark: str, *, broken: bool) -> str:
         places = {match.start() for match in self._starts.finditer(text)}
@@ -79,7 +92,7 @@ class Shield:
         places |= {tail - length for length in self._heads.ending(core[max(0, len(core) - reach) :])}
         if any(self._tails.ending(core[:reach][::-1])):
             places.add(lead)
-        if core and len(core) < self._longest and core in self._joined:
+        if self._within_one(text):
             places.add(lead)
         if not places:
             return text

@@ -67,6 +67,7 @@ class ChatTemplate:
         self._use: ToolUse | None = None
         self._contents: ContentUse | None = None
         self._source = source
+        self._thinking = thinking_marks(source)
         self._tokenizer = tokenizer
         self._marking = Marking(tokenizer, source, self._render_all)
         vocabulary = tokenizer.vocabulary
@@ -212,9 +213,9 @@ class ChatTemplate:
                     return Chat(messages, rendering, end, time=time, fault=error)
                 use = ToolUse(CallFormat.JSON)  # earlier calls alone: the template may do what it likes
             told, tools = use.told(messages, rendering.tools)
-        if thinking_marks(self._source) == CHANNELS:
+        if self._thinking == CHANNELS:
             told = [_with_thinking(message) for message in told]
-        fault = next(filter(None, map(contents.fault, told)), None)
+        fault = next(filter(None, map(contents.fault, told)), None) if contents.dropped else None
         return Chat(told, rendering, end, tools, time, contents, fault)
 
     def conversation(self) -> Conversation:
@@ -256,7 +257,7 @@ class ChatTemplate:
         calls = None
         if rendering is not None and rendering.tools is not None:
             calls = template._tool_use().calls
-        thinking = thinking_marks(template._source)
+        thinking = template._thinking
         if calls is None and thinking is None:
             return None
         tail = self._tokenizer.decode(prompt_ids[-_END_TOKENS:], special=True).rstrip()

@@ -32,6 +32,7 @@ _D = TypeVar("_D")
 _FLOATS = {GGUFValueType.FLOAT32, GGUFValueType.FLOAT64}
 _INTEGERS = set(SCALAR_FORMATS) - _FLOATS - {GGUFValueType.BOOL}
 _NUMBERS = _INTEGERS | _FLOATS
+_EXAMPLE = "hf:Qwen/Qwen2.5-1.5B-Instruct-GGUF:Q8_0"
 _SAMPLE_BYTES = 4096  # of each end and the middle of a tensor, for `digest`
 
 
@@ -62,17 +63,17 @@ class GgufFile:
 
         A split model is opened by its first part, which says all but where the other parts' tensors are.
         """
-        file = cls._map(Path(path))
+        file = cls._map(Path(path), f"; give the path of a GGUF file, or a name to fetch, such as {_EXAMPLE}")
         file._open_parts()
         return file
 
     @classmethod
-    def _map(cls, path: Path) -> Self:
+    def _map(cls, path: Path, remedy: str = "") -> Self:
         try:
             if path.is_dir():
                 raise ModelFileError(f"{path}: is a directory; give the path of a .gguf file in it")
             if not path.is_file():
-                raise ModelFileError(f"{path}: there is no such file")
+                raise ModelFileError(f"{path}: there is no such file{remedy}")
             if path.stat().st_size == 0:
                 raise ModelFileError(f"{path}: is empty; the download may have failed")
             data = np.memmap(path, dtype=np.uint8, mode="r")

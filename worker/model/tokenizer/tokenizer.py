@@ -112,9 +112,11 @@ class Tokenizer:
     def split(self, text: str, *, special: bool) -> list[Piece]:
         """Cut `text` at the tokens that stand by themselves; what is left between them is ordinary text."""
         find = self._find_marked if special else self._find_plain
+        if find is None:
+            return [text] if text else []
         pieces: list[Piece] = []
         start = 0
-        for match in find.finditer(text) if find else ():
+        for match in find.finditer(text):
             if match.start() > start:
                 pieces.append(text[start : match.start()])
             token = match[0]
@@ -142,18 +144,18 @@ class Tokenizer:
         self, prompts: Sequence[Sequence[Piece]], *, add_bos: bool | None = None
     ) -> list[list[int]]:
         """The ids of prompts that were cut by `split` or by other rules about what is special."""
-        spelt = [list(self._spelt(pieces)) for pieces in prompts]
-        encoded = self._encoded({text for texts in spelt for text in texts})
+        spelt = prompts if self._as_it_is else [self._spelt(pieces) for pieces in prompts]
+        encoded = self._encoded({piece for pieces in spelt for piece in pieces if isinstance(piece, str)})
         wants_bos = self.add_bos if add_bos is None else add_bos
         start = [self.bos_id] if wants_bos and self.bos_id is not None else []
         results = []
-        for pieces, texts in zip(prompts, spelt, strict=True):
-            ids, following = list(start), iter(texts)
+        for pieces in spelt:
+            ids = list(start)
             for piece in pieces:
-                if isinstance(piece, int):
-                    ids.append(piece)
+                if isinstance(piece, str):
+                    ids += encoded[piece]
                 else:
-                    ids.extend(encoded[next(following)])
+                    ids.append(piece)
             results.append(ids)
         return results
 
@@ -198,18 +200,19 @@ class Tokenizer:
                 return [error]
             return [self.encode_each([pieces], add_bos=add_bos)[0] for pieces in prompts]
 
-    def _spelt(self, pieces: Sequence[Piece]) -> Iterable[str]:
-        """The ordinary texts of a prompt as the engine wants them."""
+    def _spelt(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """A prompt with its ordinary texts as the engine wants them, where spaces are a letter."""
+        spelt: list[Piece] = []
         after_text = False
         for piece in pieces:
             if isinstance(piece, str):
-                if not self._as_it_is:
-                    # llama.cpp prefixes the first text and each text after a special token.
-                    prefix = SPACE if self._space_prefix and not after_text else ""
-                    yield prefix + piece.replace(" ", SPACE)
-                else:
-                    yield piece
+                # llama.cpp prefixes the first text and each text after a special token.
+                prefix = SPACE if self._space_prefix and not after_text else ""
+                spelt.append(prefix + piece.replace(" ", SPACE))
+            else:
+                spelt.append(piece)
             after_text = isinstance(piece, str)
+        return spelt
 
     def decode(self, ids: Iterable[int], *, special: bool = False, continues: bool = False) -> str:
         """The text of `ids`; bytes that are not UTF-8 become U+FFFD.

@@ -18,6 +18,7 @@ from nightmill.worker.runners.gpu.computed import refusal
 from nightmill.worker.runners.gpu.device.chosen import NamedGpu
 from nightmill.worker.runners.gpu.device.sources import Source, for_element
 from nightmill.worker.runners.gpu.experts.combine import Combine
+from nightmill.worker.runners.gpu.experts.few import FewExperts
 from nightmill.worker.runners.gpu.experts.grouped import GroupedProducts
 from nightmill.worker.runners.gpu.experts.route import Routing
 from nightmill.worker.runners.gpu.precision import HALF, Precision
@@ -28,6 +29,7 @@ from nightmill.worker.runners.gpu.rows.layer_inputs import LayerInputRows
 from nightmill.worker.runners.gpu.rows.logits import LogitScale
 from nightmill.worker.runners.gpu.rows.norms import Norms
 from nightmill.worker.runners.gpu.rows.pooling import PooledSums
+from nightmill.worker.runners.gpu.rows.predictor import predictor_sources
 from nightmill.worker.runners.gpu.rows.rotation import Rotation
 from nightmill.worker.runners.gpu.sampling.sampler import Sampler
 from nightmill.worker.runners.gpu.states.choice import StateMixers
@@ -68,19 +70,26 @@ _LAST = (
     LatentKernels,
     StateMixers,
     Routing,
+    Combine,
     GroupedProducts,
 )
 
 
-def sources_for(spec: ModelSpec, precision: Precision, *, hopper: bool) -> list[Source]:
-    """Files and options for nvcc; those that take longest first."""
+def sources_for(
+    spec: ModelSpec, precision: Precision, *, hopper: bool, predicts: bool = False
+) -> list[Source]:
+    """Files and options for nvcc; those that take longest first.
+
+    predicts  by the block that predicts further tokens, too
+    """
     widening = (Widening,) if precision.kv is KvFormat.FP8 else ()
     others = (s for launcher in (*_LAUNCHERS, *widening) for s in launcher.sources(spec, hopper=hopper))
     products = [
         *ModelFormats(spec, precision).sources(hopper=hopper),
         *GroupedProducts.sources(spec, precision, hopper=hopper),
+        *FewExperts.sources(spec, precision, hopper=hopper),
     ]
-    sources = (*products, *others)
+    sources = (*products, *others, *(predictor_sources() if predicts else ()))
     return list(dict.fromkeys(for_element(source, precision.element, precision.kv) for source in sources))
 
 

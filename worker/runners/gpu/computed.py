@@ -46,6 +46,7 @@ def _computed(spec: ModelSpec) -> ModelSpec:
         tensor_types=spec.tensor_types,
         encoder=spec.encoder,
         ranking=spec.ranking,
+        predictor=spec.predictor,  # its guesses are taken or left
     )
 
 

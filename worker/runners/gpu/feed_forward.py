@@ -9,6 +9,7 @@ from nightmill.worker.model.spec import Experts, FeedForward, ModelSpec
 from nightmill.worker.runners.gpu.activations import Activations
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer, Format, Matrix
+from nightmill.worker.runners.gpu.experts import few
 from nightmill.worker.runners.gpu.experts.combine import Branches, Combine
 from nightmill.worker.runners.gpu.experts.grouped import Given, GroupedProducts
 from nightmill.worker.runners.gpu.experts.room import SLICE, ExpertRoom
@@ -94,6 +95,7 @@ class ExpertLaunchers:
         self.padding = padding
         self.grouped = GroupedProducts(device, formats, elements=elements)
         self.combine = Combine(device)
+        self.few = few.FewExperts(device, formats) if few.FEW_BY_DEFAULT else None
         self.quantise = Quantise(device) if any(format_.scaled for format_ in formats) else None
         self.norms = norms
 
@@ -151,12 +153,28 @@ class Mixture:
             count = min(SLICE, rows - first)
             part, stream, own = entering.from_row(first), x.from_row(first), layer.experts
             assert own is not None
+            if self._queue_few(part, own, stream, ending, out.from_row(first), count, slots):
+                continue
             self._read_beside(stream, own, count, normed=normed)
             self._queue(part, layer, own, count, slots and slots + 4 * first)
             self._launchers.combine.add(
                 self._experts, self._room, self._gates, ending, stream, out.from_row(first), count,
                 Branches(own.routed_post_norm, own.shared_post_norm),
             )  # fmt: skip
+
+    def _queue_few(
+        self, x: Buffer, own: ExpertWeights, stream: Buffer, ending: Ending, out: Buffer, rows: int,
+        slots: int,
+    ) -> bool:  # fmt: skip
+        """Queue all of a few tokens, if kernels for them do; return whether it did."""
+        few, experts, at = self._launchers.few, self._experts, self._room
+        if few is None or not few.takes(experts, own.router, (own.gate_up, own.down), ending, rows):
+            return False
+        biases, padding = (own.router_bias, own.selection_bias), self._launchers.padding
+        few.route(self._routing, x, own.router, biases, at, rows, (slots, padding))
+        few.gate_up(experts, x, own.gate_up, Given(own.gate_up_bias, own.gate_scale, own.up_scale), at, rows)
+        few.add(experts, own.down, Given(own.down_bias, own.down_scale), at, ending, stream, out, rows)
+        return True
 
     def _read_beside(self, stream: Buffer, own: ExpertWeights, rows: int, *, normed: bool) -> None:
         """Queue the norms `beside`, if there are such and nobody has."""

@@ -6,7 +6,9 @@ share an input are stacked, as `Role` says. Vectors become float.
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +16,16 @@ from gguf import GGMLQuantizationType
 
 from nightmill.jobs.errors import ModelFileError
 from nightmill.worker.model.gguf.file import GgufFile
-from nightmill.worker.model.spec import Experts, LatentAttention, Mixer, ModelSpec, Norm, Role, Weight
+from nightmill.worker.model.spec import (
+    Experts,
+    LatentAttention,
+    Mixer,
+    ModelSpec,
+    Norm,
+    Predictor,
+    Role,
+    Weight,
+)
 from nightmill.worker.runners.gpu.device.device import Arena, Device
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, FLOAT, Buffer, Format, Matrix
@@ -31,11 +42,15 @@ from nightmill.worker.runners.gpu.weights.layout import (
     LatentWeights,
     LayerWeights,
     NormWeight,
+    PredictorWeights,
     Run,
     Weights,
     all_weights,
     keeps_packed,
     layer_weights,
+    predictor_bytes,
+    predictor_precision,
+    predictor_weights,
     rows_of,
     runs_of,
     weight_bytes,
@@ -44,7 +59,7 @@ from nightmill.worker.runners.gpu.weights.repacker import Repacker
 from nightmill.worker.runners.gpu.weights.router import router_parts
 from nightmill.worker.runners.gpu.weights.staging import Staging
 
-__all__ = ["load_weights"]
+__all__ = ["load_predictor", "load_weights"]
 
 log = logging.getLogger(__name__)
 
@@ -62,13 +77,41 @@ def load_weights(
     Raises ModelFileError for a tensor type that is not supported and for weights beyond the element's range,
     DeviceMemoryError where the device has no room.
     """
-    for _, weight in all_weights(spec):
+    _check_types(file, all_weights(spec))
+    arena = Arena(device, weight_bytes(spec, precision), "the weights")
+    with _loader(device, file, spec, precision, arena) as loader:
+        weights = loader.load()
+    report(f"weights: {arena.used:,} bytes on {device.name}")
+    return weights
+
+
+def load_predictor(
+    device: Device, file: GgufFile, spec: ModelSpec, precision: Precision, weights: Weights
+) -> PredictorWeights:
+    """Upload the block that predicts further tokens beside the weights of its model; raises as these do."""
+    predictor, own = spec.predictor, predictor_precision(spec, precision)
+    assert predictor is not None
+    assert own is not None
+    _check_types(file, predictor_weights(spec))
+    arena = Arena(device, predictor_bytes(spec, own), "the block that predicts further tokens")
+    with _loader(device, file, predictor.model(spec), own, arena) as loader:
+        return loader.predictor(predictor, weights)
+
+
+def _check_types(file: GgufFile, weights: Iterable[tuple[Role, Weight]]) -> None:
+    for _, weight in weights:
         for name in weight.names:
             if (kind := file.tensors[name].kind) not in SUPPORTED:
                 file.fail(
                     f"tensor {name}: the type {kind.name} is not supported on the GPU; requantise the model"
                 )
-    arena = Arena(device, weight_bytes(spec, precision), "the weights")
+
+
+@contextmanager
+def _loader(
+    device: Device, file: GgufFile, spec: ModelSpec, precision: Precision, arena: Arena
+) -> Iterator["_Loader"]:
+    """Give what loads weights; at the end all that it queued is done and right."""
     staging = Staging(device)
     makers: list[Dequantizer | Repacker] = [dequantizer := Dequantizer(device, staging)]
     repacker = None
@@ -77,8 +120,7 @@ def load_weights(
     rounded = ModelFormats(spec, precision).rounded
     rounder = None if rounded is None else rounded.rounder(device, dequantizer)
     try:
-        loader = _Loader(device, file, spec, precision, arena, dequantizer, repacker, rounder)
-        weights = loader.load()
+        yield _Loader(device, file, spec, precision, arena, dequantizer, repacker, rounder)
         if not all(maker.fits() for maker in makers):
             raise _beyond(file, device.element)
     finally:
@@ -87,8 +129,6 @@ def load_weights(
             maker.close()
         if rounder is not None:
             rounder.close()
-    report(f"weights: {arena.used:,} bytes on {device.name}")
-    return weights
 
 
 def _beyond(file: GgufFile, element: Element) -> ModelFileError:
@@ -140,6 +180,17 @@ class _Loader:
             embedding_norm=self._norm(
                 own, Role.EMBEDDING_NORM, None if spec.encoder is None else spec.encoder.norm
             ),
+        )
+
+    def predictor(self, predictor: Predictor, weights: Weights) -> PredictorWeights:
+        """The block of these sizes, whose layer is the spec's, beside a model's weights."""
+        own = predictor.weights(self._spec.width)
+        norm = self._norm(self._spec.weights(), Role.OUTPUT_NORM, self._spec.output_norm)
+        return PredictorWeights(
+            embedding_norm=self._norm(own, Role.PREDICTOR_EMBEDDING_NORM, predictor.norm),
+            state_norm=self._norm(own, Role.PREDICTOR_STATE_NORM, predictor.norm),
+            input=self._matrix(own, Role.PREDICTOR_INPUT),
+            block=replace(weights, layers=(self._layer(0),), output_norm=norm),
         )
 
     def _layer(self, index: int) -> LayerWeights:

@@ -35,6 +35,7 @@ class RunnerSizes:
     max_draws   the most rows that draw in a step, by default `slots`
     kv_pages   pages of the KV cache; None: as many as `gpu_memory` allows
     gpu_memory  share of the free memory that may be used, or, an int, its bytes
+    predicts    the model's block that predicts further tokens is loaded, if it has one that kernels compute
     """
 
     slots: int
@@ -44,6 +45,7 @@ class RunnerSizes:
     max_draws: int | None = None
     kv_pages: int | None = None
     gpu_memory: float = 0.9
+    predicts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,13 +44,17 @@ def _few_adds_down(kernels: LayerKernels, rows: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The launchers that all layers share."""
+    """The launchers that all layers share.
+
+    drawing  room for the normed states of the rows that draw, where all rows have one (`StepShape.whole`)
+    """
 
     embedding: Embedding
     norms: Norms
     logit_scale: LogitScale
     sampler: Sampler
     inputs: LayerInputRows | None = None
+    drawing: Buffer = ABSENT
 
 
 class Model:
@@ -68,7 +72,7 @@ class Model:
         self.layers = layers
         self.head = products.of(Kind.FLOAT, weights.head.rows, spec.width, weights.head.format)
         self._weights = weights
-        self._slots = slots
+        self.slots = slots
         self._history = history
         self._at = at
         self._has_few = all(layer.kernels.few is not None for layer in layers)
@@ -89,10 +93,9 @@ class Model:
         """The buffers of a step, which may be overwritten between two."""
         return self._at
 
-    @property
-    def normed(self) -> Buffer:
+    def normed(self, shape: StepShape) -> Buffer:
         """Buffer of the normed states of a step's rows that draw or are pooled, elements (R, width)."""
-        return self._at.normed
+        return self.shared.drawing if shape.whole and shape.gathers else self._at.normed
 
     @property
     def residual(self) -> Buffer:
@@ -166,7 +169,7 @@ class Model:
         self.shared.sampler.gather_tokens(
             inputs.tokens,
             inputs.token_slots,
-            self._slots,
+            self.slots,
             inputs.cache_rows,
             self._history,
             at.tokens,
@@ -180,11 +183,22 @@ class Model:
             self.projection(at.entering, weights.layer_projection, at.inputs, tokens)
             norm = weights.layer_projection_norm
             given.make(at.tokens, weights.layer_embedding, at.inputs, norm, tokens)
-        few = self._has_few and shape.decodes and tokens <= MAX_ROWS
-        if few:
+        self.through_layers(inputs, shape, tail)
+
+    def through_layers(
+        self, inputs: StepInputs, shape: StepShape, tail: tuple[StepInputs, StepShape] | None = None
+    ) -> None:
+        """Queue the same from the residual stream on."""
+        if self._has_few and shape.decodes and shape.tokens <= MAX_ROWS:
             self._few_rows(inputs, shape)
         else:
             self._any_rows(inputs, shape, tail)
+        if shape.whole and shape.gathers:
+            self.shared.embedding.gather_rows(self._at.normed, inputs.rows, self.shared.drawing, shape.draws)
+
+    def fill_pages(self, inputs: StepInputs, shape: StepShape) -> None:
+        """Queue of a step that draws nothing, from the residual stream on, what its pages get, no more."""
+        self._any_rows(inputs, shape, None)
 
     def _add_to_embeddings(self, inputs: StepInputs, rows: int) -> None:
         """Queue what an encoder has beside its tokens' embeddings, and their norm."""
@@ -211,11 +225,11 @@ class Model:
         adjusted  the logits of some draws are adjusted
         logprobs  some draws want log-probabilities
         """
-        at, sampler = self._at, self.shared.sampler
+        at, sampler, normed = self._at, self.shared.sampler, self.normed(shape)
         for first in range(0, shape.heads, LOGIT_ROWS):
             rows = min(LOGIT_ROWS, shape.heads - first)
             draws = inputs.draws + DRAW.itemsize * first
-            self.head(at.normed.from_row(first), self._weights.head, at.logits, rows)
+            self.head(normed.from_row(first), self._weights.head, at.logits, rows)
             self.shared.logit_scale(at.logits, rows)
             if masks is not None:
                 address, number, count = masks.send(first, rows)
@@ -225,9 +239,9 @@ class Model:
                 chunks = ChunkPages(
                     inputs.page_tables, inputs.table_width, inputs.sequence_starts, shape.sequences
                 )
-                sampler.adjust(at.logits, rows, draws, self._slots, self._history, chunks)
+                sampler.adjust(at.logits, rows, draws, self.slots, self._history, chunks)
             drawn = at.drawn.from_row(first)
-            sampler.sample(at.logits, rows, draws, self._slots, drawn)
+            sampler.sample(at.logits, rows, draws, self.slots, drawn)
             if logprobs:
                 sampler.log_probabilities(at.logits, rows, draws, drawn, at.found.from_row(first))
 
@@ -240,7 +254,7 @@ class Model:
         """
         at, x, rows, norms = self._at, self._at.x, shape.tokens, self.shared.norms
         entering, last, slots, drawing = at.entering, self.layers[-1], inputs.token_slots, 0
-        draws, gathers = shape.draws, shape.gathers
+        draws, gathers = shape.draws, shape.gathers and not shape.whole
         gathering = self._last_mixing if tail is None else self._last_keeping
         norms(x, self.layers[0].first_norm, entering, rows)
         for index, layer in enumerate(self.layers):
@@ -250,7 +264,7 @@ class Model:
                 mixed, ends = own.mixed, index == gathering
                 pages = inputs.of(layer.cache.kind)
                 kernels.mixer.enter(entering, layer, pages, rows)
-                is_over = index == self._last_keeping and not draws
+                is_over = index == self._last_keeping and not draws and not shape.whole
                 if is_over and kernels.mixer.entering_is_enough:
                     return
                 kernels.mixer.mix(layer, pages, shape)
@@ -291,8 +305,9 @@ class Model:
             few.swiglu(x, weights, own.activated, rows)
             add = few.residual if _few_adds_down(kernels, rows) else down
             add(own.activated, weights.ffn_down, x, rows)
-        x = self._gathered(inputs, shape) if shape.gathers else x
-        self.shared.norms(x, self._weights.output_norm, self._at.normed, shape.draws)
+        if shape.gathers and not shape.whole:
+            x, rows = self._gathered(inputs, shape), shape.draws
+        self.shared.norms(x, self._weights.output_norm, self._at.normed, rows)
 
     def _gathered(self, inputs: StepInputs, shape: StepShape) -> Buffer:
         """The residual stream of the rows that draw."""

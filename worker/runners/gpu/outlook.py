@@ -53,15 +53,17 @@ def _states(sources: list[Source]) -> str:
 def _attention(alike: list[Attention], precision: Precision, *, hopper: bool) -> tuple[str, str]:
     """The kernels of drawn tokens and of prompts for layers with equal heads."""
     first, heads = alike[0], f"heads of {alike[0].head_dim}"
-    wide = all(map(WideDecode.suits, alike)) and precision.kv is KvFormat.ELEMENT and hopper
+    wide = all(map(WideDecode.suits, alike)) and precision.kv is KvFormat.ELEMENT
+    wide = wide and (hopper or WideDecode.one_stage)
     if DecodeAttention.suits(first):
-        drawn = f"fast decode attention for {heads}{', in clusters' if hopper else ''}"
+        clusters = hopper and DecodeAttention.splits(first)
+        drawn = f"fast decode attention for {heads}{', in clusters' if clusters else ''}"
     elif wide:
         drawn = f"wide decode attention for {heads}"
     else:
         drawn = f"attention for {heads}, which the fast one does not take"
     by_wgmma = HopperPrefill.suits(first, hopper=hopper) or (wide and HopperWide.suits(first, hopper=hopper))
-    if not by_wgmma and first.head_dim not in PREFILL_HEADS:
+    if not (by_wgmma or wide) and first.head_dim not in PREFILL_HEADS:
         return drawn, f"attention for {heads} without tensor cores, which is slow"
     return drawn, f"attention by {'wgmma' if by_wgmma else 'mma.sync'} for {heads}"
 

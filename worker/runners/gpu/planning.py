@@ -13,7 +13,7 @@ from nightmill.worker.runners.gpu.activations import LOGIT_ROWS, most_draws
 from nightmill.worker.runners.gpu.attention.choice import by_heads
 from nightmill.worker.runners.gpu.catalogue import workspace_bytes
 from nightmill.worker.runners.gpu.kinds import has_tail
-from nightmill.worker.runners.gpu.kv_cache import PAGE, kinds_layout, pool_page_bytes
+from nightmill.worker.runners.gpu.kv_cache import PAGE, kinds_layout, page_bytes, pool_page_bytes
 from nightmill.worker.runners.gpu.memory import (
     LEAST_TOKENS,
     MemoryPlan,
@@ -26,11 +26,12 @@ from nightmill.worker.runners.gpu.memory import (
 )
 from nightmill.worker.runners.gpu.precision import Precision
 from nightmill.worker.runners.gpu.rows.pooling import PooledSums
+from nightmill.worker.runners.gpu.rows.predictor import PredictorRows
 from nightmill.worker.runners.gpu.sampling.masks import MaskBuffers
 from nightmill.worker.runners.gpu.sampling.slots import SlotTable
 from nightmill.worker.runners.gpu.states.memory import States
 from nightmill.worker.runners.gpu.steps import StepBounds, StepBuffers
-from nightmill.worker.runners.gpu.weights.layout import weight_bytes
+from nightmill.worker.runners.gpu.weights.layout import predictor_bytes, predictor_precision, weight_bytes
 from nightmill.worker.runners.kv_format import KvFormat
 
 __all__ = ["RunnerPlanner", "RunnerPlan", "prompt_grid", "takes_tail"]
@@ -63,6 +64,7 @@ class RunnerPlanner:
 
     hopper       kernels for Hopper run on it
     most_pieces  of contexts, by slots (`AttentionPlans.most_pieces`)
+    predicts     there is memory for the model's block that predicts further tokens, too
     """
 
     spec: ModelSpec
@@ -70,6 +72,7 @@ class RunnerPlanner:
     multiprocessors: int
     most_pieces: Callable[[int], int]
     hopper: bool = True
+    predicts: bool = False
 
     def plan(self, sizes: RunnerSizes, free: int) -> RunnerPlan:
         """Share out `free` bytes; `sizes.context` is no more than the model's.
@@ -78,6 +81,12 @@ class RunnerPlanner:
         """
         spec, precision, slots = self.spec, self.precision, sizes.slots
         weights, page = weight_bytes(spec, precision), pool_page_bytes(spec, precision.kv)
+        if self.predicts:
+            assert spec.predictor is not None
+            own = predictor_precision(spec, precision)
+            assert own is not None
+            weights += predictor_bytes(spec, own)
+            page += page_bytes(spec.predictor.model(spec), precision.kv)
         room = allowed(free, sizes.gpu_memory) - weights
         tokens = sizes.max_tokens
         if sizes.kv_pages is None:
@@ -126,6 +135,11 @@ class RunnerPlanner:
         bounds = self.bounds(replace(sizes, max_tokens=max_tokens))
         kept = SlotTable.bytes(slots, vocab) + MaskBuffers.bytes(vocab, LOGIT_ROWS)
         kept += PooledSums.bytes(slots, self.spec.width)
+        if self.predicts:
+            kept += PredictorRows.workspace(
+                self.spec.width, tokens=bounds.max_tokens, draws=bounds.max_draws,
+                table_width=bounds.table_width,
+            )  # fmt: skip
         if takes_tail(self.spec, self.precision):
             kept += StepBuffers.bytes(bounds.tail)
         return kept + StepBuffers.bytes(bounds) + workspace_bytes(

@@ -37,15 +37,17 @@ from nightmill.worker.runners.gpu.device.chosen import FIRST_GPU, ChosenGpu
 from nightmill.worker.runners.gpu.device.compiler import compile_all
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.graphs import Graph, bucket_of, buckets
+from nightmill.worker.runners.gpu.device.operands import ABSENT
 from nightmill.worker.runners.gpu.feed_forward import ExpertLaunchers
 from nightmill.worker.runners.gpu.kv_cache import PAGE, KvCache, kinds_layout
 from nightmill.worker.runners.gpu.layers import Launchers, bind_layers
-from nightmill.worker.runners.gpu.loading import load_weights
+from nightmill.worker.runners.gpu.loading import load_predictor, load_weights
 from nightmill.worker.runners.gpu.memory import RunnerSizes, allowed, spare_pages
 from nightmill.worker.runners.gpu.mixers import Mixers
 from nightmill.worker.runners.gpu.model import Model, Shared
 from nightmill.worker.runners.gpu.planning import RunnerPlanner, prompt_grid, takes_tail
 from nightmill.worker.runners.gpu.precision import HALF, Precision
+from nightmill.worker.runners.gpu.predicting import CudaPredictor, can_predict
 from nightmill.worker.runners.gpu.products.chooser import Products
 from nightmill.worker.runners.gpu.products.formats import ModelFormats
 from nightmill.worker.runners.gpu.rows.activate import Activate
@@ -54,6 +56,7 @@ from nightmill.worker.runners.gpu.rows.layer_inputs import LayerInputRows
 from nightmill.worker.runners.gpu.rows.logits import LogitScale
 from nightmill.worker.runners.gpu.rows.norms import Norms
 from nightmill.worker.runners.gpu.rows.pooling import PooledSums
+from nightmill.worker.runners.gpu.rows.predictor import PredictorRows, Sizing
 from nightmill.worker.runners.gpu.sampling.masks import MaskBuffers
 from nightmill.worker.runners.gpu.sampling.sampler import Sampler
 from nightmill.worker.runners.gpu.sampling.slots import SlotTable
@@ -85,6 +88,8 @@ class _PendingLaunch:
     adjusted: bool  # the logits of some draws are
     logprobs: bool  # some draws want log-probabilities
     sums: int = 0  # embeddings that are complete
+    batch: StepBatch | None = None  # what the block that predicts further tokens is to follow
+    guesses: int = 0  # sequences behind whose draws is guessed
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +150,7 @@ class CudaRunner:
         self._tune = launching.tune
         self._turn = 0
         self._products: Products | None = None
+        self._predictor: CudaPredictor | None = None
         self.device = Device(gpu.index, precision.element, precision.kv, pretended=gpu.pretended)
         try:
             self.arithmetic = arithmetic_of(file, self.device, precision)
@@ -169,7 +175,9 @@ class CudaRunner:
         self.precision = precision  # as they were chosen
         check_spec(spec, precision, device)
         formats = ModelFormats(spec, precision)
-        sources = sources_for(spec, precision, hopper=device.hopper)
+        drafts = self.prompt_grid == 1 or self.takes_back
+        self.predicts = sizes.predicts and drafts and can_predict(spec, precision)
+        sources = sources_for(spec, precision, hopper=device.hopper, predicts=self.predicts)
         self._progress(StartStep.COMPILING, "")
         compile_all(sources, device.architecture, report=self._compiled)  # each is then in the cache
         self._progress(StartStep.STARTING, "planning the memory")
@@ -183,8 +191,9 @@ class CudaRunner:
                 f"rows of blocks in one launch; a GPU takes {_MOST_ROWS:,}: lower --max-sequences"
             )
         planner = RunnerPlanner(
-            spec, precision, device.multiprocessors, self._plans.most_pieces, hopper=device.hopper
-        )
+            spec, precision, device.multiprocessors, self._plans.most_pieces, hopper=device.hopper,
+            predicts=self.predicts,
+        )  # fmt: skip
         plan = planner.plan(replace(sizes, context=context), free)
         self.memory, bounds = plan.memory, plan.bounds
         self.max_tokens, self.max_draws = bounds.max_tokens, bounds.max_draws
@@ -198,6 +207,7 @@ class CudaRunner:
         self._products = products = formats.products(device, activate, at.gate_up, at.quantised)
         self._progress(StartStep.LOADING, "")
         weights = load_weights(device, file, spec, precision, report=self._report)
+        of_block = load_predictor(device, file, spec, precision, weights) if self.predicts else None
         self._progress(StartStep.STARTING, "binding the layers")
         layout = kinds_layout(spec, device.kv)
         self.page_kinds = () if layout is None else layout.kinds
@@ -219,9 +229,18 @@ class CudaRunner:
             self._tail = StepBuffers(device, bounds.tail, padding_page=pages - 1, depth=self.depth)
         embedding = Embedding(device, spec.vocab, spec.embedding_scale)
         given = None if spec.layer_inputs is None else LayerInputRows(device, spec)
-        shared = Shared(embedding, norms, LogitScale(device, spec), sampler, given)
+        sizing = Sizing(
+            self.max_tokens, self.max_draws, slots, bounds.table_width, self._context, pages, self.depth
+        )
+        predicting = PredictorRows(device, spec.width, sizing) if self.predicts else None
+        drawing = ABSENT if predicting is None else predicting.normed
+        shared = Shared(embedding, norms, LogitScale(device, spec), sampler, given, drawing)
         self._pooled = PooledSums(device, spec, slots=slots, depth=self.depth)
         self._model = Model(spec, weights, shared, layers, products, self._slots.address, cache.tokens, at)
+        if predicting is not None and of_block is not None:
+            self._predictor = CudaPredictor(
+                device, spec, of_block, predicting, self._model, launchers, self._plans
+            )
         self._drawn = [device.pinned(self.max_draws, np.int32) for _ in range(self.depth)]
         self._found = [device.pinned(self.max_draws, FOUND) for _ in range(self.depth)]
         self._done: list[Any] = [device.event() for _ in range(self.depth)]
@@ -252,6 +271,8 @@ class CudaRunner:
         replays = self._graphs and len(batch.slots) == batch.drawn == len(batch.draws)
         launch = self._replay(turn, batch) if replays else self._launch_kernels(turn, batch)
         self._states.save(batch.snapshots, turn)
+        if self._predictor is not None:
+            launch = replace(launch, batch=batch)
         self._pending.append(launch)
         if not self._waits_for_masks:
             self._return_tokens(launch)
@@ -286,16 +307,21 @@ class CudaRunner:
         count = len(launch.draws)
         self.device.wait(self._done[launch.turn], f"a step that draws {count} tokens")
         found = self._found[launch.turn][:count].copy() if launch.logprobs else None
-        sums = self._pooled.told(launch.turn, launch.sums)
-        return Drawn(self._drawn[launch.turn][:count].copy(), found, sums)
+        sums, guesses = self._pooled.told(launch.turn, launch.sums), None
+        if self._predictor is not None:
+            guesses = self._predictor.told(launch.turn, launch.guesses, count)
+        return Drawn(self._drawn[launch.turn][:count].copy(), found, sums, guesses)
 
     def _return_tokens(self, launch: _PendingLaunch) -> None:
-        """Queue the copy of what is drawn."""
+        """Queue the guesses behind what the newest launch draws, and the copies of all that it gives."""
         if count := len(launch.draws):
             self.device.copy_out(self._drawn[launch.turn][:count], self._model.drawn.address)
         if launch.logprobs:
             self.device.copy_out(self._found[launch.turn][:count], self._model.found.address)
         self._pooled.tell(launch.turn, launch.sums, self._model.residual)
+        if self._predictor is not None and launch.batch is not None:
+            guesses = self._predictor.follow(launch.turn, launch.batch, launch.inputs, launch.shape)
+            self._pending[-1] = replace(launch, guesses=guesses)
         self._done[launch.turn].record(self.device.stream)
 
     def logits(self, rows: int) -> np.ndarray:
@@ -336,8 +362,13 @@ class CudaRunner:
         rows = self.max_tokens
         while rows > least:
             self._progress(StartStep.TUNING, f"{rows:,} rows")
-            self._model.tune(rows, 1)
+            self._tune_rows(rows, 1)
             rows //= 2
+
+    def _tune_rows(self, rows: int, draws: int) -> None:
+        self._model.tune(rows, draws)
+        if self._predictor is not None:
+            self._predictor.tune(rows)
 
     def _capture_all(self) -> None:
         """Every batch size, with every number of pieces that its contexts may be shared out in."""
@@ -345,7 +376,7 @@ class CudaRunner:
         for size in reversed(buckets(self.slots)):
             if self._tune:
                 self._progress(StartStep.TUNING, f"{size:,} rows")
-                self._model.tune(size, size)
+                self._tune_rows(size, size)
             self._progress(StartStep.CAPTURING, f"{size:,} sequences")
             for rooms in self._plans.rooms(size):
                 self._graphs[size, rooms] = self._capture(size, rooms, draws=True)
@@ -419,6 +450,7 @@ class CudaRunner:
             again=drawn > 0 and len(np.unique(batch.slots)) < len(batch.slots),
             given=pooled > 0 or bool((batch.draws["slot"] < 0).any()),
             pooled=pooled,
+            whole=self._predictor is not None,
             groups=groups,
             further=tuple(further),
         )
@@ -426,7 +458,7 @@ class CudaRunner:
         tail = self._tail_of(turn, batch, shape)
         adjusted, logprobs = self._slots.adjusts(batch.draws), wants_logprobs(batch.draws)
         self._model.forward(inputs, shape, tail)
-        self._pooled.add(turn, batch.pools, self._model.normed, len(batch.draws), self._model.residual)
+        self._pooled.add(turn, batch.pools, self._model.normed(shape), len(batch.draws), self._model.residual)
         if not self._waits_for_masks:
             self._model.draw(inputs, shape, adjusted=adjusted, logprobs=logprobs)
         sums = int(batch.pools["ends"].sum())

@@ -40,6 +40,7 @@ class StepShape:
     again: bool = False  # a sequence has several chunks: drawn tokens that are computed again
     given: bool = False  # some tokens are given, or rows pooled: the draws are in no order
     pooled: int = 0  # the last so many of `draws` go into embeddings, and through no head
+    whole: bool = False  # all rows go through all layers and the last norm, also those that draw nothing
     groups: tuple[PromptGroup, ...] = ()  # of prompts, where their pages become elements first
     further: tuple[Division, ...] = ()  # for layers with other heads
 

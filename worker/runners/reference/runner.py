@@ -250,7 +250,7 @@ class ReferenceRunner:
             if (by := rows.adjusted.get(row)) is not None:
                 by.answer.append(token)
         guesses = None
-        if self._predictor is not None:
+        if self._predictor is not None and undrawn.batch.guesses:
             guesses = self._predictor.guess(undrawn.batch, undrawn.hidden, tokens, rows)
         return Drawn(tokens, found, undrawn.sums, guesses)
 

@@ -119,8 +119,11 @@ class Turning:
 class Turn:
     """The turn of one model, in the process that serves it."""
 
-    def __init__(self, claims: Claims, settings: Settings, model: str) -> None:
+    def __init__(
+        self, claims: Claims, settings: Settings, model: str, *, has_others_beside: bool = False
+    ) -> None:
         self.model = model
+        self._has_others_beside = has_others_beside
         self._claims = claims
         self._loads = Loads(claims.database, claims.worker_id)
         self._models = named_models(settings)
@@ -129,6 +132,14 @@ class Turn:
         self._since: datetime | None = None
         self._look_at = 0.0  # while there is work
         self._rested_at = 0.0  # when the last look has been paid for
+
+    def begin(self) -> None:
+        """Take the model at the start of a worker that has others beside it. Raises DatabaseError.
+
+        Nothing has waited for it yet, so nobody has chosen it.
+        """
+        if not self._loads.is_open():
+            self._loads.begin(lambda _: (self.model, "is loaded together with others"))
 
     def failed(self, error: BaseException) -> str | None:
         """Record why the model could not be loaded; returns that for people.
@@ -169,6 +180,32 @@ class Turn:
         now = time.monotonic()
         self._look_at, self._rested_at = now + _LOOK_SECONDS, now + LOOK_SHARE * (now - began)
         return None if choice is None else f"{choice.model} is next: {choice.reason}"
+
+    def yields(self) -> bool:
+        """Return True while this model takes no rows of batches, as more urgent ones wait for one beside it.
+
+        Raises DatabaseError.
+        """
+        if not self._has_others_beside:
+            return False
+        theirs = self._loads.most_urgent(self._loads.beside())
+        ours = None if theirs is None else self._loads.most_urgent((None, self.model))
+        return theirs is not None and ours is not None and theirs > ours
+
+
+def register_turn(claims: Claims, settings: Settings, turn: str | None, together: str | None) -> Turn | None:
+    """Write the models of a registered worker into its row; returns the turn of the one that it loads now.
+
+    together  what it and the workers that share its GPU are called. Raises DatabaseError
+    """
+    swaps = settings.swap_for_interactive
+    claims.register_models([*named_models(settings)], swap_for_interactive=swaps, together=together)
+    if turn is None:
+        return None
+    made = Turn(claims, settings, turn, has_others_beside=together is not None)
+    if together is not None:
+        made.begin()
+    return made
 
 
 def files_of(model: str) -> list[Path]:

@@ -117,7 +117,7 @@ def test_a_deletion_waits_for_a_retry_under_way_and_is_then_refused(
         with before(client.database, "DELETE FROM partials", delete):
             assert batch.retry_failed() == 8
         with pytest.raises(InvalidTransitionError, match="8 rows that are not finished"):
-            deleting[0].result(30)
+            deleting[0].result(120)
     assert len(jobs_of(batch)) == 10
     batch.cancel()
     assert batch.delete() == 10
@@ -197,7 +197,7 @@ def test_a_job_cannot_be_added_to_a_batch_that_is_submitted_at_the_same_time(
         with before(client.database, "SELECT batches.name, batches.format", enqueue):
             batch = client.submit_batch(file, name="night")
         with pytest.raises(BatchConflictError, match="'night' was submitted as a whole"):
-            enqueueing[0].result(30)
+            enqueueing[0].result(120)
     assert batch.status().rows == 10
 
 
@@ -258,7 +258,7 @@ def test_a_single_job_that_was_chosen_cannot_be_retried_before_it_is_deleted(
         with before(client.database, "DELETE FROM jobs", retry):
             assert list(prune.run())[-1] == Pruned(1, 0)
         with pytest.raises(JobNotFoundError):
-            retrying[0].result(30)
+            retrying[0].result(120)
 
 
 @pytest.fixture

@@ -243,9 +243,13 @@ def test_commands_set_and_raise_budgets(
     Sweep(client.database).end_stopped()
     shown = run(main, ["batch", "status", "night"]).output
     assert "budget     100 tokens of 95 tokens" in shown
-    assert "stopped    its budget of 95 tokens is used up (100 tokens spent)" in shown
+    assert "stopped    its budget of 95 tokens is used up (100 tokens spent)" in shown and "to go on" in shown
     assert run(main, ["batch", "watch", "night"]).exit_code == 5  # as for a deadline
-    assert "it stays stopped" in run(main, ["batch", "budget", "night", "--budget", "99-tokens"]).output
+    assert "it is stopped" in run(main, ["batch", "budget", "night", "--budget", "99-tokens"]).output
     raised = run(main, ["batch", "budget", "night", "--budget", "2k-tokens"])
     assert raised.output == "night: 110 rows queued again\n"
+    end(worker, queued(batch))
+    run(main, ["batch", "budget", "night", "--budget", "99-tokens"])  # which ends no row any more
+    shown = run(main, ["batch", "status", "night"]).output
+    assert "night: completed\n" in shown and "to go on" not in shown
     assert "budget: is missing" in run(main, ["batch", "budget", "night"]).output

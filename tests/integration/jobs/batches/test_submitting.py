@@ -159,14 +159,14 @@ def test_two_who_submit_a_file_at_once_enter_each_row_once(
 
     def submit() -> None:
         with Client(server_settings) as own:
-            barrier.wait(30)
+            barrier.wait(120)
             own.submit_batch(path, name="night")
 
     threads = [threading.Thread(target=submit) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(240)
     assert sorted(jobs_of(client.get_batch("night"))) == list(range(1, 4001))
     assert client.get_batch("night").status().row_count == 4000
 

@@ -42,6 +42,9 @@ struct int4 {
 struct float4 {
     float x, y, z, w;
 };
+struct longlong2 {
+    long long x, y;
+};
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline int2 make_int2(int x, int y) { return {x, y}; }

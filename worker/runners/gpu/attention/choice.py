@@ -102,7 +102,7 @@ def decode_attention(
     if DecodeAttention.suits(attention):
         other = beside if isinstance(beside, DecodeAttention) else None
         return DecodeAttention(device, attention, max_context=max_context, beside=other)
-    if wide and WideDecode.suits(attention) and has_room(device):
+    if wide and WideDecode.suits(attention) and WideDecode.fits(device):
         same = beside if isinstance(beside, WideDecode) else None
         return WideDecode(device, attention, max_context=max_context, beside=same)
     return GeneralDecode(device, attention)
@@ -116,6 +116,6 @@ def prefill_attention(
         return HopperPrefill(device, attention, beside if isinstance(beside, HopperPrefill) else None)
     if wide and HopperWide.suits(attention, hopper=device.hopper) and has_room(device):
         return HopperWide(device, attention)
-    if wide and WideDecode.suits(attention) and has_room(device):
+    if wide and WideDecode.suits(attention) and WideDecode.fits(device):
         return WidePrefill(device, attention)
     return PortablePrefill(device, attention)

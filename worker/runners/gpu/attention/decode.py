@@ -53,7 +53,7 @@ class DecodeAttention:
         self._blocks = _blocks(attention)
         self._segment_pages, self._segments = _segments(max_context)
         self._seen_segments = _seen_segments(attention, self._segment_pages, self._segments)
-        self._splits = attention.head_dim <= _LARGE
+        self._splits = self.splits(attention)
         decode = KernelPairs(device, scoring("decode_attention", attention))
         self._near, self._far = (
             (
@@ -94,6 +94,11 @@ class DecodeAttention:
         """Return whether the kernels take a layer's attention."""
         return attention.head_dim in FAST_HEADS
 
+    @staticmethod
+    def splits(attention: Attention) -> bool:
+        """Return whether few short contexts are split among blocks, on Hopper in clusters of them."""
+        return attention.head_dim <= _LARGE
+
     @classmethod
     def sources(cls, spec: ModelSpec, *, hopper: bool) -> list[Source]:
         """List the kernel files for a model."""
@@ -103,6 +108,11 @@ class DecodeAttention:
     def workspace(cls, attention: Attention, *, max_context: int, multiprocessors: int) -> int:
         """Bytes of device memory that they take."""
         return sum(_meeting(attention, max_context, multiprocessors))
+
+    @property
+    def segment(self) -> int:
+        """Tokens of a segment."""
+        return self._planner.segment
 
     def pieces(self, lengths: IntArray, sequences: IntArray) -> IntArray:
         """Divide contexts into the pieces that blocks compute, on the host; good until the next call.

@@ -32,6 +32,9 @@ class GeneralDecode:
         slow = (one for one in spec.attentions if one.head_dim not in FAST_HEADS)
         return [scoring("attention_any", attention) for attention in slow]
 
+    segment = 0
+    """Tokens of a segment: there are none."""
+
     def pieces(self, lengths: IntArray, sequences: IntArray) -> IntArray:
         """Return no pieces: contexts stay whole."""
         return NO_PIECES

@@ -83,6 +83,14 @@ class AttentionPlans:
         whole = whole_pieces(ones, numbers, segment=PAGE)
         return [whole if room else NO_PIECES for room in rooms]
 
+    def whole_segment(self, sequences: int) -> int:
+        """Tokens of a segment where contexts of so many sequences have pieces, which may be whole; 0: none.
+
+        Of the first plan.
+        """
+        decode = self._decodes[0]
+        return 0 if 0 in decode.rooms(sequences) else decode.segment
+
     def reserve(self, *, slots: int, max_context: int, max_tokens: int, depth: int) -> None:
         """Take the memory that steps need, as `HopperPrefill.reserve` says."""
         for prefill in self._prefills:

@@ -1,6 +1,7 @@
 """Attention with rows too wide for the registers of a warp: heads of 512, and latents."""
 
 import math
+from typing import ClassVar
 
 import numpy as np
 
@@ -42,6 +43,10 @@ class WideDecode:
     beside       for other layers of the model, never at the same time: the two share memory
     """
 
+    one_stage: ClassVar[bool] = False
+    """GPUs take heads of 512, too, whose blocks have room for one tile of keys and values alone: waits for a
+    GPU that tests and times it (benchmarks/TRIED.md)."""
+
     def __init__(
         self, device: Device, attention: Attention, value_dim: int | None = None, *, max_context: int,
         beside: "WideDecode | None" = None,
@@ -52,7 +57,7 @@ class WideDecode:
         self._segment_pages = _segment_pages(max_context)
         self.segment = self._segment_pages * PAGE
         """Tokens of a segment."""
-        stages = 2 if value_dim is None else 3 if has_room(device) else 1
+        stages = 1 if not has_room(device) else 2 if value_dim is None else 3
         self._shared = _shared(attention, value_dim, _DECODE_ROWS, stages)
         kernels = KernelPairs(device, scoring("wide_attention", attention, value_dim))
         self._decode = kernels.function(f"wide_decode_{stages}", "PPPPiPPPPiiif", shared=self._shared)
@@ -66,15 +71,20 @@ class WideDecode:
 
     @staticmethod
     def suits(attention: Attention) -> bool:
-        """Return whether the kernels take a layer's attention, on a GPU that `has_room`."""
+        """Return whether the kernels take a layer's attention, on a GPU that it `fits`."""
         plain = attention.window is None and attention.softcap is None and not attention.sinks
         return attention.head_dim == VALUES and plain
 
-    @staticmethod
-    def sources(spec: ModelSpec, *, hopper: bool) -> list[Source]:
+    @classmethod
+    def fits(cls, device: Device) -> bool:
+        """Return whether a block of a GPU has the shared memory that heads of 512 take."""
+        return device.kv is KvFormat.ELEMENT and (cls.one_stage or has_room(device))
+
+    @classmethod
+    def sources(cls, spec: ModelSpec, *, hopper: bool) -> list[Source]:
         """List the kernel files for a model."""
         suited = filter(WideDecode.suits, spec.attentions)
-        return [scoring("wide_attention", one) for one in suited] if hopper else []
+        return [scoring("wide_attention", one) for one in suited] if hopper or cls.one_stage else []
 
     @staticmethod
     def workspace(attention: Attention) -> int:
@@ -166,7 +176,7 @@ def heads_of_a_tile(attention: Attention, rows: int) -> int:
 
 
 def has_room(device: Device) -> bool:
-    """Return whether a block has so much shared memory as the kernels want for heads of 512."""
+    """Return whether a block has shared memory for two stages of keys and values of heads of 512."""
     return device.features.block_shared >= _ROOM and device.kv is KvFormat.ELEMENT
 
 
@@ -200,9 +210,14 @@ def wide_pieces(
 
 
 def _shared(attention: Attention, value_dim: int | None, rows: int, stages: int) -> int:
-    """Bytes of shared memory of a block: queries, tiles of keys, scores, weights and factors of rows."""
+    """Bytes of shared memory of a block: queries, tiles of keys, scores, weights and factors of rows.
+
+    One tile of keys and values takes the room of queries, too.
+    """
     pitch = 2 * attention.head_dim + 16
-    tiles = stages * _KEYS * (2 if value_dim is None else 1)
+    tiles = stages * _KEYS * (2 if value_dim is None else 1) - (
+        rows if stages == 1 and value_dim is None else 0
+    )
     slices = 4 if rows == _DECODE_ROWS else 1  # of scores
     return (rows + tiles) * pitch + rows * (4 * (_KEYS + 8) * slices + 2 * _KEYS + 16 + 8)
 

@@ -14,6 +14,8 @@ from nightmill.worker.runners.gpu.weights.router import PART_SCALE, PARTS, part_
 
 __all__ = ["Branches", "Combine"]
 
+_MOST_OF_TWO = 4096  # elements of a row, of which registers hold two: where branches have norms of their own
+
 
 class Combine:
     """Launches `combine.cu`."""
@@ -29,6 +31,14 @@ class Combine:
     def sources(spec: ModelSpec, *, hopper: bool) -> list[Source]:
         """List the kernel files for a model."""
         return [source_of("combine")] if spec.experts else []
+
+    @staticmethod
+    def refusal(spec: ModelSpec) -> str | None:
+        """Return the width of a model whose rows two at a time are too many for registers, or None."""
+        width = spec.width
+        if width <= _MOST_OF_TWO or all(one.beside is None for one in spec.experts):
+            return None
+        return f"experts beside a dense network at a width of {width:,} (up to {_MOST_OF_TWO:,})"
 
     def mix(self, experts: Experts, at: ExpertRoom, tokens: int) -> None:
         """Queue the sum of experts' outputs -> at.mixed (T, R) elements."""

@@ -24,7 +24,7 @@ class Routing:
     """Launches `route.cu` for experts of one kind."""
 
     def __init__(self, device: Device, experts: Experts) -> None:
-        self._experts = experts
+        self.experts = experts
         self._shared = 3 * experts.count * FLOAT.itemsize * _WARPS
         kernels = KernelPairs(device, source_of("route"))
         self._choose = kernels.function("choose", "PPPPPPiiiifiiiiiiifi", shared=self._shared)
@@ -60,31 +60,31 @@ class Routing:
         """
         if self._few is not None and tokens <= min(_FEW, tile.rows):
             self._few.of(tokens)(
-                (1, 1), (32 * _FEW, 1, 1), *self._router(bias, selection_bias, at, tokens, slots, padding),
+                (1, 1), (32 * _FEW, 1, 1), *self.arguments(bias, selection_bias, at, tokens, slots, padding),
                 at.places.address, at.sources.address, at.tiles.address, at.total.address, at.counts.address,
                 _counted(at, tile), shared=self._few_shared,
             )  # fmt: skip
             return
         self._choose.of(tokens)(
             (-(-tokens // _WARPS), 1), (32 * _WARPS, 1, 1),
-            *self._router(bias, selection_bias, at, tokens, slots, padding), shared=self._shared,
+            *self.arguments(bias, selection_bias, at, tokens, slots, padding), shared=self._shared,
         )  # fmt: skip
         self.place(at, tokens, tile)
 
     def place(self, at: ExpertRoom, tokens: int, tile: ExpertTile) -> None:
         """Queue the places of choices that are there, for such tiles, of whose panels none is counted yet."""
-        experts = self._experts
+        experts = self.experts
         self._place.of(tokens)(
             (experts.count, 1), (256, 1, 1), at.chosen.address, at.places.address, at.sources.address,
             at.tiles.address, at.total.address, at.counts.address, tokens * experts.used, experts.used,
             experts.count, tile.rows, _counted(at, tile),
         )  # fmt: skip
 
-    def _router(
+    def arguments(
         self, bias: Buffer, selection_bias: Buffer, at: ExpertRoom, tokens: int, slots: int, padding: int
     ) -> tuple[int | float, ...]:
-        """Arguments of kernels that choose."""
-        experts = self._experts
+        """Arguments of kernels that choose, beside where their choices have places."""
+        experts = self.experts
         return (
             at.logits.address, bias.address, selection_bias.address, slots, at.chosen.address,
             at.shares.address, tokens, at.logits.shape[1], part_rows(experts.count + experts.shared_gated),
@@ -94,9 +94,9 @@ class Routing:
 
     def gates(self, at: ExpertRoom) -> Buffer:
         """The logits of the shared expert's gate, of which a row's parts are `part_rows` apart."""
-        if not self._experts.shared_gated:
+        if not self.experts.shared_gated:
             return ABSENT
-        place = at.logits.address + self._experts.count * FLOAT.itemsize
+        place = at.logits.address + self.experts.count * FLOAT.itemsize
         return Buffer(place, at.logits.shape, FLOAT)
 
 

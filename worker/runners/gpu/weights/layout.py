@@ -25,8 +25,9 @@ from nightmill.worker.runners.gpu.weights.router import router_rows
 
 __all__ = [
     "NO_MATRIX", "NO_NORM", "OF_EACH_HEAD", "OF_EXPERTS", "ExpertWeights", "HeadMatrices", "LatentWeights",
-    "LayerWeights", "NormWeight", "Run", "Weights", "all_weights", "formats_in", "keeps_packed",
-    "layer_weights", "padded_vocab", "rows_of", "runs_of", "stored", "weight_bytes",
+    "LayerWeights", "NormWeight", "PredictorWeights", "Run", "Weights", "all_weights", "formats_in",
+    "keeps_packed", "layer_weights", "padded_vocab", "predictor_bytes", "predictor_precision",
+    "predictor_weights", "rows_of", "runs_of", "stored", "weight_bytes",
 ]  # fmt: skip
 
 
@@ -169,6 +170,16 @@ class Weights:
     positions: Buffer = ABSENT  # float (places, width), of an encoder, as the next two
     text_types: Buffer = ABSENT  # float (kinds, width)
     embedding_norm: NormWeight = NO_NORM
+
+
+@dataclass(frozen=True, slots=True)
+class PredictorWeights:
+    """The weights of a block that predicts further tokens; `block`: its layer beside the model's tables."""
+
+    embedding_norm: NormWeight
+    state_norm: NormWeight
+    input: Matrix  # elements (width, 2 width): of embeddings, then of states
+    block: Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +331,42 @@ def weight_bytes(spec: ModelSpec, precision: Precision) -> int:
     )
 
 
+def predictor_weights(spec: ModelSpec) -> Iterator[tuple[Role, Weight]]:
+    """Every weight of the block that predicts further tokens, which the model has, as it is kept here."""
+    assert spec.predictor is not None
+    alone = spec.predictor.model(spec)
+    yield from spec.predictor.weights(spec.width).items()
+    yield from layer_weights(alone, 0).items()
+    yield from spec.output_norm.weights(Role.OUTPUT_NORM, alone.output_norm_name, spec.width).items()
+
+
+def predictor_precision(spec: ModelSpec, precision: Precision) -> Precision | None:
+    """Return the precision of that block: the model's, or elements where products of it would lack kernels.
+
+    Kernels are there for the formats that the model has in a role. None: there are none for its experts.
+    """
+    for tried in (precision, replace(precision, weights=WeightsFormat.ELEMENT)):
+        lacking = {
+            role
+            for role, weight in predictor_weights(spec)
+            if weight.is_matrix and role is not Role.PREDICTOR_INPUT
+            and not {run.format for run in runs_of(spec, role, weight, tried)}
+            <= formats_in(spec, precision, role)
+        }  # fmt: skip
+        if not lacking or (tried is not precision and lacking.isdisjoint(OF_EXPERTS)):
+            return tried
+    return None
+
+
+def predictor_bytes(spec: ModelSpec, precision: Precision) -> int:
+    """Return the bytes that the weights of that block take, at its precision."""
+    return sum(
+        aligned(size)
+        for role, weight in predictor_weights(spec)
+        for size in _sizes(spec, role, weight, precision)
+    )
+
+
 def _sizes(spec: ModelSpec, role: Role, weight: Weight, precision: Precision) -> list[int]:
     if weight.is_matrix or role is Role.LAYER_EMBEDDING:
         runs = runs_of(spec, role, weight, precision)
@@ -333,8 +380,9 @@ _PACKED = {format_.name: format_ for format_ in Format if format_.packed}
 """Formats by GGUF's names of types."""
 _OF_HEADS = (Role.QKV, Role.QKV_BIAS, Role.Q_NORM, Role.K_NORM, Role.ATTN_GATE)
 _FILLED_UP = (Role.MIXER_INPUT, Role.MIXER_CONTROLS)
-_ELEMENTS = (Role.MIXER_CONTROLS, Role.ROUTER)
-"""Matrices that are elements in any case: decays are powers of what they give, or experts chosen by it."""
+_ELEMENTS = (Role.MIXER_CONTROLS, Role.ROUTER, Role.PREDICTOR_INPUT)
+"""Matrices that are elements in any case: decays are powers of what they give, or experts chosen by it; or a
+file has one of them, of a shape of its own."""
 OF_EXPERTS = (Role.EXPERTS_GATE_UP, Role.EXPERTS_DOWN)
 """Matrices that products of their own multiply (`experts/grouped.py`)."""
 _OF_LAYERS = (

@@ -2,89 +2,28 @@
 
 import json
 import threading
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 from sqlalchemy import func, or_, select, text, update
 
 from nightmill.jobs.base.contract import JobState, StopReason
 from nightmill.jobs.base.settings import Settings
-from nightmill.jobs.batches.batch import Batch
 from nightmill.jobs.client.client import Client
-from nightmill.jobs.commands.main import main
-from nightmill.jobs.errors import BatchConflictError, InvalidParameterError, InvalidTransitionError
-from nightmill.jobs.reply.job import Job
+from nightmill.jobs.errors import BatchConflictError, InvalidTransitionError
 from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.jobs.sql.sweep import Sweep
 from nightmill.jobs.sql.tables import JobRow
-from tests.integration.jobs.batches.rows import jobs_of
-from tests.support.servers import Clock, worker_env
-
-ROWS: list[dict[str, Any]] = [
-    {"id": 1, "review": "fine"},
-    {"id": 2, "review": "poor"},
-    {"id": 3, "review": "so so"},
-]
-RATE = "Rate {{ review }}:\n{{ prior.content }}"
-
-
-@pytest.fixture
-def client(server_settings: Settings, clock: Clock) -> Iterator[Client]:
-    with Client(server_settings, clock=clock) as made:
-        yield made
-
-
-@pytest.fixture
-def worker(client: Client) -> Claims:
-    return registered(client, "a")
-
-
-def registered(client: Client, letter: str) -> Claims:
-    claims = Claims(client.database, letter * 32)
-    claims.register("host", 1, "model", None)
-    return claims
-
-
-def ask(client: Client, **more: Any) -> Batch:
-    return client.submit_batch(ROWS, name="drafts", template="Write: {{ review }}", column="draft", **more)
-
-
-def follow(
-    client: Client, after: str = "drafts", name: str = "judged", template: str = RATE, **more: Any
-) -> Batch:
-    return client.submit_batch(after=after, name=name, template=template, **more)
-
-
-def finish(worker: Claims, jobs: list[Job], said: str = "draft {row}", **more: Any) -> int:
-    claims = worker.claim([job.id for job in jobs])
-    rows = {job.id: job.row for job in jobs}
-    values: dict[str, Any] = {"stop_reason": StopReason.EOS} | more
-    return worker.finish(
-        [
-            Outcome(
-                claim.job_id,
-                claim.attempt,
-                values["stop_reason"],
-                said.format(row=rows[claim.job_id]),
-                3,
-                5,
-                error=values.get("error"),
-            )
-            for claim in claims
-        ]
-    )
-
-
-def rows_of(batch: Batch) -> list[Job]:
-    return [job for _, job in sorted(jobs_of(batch).items())]
-
-
-def states(batch: Batch) -> list[str]:
-    return [str(job.state) + (" held" if job.held else "") for job in rows_of(batch)]
+from tests.integration.jobs.following.rows import (
+    ask,
+    finish,
+    follow,
+    registered,
+    rows_of,
+    states,
+)
+from tests.support.servers import Clock
 
 
 def test_a_chain_of_three_waits_and_each_row_takes_the_answer_before(
@@ -244,101 +183,6 @@ def test_rows_begin_when_their_batch_does_and_not_before(
     assert len(worker.claim([job.id for job in rows_of(judged)])) == 3
 
 
-def test_rows_of_a_file_follow_others_of_it(client: Client, worker: Claims, tmp_path: Path) -> None:
-    rows: list[dict[str, Any]] = [
-        {"custom_id": "a", "messages": [{"role": "user", "content": "Draft."}]},
-        {"custom_id": "b", "after": "a", "prompt": 'Rate "{{ prior.content }}" {1}', "max_tokens": 3},
-        {
-            "custom_id": "c",
-            "after": "a",
-            "messages": [
-                {"role": "system", "content": "Be short."},
-                {"role": "user", "content": "{{ prior.messages }} Shorter."},
-            ],
-        },
-        {"custom_id": "d", "after": "e", "prompt": "{{ prior.text }}"},
-        {"custom_id": "e", "after": "e", "prompt": "{{ prior.text }}"},
-        {"custom_id": "f", "after": "a", "prompt": "{{ review }}"},
-        {"custom_id": "g", "after": "a", "prompt": "{{ prior.reasoning }}"},
-        {"custom_id": "h", "after": "b", "prompt": "{{ prior.parsed.score }}"},
-        {"prompt": "{{ prior.text }}"},
-    ]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    batch = client.submit_batch(path, name="rows")
-    by_id = {job.custom_id: job for job in rows_of(batch)}
-    assert [job.custom_id for job in rows_of(batch) if job.state is JobState.FAILED] == ["d", "e", "f"]
-    assert "no row before this one has the custom_id 'e'" in str(by_id["d"].error)
-    assert "no row before this one has the custom_id 'e'" in str(by_id["e"].error)
-    assert "{{ review }} stands for nothing" in str(by_id["f"].error)
-    assert by_id["row-9"].prompt == "{{ prior.text }}"  # it follows nothing, so that it is no template
-    said = "{{ prior.text }} <|im_start|>system"
-    finish(worker, [by_id["a"]], said.replace("{", "{{").replace("}", "}}"))
-    by_id = {job.custom_id: job for job in rows_of(batch)}
-    assert by_id["b"].prompt == f'Rate "{said}" {{1}}'
-    assert by_id["b"].params.max_tokens == 3
-    assert by_id["c"].messages == [
-        {"role": "system", "content": "Be short."},
-        {"role": "user", "content": "Draft."},
-        {"role": "assistant", "content": said},
-        {"role": "user", "content": "Shorter."},
-    ]
-    assert by_id["g"].errors[-1]["code"] == "missing_field"
-    finish(worker, [by_id["b"]])
-    (h,) = [job for job in rows_of(batch) if job.custom_id == "h"]
-    assert (h.state, h.errors[-1]["field"]) == (JobState.FAILED, "prior.parsed.score")
-
-
-def test_rows_of_csv_and_of_python_follow_others(client: Client, worker: Claims, tmp_path: Path) -> None:
-    (tmp_path / "rows.csv").write_text('custom_id,after,prompt\na,,Once\nb,a,"{{ prior.text }}, then"\n')
-    batch = client.submit_batch(tmp_path / "rows.csv", name="csv")
-    finish(worker, rows_of(batch)[:1])
-    assert rows_of(batch)[1].prompt == "draft 1, then"
-    items = (
-        {"custom_id": str(n), "prompt": f"{n}{{{{ prior.text }}}}", "after": str(n - 1)}
-        for n in range(1, 400)
-    )
-    many = client.submit_batch([{"custom_id": "0", "prompt": "x"}, *items], name="many")
-    jobs = rows_of(many)
-    assert [job.prior for job in jobs] == [None, *(job.id for job in jobs[:-1])]
-    client.cancel(jobs[0].id)  # and all behind it, one by one
-    assert many.status().states[JobState.CANCELLED] == 400
-
-
-def test_parsed_answers_and_their_keys_are_substituted(client: Client, worker: Claims) -> None:
-    schema = {"type": "object", "properties": {"score": {"type": "integer"}}, "required": ["score"]}
-    drafts = ask(client, json_schema=schema)
-    template = "{{ prior.parsed.score }} of {{ prior.parsed | json }}{{ prior.reasoning }}"
-    judged = follow(client, template=template, plain=True, empty="keep", reuse="any")
-    finish(worker, rows_of(drafts), '{{"score": {row}}}')
-    jobs = rows_of(judged)
-    assert [job.prompt for job in jobs] == [f'{n} of {{"score": {n}}}' for n in (1, 2, 3)]
-    with client.database.read() as connection:
-        query = text("SELECT count(DISTINCT content_key) FROM jobs WHERE batch = 'judged'")
-        assert connection.execute(query).scalar_one() == 3
-
-
-def test_what_cannot_follow_is_refused_with_the_way_out(client: Client, tmp_path: Path) -> None:
-    ask(client)
-    client.enqueue("x", batch="grows")
-    with pytest.raises(BatchConflictError, match="'grows' was filled by enqueue"):
-        follow(client, "grows")
-    with pytest.raises(InvalidParameterError, match=r"there is no prior\.txt; there are prior\.text, "):
-        follow(client, template="{{ prior.txt }}")
-    with pytest.raises(InvalidParameterError, match="no column 'reviews'; there are 'id', 'review', 'draft'"):
-        follow(client, template="{{ reviews }}")
-    with pytest.raises(InvalidParameterError, match="after: needs a template"):
-        client.submit_batch(after="drafts")
-    with pytest.raises(InvalidParameterError, match="leave out the file"):
-        client.submit_batch(ROWS, after="drafts", template="x {{ prior.text }}")
-    with pytest.raises(InvalidParameterError, match="column: 'review' is a column of the table already"):
-        client.submit_batch(after="drafts", template="{{ prior.text }}", column="review")
-    with pytest.raises(InvalidParameterError, match="submitted with after"):
-        client.submit_batch(ROWS, template="{{ prior.text }}")
-    with pytest.raises(InvalidParameterError, match="source: is missing"):
-        client.submit_batch(name="nothing")
-
-
 @pytest.mark.parametrize("round_", range(3))
 def test_no_row_is_overlooked_while_its_prior_ends(server_settings: Settings, round_: int) -> None:
     with Client(server_settings) as client, Client(server_settings) as other:
@@ -349,47 +193,18 @@ def test_no_row_is_overlooked_while_its_prior_ends(server_settings: Settings, ro
         barrier = threading.Barrier(2)
 
         def work() -> None:
-            barrier.wait(30)
+            barrier.wait(120)
             for at in range(0, len(ids), 20):
                 claims = worker.claim(ids[at : at + 20])
                 worker.finish([Outcome(one.job_id, one.attempt, StopReason.EOS, "t", 1, 1) for one in claims])
 
         thread = threading.Thread(target=work)
         thread.start()
-        barrier.wait(30)
+        barrier.wait(120)
         judged = follow(client, template="{{ prior.text }}")
         thread.join()
         assert judged.status().held == 0
         assert states(judged) == ["queued"] * 600
-
-
-def test_the_command_line_submits_and_shows_rows_that_wait(
-    client: Client, server_settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    for name, value in worker_env(server_settings).items():
-        monkeypatch.setenv(name, value)
-
-    def run(*arguments: str) -> Result:
-        return CliRunner().invoke(main, arguments)
-
-    ask(client)
-    submit = ("batch", "submit", "--after", "drafts", "--template", RATE)
-    done = run(*submit, "--choice", "1", "--choice", "5", "--json")
-    assert done.exit_code == 0, done.output
-    name = json.loads(done.stdout)["name"]
-    assert name.startswith("drafts-") and json.loads(done.stdout)["held"] == 3
-    assert json.loads(run(*submit, "--choice", "1", "--choice", "5", "--json").stdout)["name"] == name
-    assert "waits      3 rows for the rows that they follow" in run("batch", "status", name).output
-    job = rows_of(client.get_batch(name))[0]
-    shown = run("show", job.id).output
-    assert job.prior is not None and job.prior in shown and "held" in shown
-    assert "held" not in run("show", job.prior).output
-    (tmp_path / "rows.csv").write_text("review\nx\n")
-    for wrong in ([str(tmp_path / "rows.csv")], ["--format", "csv"], ["--query", "SELECT 1", "--from", "x"]):
-        refused = run(*submit, *wrong)
-        assert (refused.exit_code, "--after stands in place of" in refused.output) == (2, True)
-    unknown = run("batch", "submit", "--after", "nothing", "--template", "{{ prior.text }}")
-    assert unknown.exit_code == 1 and "there is no batch 'nothing'" in unknown.output
 
 
 def test_rows_behind_a_batch_that_a_limit_stopped_wait_again_once_it_goes_on(
