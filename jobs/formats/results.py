@@ -109,7 +109,7 @@ def _embedding_of(job: Job, format: FileFormat) -> JsonObject:
 
 
 def _relevance_of(job: Job, format: FileFormat) -> JsonObject:
-    """How relevant a document is for its query. In tables its column is always there."""
+    """The relevance of a document for its query. In tables its column is always there."""
     found = job.relevance
     return {} if found is None and format is FileFormat.JSONL else {"relevance": found}
 

@@ -26,7 +26,7 @@ def encoded(data: bytes) -> str:
 
 
 def relevance_of(data: bytes) -> float:
-    """How relevant a document is, 0 to 1, of the logit that is kept of it."""
+    """Return the relevance of a document, 0 to 1, of the logit that is kept of it."""
     (logit,) = _floats(data)
     return 1 / (1 + math.exp(-max(-700.0, logit)))
 

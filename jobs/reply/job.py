@@ -133,7 +133,7 @@ class Job:
 
     @property
     def relevance(self) -> float | None:
-        """How relevant its document is for its query, 0 to 1, if the job asked for that and succeeded."""
+        """The relevance of its document for its query, 0 to 1, if the job asked for that and succeeded."""
         if self.packed_embedding is None or self.params.rerank is None:
             return None
         return relevance_of(self.packed_embedding)

@@ -10,7 +10,7 @@ __all__ = ["RankHead"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankHead:
-    """What a pooled state goes through: a dense layer, where there is one, and a row of weights.
+    """The layers that a pooled state goes through: a dense one, where there is one, and a row of weights.
 
     mean         the states of all tokens are pooled; else the first token's is taken
     dense        there is a dense layer before the last row

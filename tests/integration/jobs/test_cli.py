@@ -168,6 +168,8 @@ def test_enqueue_prints_ids_and_keeps_every_option(run: Run, cli_client: Client)
             "embed": False,
             "dimensions": None,
             "pooling": None,
+            "rerank": None,
+            "instruction": None,
         }
 
 

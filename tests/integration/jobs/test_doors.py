@@ -62,6 +62,8 @@ GOOD: dict[str, st.SearchStrategy[Any]] = {
     "embed": st.booleans(),
     "dimensions": st.integers(1, 4096),
     "pooling": st.sampled_from(["last", "mean"]),
+    "rerank": TEXTS.filter(str.strip),
+    "instruction": TEXTS,
     "reasoning_effort": st.sampled_from(["low", "medium", "high"]),
     "score": st.lists(TEXTS, min_size=1, max_size=5),
     "chat_template_kwargs": st.dictionaries(
@@ -236,7 +238,7 @@ def test_a_job_is_the_same_row_or_the_same_refusal_through_every_door(
     found = {door.__name__: door(job) for door in (doors.python_rows, doors.jsonl, doors.csv)}
     found["command_line"] = doors.command_line(job)
     of_openai = (
-        PARAMETERS - {"embed", "dimensions", "pooling"}
+        PARAMETERS - {"embed", "dimensions", "pooling", "rerank", "instruction"}
         | CONSTRAINT_FIELDS.keys()
         | {"prompt", "messages", "model", "custom_id"}
     )

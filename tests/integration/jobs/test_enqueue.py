@@ -79,6 +79,8 @@ def test_a_job_is_kept_as_it_was_said(client: Client, clock: Clock) -> None:
         "embed": False,
         "dimensions": None,
         "pooling": None,
+        "rerank": None,
+        "instruction": None,
     }
     assert (job.batch, job.custom_id, job.priority, job.max_attempts) == ("tonight", "mine", 9, 2)
     assert (job.idempotency_key, job.metadata) == ("key", {"deep": [1, {"ü": None}]})

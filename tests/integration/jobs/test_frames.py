@@ -216,7 +216,7 @@ def test_results_and_errors_come_back_as_columns(sqlite_client: Client) -> None:
 
 def test_no_results_are_columns_without_rows(sqlite_client: Client) -> None:
     table = sqlite_client.submit_batch(["one"]).to_arrow()
-    assert (table.num_rows, table.num_columns) == (0, 16)
+    assert (table.num_rows, table.num_columns) == (0, 17)
 
 
 def test_what_is_not_installed_is_named_with_its_extra(

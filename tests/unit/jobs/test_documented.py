@@ -37,7 +37,7 @@ def test_every_keyword_of_enqueue_is_described_with_its_default() -> None:
             assert said == str(field.default) or said == "drawn" or float(said) == field.default, name
         else:
             without = ("stop", "stop_token_ids", "logit_bias", "bad_words", "logprobs", "score")
-            without = (*without, "dimensions", "pooling")
+            without = (*without, "dimensions", "pooling", "rerank", "instruction")
             assert name in (*without, "prompt_logprobs", "truncate_prompt_tokens", "max_reasoning_tokens")
 
 

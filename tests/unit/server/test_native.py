@@ -113,6 +113,8 @@ def test_everything_that_enqueue_may_be_told_may_be_said_here(server: Server) ->
         "embed": False,
         "dimensions": None,
         "pooling": None,
+        "rerank": None,
+        "instruction": None,
         "score": [],
         "include_stop_str_in_output": True,
         "tools": [{"type": "function", "function": {"name": "weather"}}],

@@ -1,4 +1,4 @@
-"""What a block that predicts further tokens has beside its layer: launches `predictor.cu`, has its arrays."""
+"""The arrays of a block that predicts further tokens, beside those of its layer; launches `predictor.cu`."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
