@@ -49,6 +49,8 @@ NOT_RUN = [
     "nightmill worker --model qwen.gguf --hours 22:00-06:00/Europe/Berlin --idle-seconds 600",
     "nightmill worker --models small.gguf,big=hf:Qwen/Qwen2.5-7B-Instruct-GGUF:Q4_K_M --stay 10m "
     "--hours 22:00-06:00",
+    "nightmill worker --models small.gguf,big=hf:Qwen/Qwen2.5-7B-Instruct-GGUF:Q4_K_M --together "
+    "--gpu-memory 0.9",
     'pg_dump --format=custom --file=nightmill.dump "$DATABASE_URL"',
     "export NIGHTMILL_BROKER_URL=redis://redis.example:6379/0",
     "nightmill pull hf:Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q8_0",
@@ -56,7 +58,7 @@ NOT_RUN = [
     "--model qwen3-embedding-0.6b-q8_0.gguf",
     'first, second = jobs.embed_many(["a mill", "a river"], dimensions=256)',
     'client = OpenAI(base_url="http://localhost:8000/v1", api_key="...")',
-    "def relevance(query: str, documents: list[str]) -> list[float]:",
+    'relevance = jobs.rerank("What grinds grain?", ["a mill", "a river"])  # one for each, in their order',
     "curl http://localhost:8000/v1/rerank -H 'Content-Type: application/json' -d '{",
     "nightmill benchmark                 # the bundled model: whether the card computes right",
 ]

@@ -102,7 +102,7 @@ def test_names_that_are_not_known_are_refused_with_those_that_are(tmp_path: Path
             Tokenizer.from_gguf(file)
 
 
-@pytest.mark.parametrize("model", ["t5", "rwkv", "plamo2", "hybriddna", "whitespace", "imaginary"])
+@pytest.mark.parametrize("model", ["rwkv", "plamo2", "hybriddna", "whitespace", "imaginary"])
 def test_vocabularies_that_no_generator_here_has_are_refused_by_name(model: str, tmp_path: Path) -> None:
     path = write_model(tmp_path / "m.gguf", layers=1, metadata={"tokenizer.ggml.model": model})
     said = f"tokenizer.ggml.model: '{model}'.* is not supported; supported are gpt2, llama, gemma4"
