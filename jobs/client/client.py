@@ -4,7 +4,7 @@ What commands, servers and workers need beyond that they find on its parts: `enq
 `worker_store`, `courier`.
 """
 
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from datetime import date, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
@@ -18,14 +18,13 @@ from nightmill.jobs.batches.submission import OnRows
 from nightmill.jobs.batches.trying import Trial, Trying
 from nightmill.jobs.batches.verifying import Verification, Verifier
 from nightmill.jobs.batches.waiting import JobWaiter, Order
+from nightmill.jobs.client.computing import Computations
 from nightmill.jobs.client.enqueueing import Enqueueing
 from nightmill.jobs.errors import InvalidParameterError
 from nightmill.jobs.formats.frames import Prompts, items_of
 from nightmill.jobs.messages.announcing import Announcer
 from nightmill.jobs.messages.broker import Broker
-from nightmill.jobs.reply.embeddings import Embedding
-from nightmill.jobs.reply.job import Job, Worker, embedding_of, relevance_in, scores_of
-from nightmill.jobs.reply.logprobs import Scores
+from nightmill.jobs.reply.job import Job, Worker
 from nightmill.jobs.reply.night import NightReport
 from nightmill.jobs.request.fields import FIELDS, JobSettings, deadline_moment
 from nightmill.jobs.sql.batches import BatchStore
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 _COLUMNS = frozenset(FIELDS.keys() | {"prompt", "messages"})  # known columns of a table of prompts
 
 
-class Client:
+class Client(Computations):
     """A connection to one database and one broker. Safe to share between threads."""
 
     def __init__(self, settings: Settings | None = None, *, clock: Clock | None = None) -> None:
@@ -321,52 +320,6 @@ class Client:
     def workers(self) -> list[Worker]:
         """Return all workers, past and present, newest first."""
         return self.worker_store.all()
-
-    def score(
-        self, prompt: Prompt, texts: Sequence[str], *, timeout: float | None = None,
-        **settings: Unpack[JobSettings],
-    ) -> Scores:  # fmt: skip
-        """Compute how likely each text is after a prompt. Queues a job, and waits until it has ended.
-
-        Keywords are those of `enqueue`; `logprobs=N` adds the likeliest tokens at each position. Raises
-        InvalidRequestError, WaitTimeoutError, and ScoreError if the job ended otherwise.
-        """
-        settings["score"] = texts
-        job_id = self.enqueue(prompt, **settings)
-        self.wait(job_id, timeout=timeout)
-        return scores_of(self.get(job_id))
-
-    def embed_many(
-        self, texts: Iterable[Prompt], *, timeout: float | None = None, **settings: Unpack[JobSettings]
-    ) -> list[Embedding]:
-        """Compute the embedding of each text, in their order. Queues jobs, and waits until all have ended.
-
-        Keywords are those of `enqueue`, with `dimensions` and `pooling`. For so many texts that their
-        embeddings do not fit into memory submit a batch with `embed=True`, and read its results.
-
-        Raises InvalidRequestError, WaitTimeoutError, and EmbeddingError if a job ended otherwise.
-        """
-        settings["embed"] = True
-        job_ids = self.enqueue_many(texts, **settings)
-        return [embedding_of(job) for job in self.results(job_ids, timeout=timeout)]
-
-    def rerank(
-        self,
-        query: str,
-        documents: Iterable[str],
-        *,
-        timeout: float | None = None,
-        **settings: Unpack[JobSettings],
-    ) -> list[float]:
-        """Compute how relevant each document is for a query, 0 to 1, in their order. Queues jobs, and waits.
-
-        Keywords are those of `enqueue`, with `instruction`, which models that chat are given.
-
-        Raises InvalidRequestError, WaitTimeoutError, and RerankError if a job ended otherwise.
-        """
-        settings["rerank"] = query
-        job_ids = self.enqueue_many(documents, **settings)
-        return [relevance_in(job) for job in self.results(job_ids, timeout=timeout)]
 
     def cancel(self, job_id: str) -> JobState:
         """Cancel a job: a queued one at once, a running one at its next step. Returns its state now.
