@@ -25,7 +25,7 @@ from nightmill.jobs.sql.tables import AnswerRow, JobRow, PartialRow
 class SavedTokens:
     """The tokens of an attempt. `fingerprint` identifies the model and the prompt that they follow.
 
-    For a job with several answers they are those of each answer, packed by `worker.service.answering`.
+    For a job with several answers they are those of each answer, packed by `worker.service.outcomes`.
     """
 
     job_id: str

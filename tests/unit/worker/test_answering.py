@@ -13,8 +13,9 @@ from nightmill.jobs.reply.answers import answer_id, answer_seed
 from nightmill.jobs.reply.job import Job
 from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.worker.engine.request import Completion, DrawnTokens, Request
-from nightmill.worker.service.answering import Answering, pack, unpack
+from nightmill.worker.service.answering import Answering
 from nightmill.worker.service.in_flight import InFlight
+from nightmill.worker.service.outcomes import pack, unpack
 from tests.support.servers import wait_until
 from tests.unit.engine.by_definition import expected
 from tests.unit.engine.scripted import ScriptedRunner, make_request
