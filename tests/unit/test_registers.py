@@ -9,9 +9,10 @@ import pytest
 from nightmill.worker.runners.gpu.device.compiler import COMMON_OPTIONS, included_files, kernel_directory
 from tests.support.needs import Need, missing
 from tools import compile_kernels, kernel_record
-from tools.compile_kernels import MOST_STACK, Job, Resources, look_up, of_tests, resources, write_table
+from tools.compile_kernels import MOST_STACK, Resources, look_up, of_tests, resources, write_table
 from tools.cubins import Kernel
 from tools.kernel_record import Line, code_of, digest_of, read_lines, write_lines
+from tools.kernel_sources import Job
 
 KERNELS = {
     "sm_80": {"large": Kernel(128, 40, 1024, [8, 4]), "none": Kernel(16)},
