@@ -18,6 +18,7 @@ from openai import AsyncOpenAI, OpenAI
 from nightmill.jobs.base.contract import WorkerState
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.client.client import Client
+from nightmill.jobs.server import batch_processor
 from nightmill.jobs.server.app import make_app
 from nightmill.jobs.server.connections import Connection
 from nightmill.jobs.server.job_service import ServerLimits
@@ -167,3 +168,16 @@ def server(start: Callable[..., Any]) -> Iterator[Server]:
     """A server with keys and a worker."""
     with start() as made:
         yield made
+
+
+@pytest.fixture
+def alone(start: Callable[..., Any]) -> Iterator[Server]:
+    """A server without keys, of which everybody sees all, and without a worker."""
+    with start(keys=None, worker=False) as made:
+        yield made
+
+
+@pytest.fixture
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers look for batches as soon as these are there."""
+    monkeypatch.setattr(batch_processor, "_LOOK_SECONDS", 0.05)

@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import openai
@@ -11,17 +10,14 @@ import pytest
 from pydantic import BaseModel
 
 from nightmill.jobs.base.arithmetic import system_fingerprint
-from nightmill.jobs.base.contract import Constrained, ConstraintKind, JobState, WorkerState
+from nightmill.jobs.base.contract import Constrained, ConstraintKind, JobState
 from nightmill.jobs.formats.openai import IGNORED, NEUTRAL
 from nightmill.jobs.reply.answers import answer_seed
-from nightmill.jobs.reply.job import IDLE
 from nightmill.jobs.request.fields import INTERACTIVE
 from nightmill.jobs.server.job_service import ServerLimits
-from nightmill.jobs.sql.claims import Claims
 from tests.support.servers import wait_until
 from tests.unit.engine.scripted import ARITHMETIC
-from tests.unit.server.conftest import BOB, Server, Slow, text_of
-from tests.unit.worker.bench import PROMPT as IDS
+from tests.unit.server.conftest import BOB, Server, text_of
 
 MESSAGES: Any = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hello"}]
 CHAT: dict[str, Any] = {"model": "model", "messages": MESSAGES}
@@ -216,32 +212,6 @@ def test_what_the_answer_must_be_reaches_the_job(server: Server) -> None:
     assert person is not None and json.loads(person.text)["required"] == ["name"]
 
 
-def test_an_answer_names_the_model_also_if_none_was_asked_for(server: Server) -> None:
-    whole: Any = server.openai().post(
-        "/completions", body={"prompt": "Once", "max_tokens": 3}, cast_to=object
-    )
-    assert whole["model"] == "model"
-    with server.http() as http:
-        said = http.post("/v1/completions", json={"prompt": "Once", "max_tokens": 3, "stream": True}).text
-    chunks = [json.loads(line[6:]) for line in said.splitlines() if line.startswith("data: {")]
-    assert {chunk["model"] for chunk in chunks} == {"model"}
-
-
-def test_a_model_that_nobody_knows_is_not_found(server: Server) -> None:
-    with pytest.raises(openai.NotFoundError, match=r"served 'modle'.*Did you mean 'model'"):
-        server.openai().chat.completions.create(**CHAT | {"model": "modle"})
-
-
-def test_without_a_live_worker_nobody_waits(start: Callable[..., Any]) -> None:
-    with start(worker=False) as server:
-        server.bench.claims.sign_off()
-        with pytest.raises(openai.InternalServerError) as caught:
-            server.openai().chat.completions.create(**CHAT)
-        assert caught.value.status_code == 503
-        assert caught.value.response.headers["retry-after"] == "2"
-        assert server.client.list_jobs() == []
-
-
 def test_a_prompt_that_the_worker_refuses_is_a_bad_request(server: Server) -> None:
     client = server.openai()
     with pytest.raises(openai.BadRequestError, match="the template refuses"):
@@ -258,71 +228,6 @@ def test_the_status_of_a_stream_is_that_of_its_answer(server: Server, n: int) ->
             streamed = json.loads(answer.read())
     assert (answer.status_code, streamed) == (whole.status_code, whole.json())
     assert whole.status_code == 400 and streamed["error"]["message"] == "the template refuses"
-
-
-@pytest.mark.parametrize("model", ["nobody", "elsewhere"])
-def test_a_stream_from_a_model_that_is_not_served_has_the_status_that_says_so(
-    server: Server, model: str
-) -> None:
-    Claims(server.client.database, "b" * 32).register("host", 2, "elsewhere", None)
-    Claims(server.client.database, "b" * 32).sign_off()
-    with server.http() as http:
-        answers = [
-            http.post("/v1/completions", json=PLAIN | {"model": model, "stream": stream})
-            for stream in (True, False)
-        ]
-    assert [answer.status_code for answer in answers] == [503 if model == "elsewhere" else 404] * 2
-    assert answers[0].json() == answers[1].json()
-
-
-def test_a_call_wakes_an_idle_worker_and_is_told_of_one_that_sleeps_for_another_reason(
-    server: Server,
-) -> None:
-    asked = PLAIN | {"model": "elsewhere"}
-    sleeper = Claims(server.client.database, "b" * 32)
-    sleeper.register("host", 2, "elsewhere", None)
-    sleeper.beat(WorkerState.SLEEPING, "until 22:00 (22:00-06:00)")
-    with server.http() as http:
-        refused = http.post("/v1/completions", json=asked)
-        begin = server.client.database.now().replace(second=0, microsecond=0) + timedelta(hours=3)
-        hours = f"{begin:%H:%M}-{begin + timedelta(hours=1):%H:%M}/UTC"
-        sleeper.beat(WorkerState.SLEEPING, f"until {begin:%H:%M} ({hours})", {"hours": hours})
-        later = http.post("/v1/completions", json=asked)
-        sleeper.beat(WorkerState.SLEEPING, IDLE)
-        taken = http.post("/v1/completions", json=asked)
-    assert refused.status_code == 503 and refused.headers["Retry-After"]
-    assert later.status_code == 503 and 10_000 < int(later.headers["Retry-After"]) <= 3 * 3600
-    said = "each worker that serves 'elsewhere' sleeps, until 22:00 (22:00-06:00); submit a batch"
-    assert said in refused.json()["error"]["message"]
-    assert taken.status_code == 200  # the worker of this test takes jobs of every model
-
-
-def test_a_call_for_a_model_that_waits_for_its_turn_is_told_when_to_come_again(server: Server) -> None:
-    asked = PLAIN | {"model": "elsewhere"}
-    worker = Claims(server.client.database, "b" * 32)
-    worker.register("host", 2, "loaded", None)
-    worker.register_models(["loaded", "elsewhere"], swap_for_interactive=False)
-    with server.http() as http:
-        worker.beat(WorkerState.READY, stats={"in_flight": 3})
-        refused = http.post("/v1/completions", json=asked)
-        flex = http.post("/v1/completions", json=asked | {"service_tier": "flex"})
-        listed = {one["id"]: one["loaded"] for one in http.get("/v1/models").json()["data"]}
-        worker.beat(WorkerState.READY, stats={"in_flight": 0})
-        idle = http.post("/v1/completions", json=asked)
-        worker.beat(WorkerState.READY, stats={"in_flight": 3})
-        worker.register_models(["loaded", "elsewhere"], swap_for_interactive=True)
-        swapping = http.post("/v1/completions", json=asked)
-        worker.beat(WorkerState.SLEEPING, "until 22:00 (22:00-06:00)")
-        asleep = http.post("/v1/completions", json=asked)
-    assert refused.status_code == 503 and refused.headers["Retry-After"] == "60"
-    said = (
-        "the model 'elsewhere' is not loaded now: its worker serves 'loaded', and loads others in their turn"
-    )
-    assert said in refused.json()["error"]["message"] and refused.json()["error"]["code"] == "not_loaded"
-    # The worker of this test takes jobs of every model.
-    assert [answer.status_code for answer in (flex, idle, swapping)] == [200, 200, 200]
-    assert (listed["loaded"], listed["elsewhere"]) == (True, False)
-    assert asleep.status_code == 503 and "sleeps, until 22:00" in asleep.json()["error"]["message"]
 
 
 def test_a_stream_that_has_to_wait_begins_with_comments_and_then_says_what_went_wrong(
@@ -417,75 +322,3 @@ def test_events_are_as_they_should_be_on_the_wire(server: Server) -> None:
     assert (done, rest) == ("data: [DONE]", "")
     chunks = [json.loads(event.removeprefix("data: ")) for event in events]
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text_of(2, max_tokens=30)
-
-
-def test_log_probabilities_come_with_the_pieces_of_a_text(server: Server) -> None:
-    chat: dict[str, Any] = CHAT | {"seed": 1, "max_tokens": 90, "logprobs": True, "top_logprobs": 2, "n": 2}
-    plain: dict[str, Any] = {"model": "model", "prompt": "Once", "seed": 1, "max_tokens": 90}
-    plain |= {"logprobs": 1, "echo": True}
-    runner = server.bench.runner
-    assert isinstance(runner, Slow)
-
-    def streamed(endpoint: Any, params: dict[str, Any], answers: int) -> list[list[Any]]:
-        """The pieces of each answer: twice, what follows is computed when there is a further piece of all."""
-        pauses = iter([len(runner.batches) + 40, 1 << 30])
-        runner.pause_at = len(runner.batches) + 20
-        pieces: list[list[Any]] = [[] for _ in range(answers)]
-        told, awaited = [0] * answers, 1
-        for chunk in endpoint.create(**params, stream=True):
-            choice = chunk.choices[0]
-            pieces[choice.index].append(choice)
-            told[choice.index] += choice.logprobs is not None
-            if min(told) >= awaited <= 2:
-                awaited += 1
-                runner.pause_at = next(pauses)
-        return pieces
-
-    with server.openai() as client:
-        whole = client.chat.completions.create(**chat).choices
-        pieces = streamed(client.chat.completions, chat, 2)
-        told = client.completions.create(**plain).choices[0].logprobs
-        (found,) = streamed(client.completions, plain, 1)
-    for choice, own in zip(whole, pieces, strict=True):
-        text, spelt, tokens = "", b"", []
-        for piece in own:
-            tokens += piece.logprobs.content if piece.logprobs else []
-            text += piece.delta.content or ""
-            spelt = bytes(byte for one in tokens for byte in one.bytes or ())
-            assert spelt.decode(errors="replace").startswith(text)  # none comes later than its text
-        assert tokens == choice.logprobs.content
-        assert sum(piece.logprobs is not None for piece in own) > 2
-    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-        parts = [getattr(piece.logprobs, name) for piece in found if piece.logprobs]
-        assert len(parts) > 2
-        assert [one for part in parts for one in part] == getattr(told, name)
-
-
-def test_log_probabilities_scores_and_echoes_have_openais_shapes_and_ours(server: Server) -> None:
-    said = text_of(1, max_tokens=9)
-    asked: dict[str, Any] = CHAT | {"seed": 1, "max_tokens": 9, "logprobs": True, "top_logprobs": 3}
-    with server.openai() as client:
-        content = client.chat.completions.create(**asked).choices[0].logprobs.content
-        plain = {"model": "model", "prompt": "Once", "seed": 1, "max_tokens": 9, "logprobs": 2, "echo": True}
-        choice = client.completions.create(**plain).choices[0]
-    assert content is not None and [len(one.top_logprobs) for one in content] == [3] * len(content)
-    assert bytes(byte for one in content for byte in one.bytes).decode(errors="replace") == said
-    assert choice.text == f"Once{said}"
-    told = choice.logprobs
-    assert [told.token_logprobs[0], told.top_logprobs[0], told.text_offset[0]] == [None, None, 0]
-    assert (
-        choice.finish_reason == "stop"
-    )  # by a token that is no part of the text, and is told behind an echo
-    assert len(told.tokens) == len(told.text_offset) == len(IDS) + len(content) + 1
-    assert told.token_logprobs[len(IDS) : -1] == [one.logprob for one in content]
-    for token, logprob, top in list(zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True))[
-        1:
-    ]:
-        assert token in top and logprob is not None and len(top) <= 3
-    with server.http() as http:
-        scored = http.post("/v1/generate", json={"prompt": "Once", "score": ["yes", "no"]}).json()
-    answers = scored["answers"]
-    assert [answer["text"] for answer in answers] == ["yes", "no"] and scored["stop_reason"] == "eos"
-    assert scored["text"] == max(answers, key=lambda answer: answer["logprob"])["text"]
-    for answer in answers:
-        assert sum(one["logprob"] for one in answer["logprobs"]) == pytest.approx(answer["logprob"])

@@ -13,8 +13,8 @@ from nightmill.jobs.request.fields import INTERACTIVE
 from tests.support.servers import wait_until
 from tests.unit.engine.by_definition import expected_embedding
 from tests.unit.engine.scripted import make_request
+from tests.unit.server.browser import Browser
 from tests.unit.server.conftest import ALICE, BOB, Server
-from tests.unit.server.test_pages import Browser
 from tests.unit.worker.bench import PROMPT
 
 

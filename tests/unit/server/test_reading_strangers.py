@@ -5,7 +5,7 @@ import io
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from nightmill.jobs.server import batch_processor, bodies
+from nightmill.jobs.server import bodies
 from nightmill.jobs.server.inputs import EndpointFile
 from nightmill.jobs.server.pages import checking
 from tests.support.servers import wait_until
@@ -24,9 +24,7 @@ from tests.unit.server.conftest import ALICE, BOB, Server
 JSON = {"Content-Type": "application/json"}
 
 
-@pytest.fixture(autouse=True)
-def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_processor, "_LOOK_SECONDS", 0.05)
+pytestmark = pytest.mark.usefixtures("looks_often")
 
 
 def upload(http: httpx2.Client, name: str, content: bytes) -> httpx2.Response:
@@ -178,13 +176,6 @@ def test_parquet_without_pyarrow_fails_the_batch(server: Server, monkeypatch: py
 
 
 # -- the page that shows what a file holds -------------------------------------------------------
-
-
-@pytest.fixture
-def alone(start: Callable[..., Any]) -> Iterator[Server]:
-    """A server without keys, of which everybody sees all."""
-    with start(keys=None, worker=False) as server:
-        yield server
 
 
 @pytest.fixture

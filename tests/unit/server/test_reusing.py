@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from tests.unit.server.conftest import ALICE, BOB, Server
-from tests.unit.server.test_batches import PLAIN, ended, file_of, row
+from tests.unit.server.openai_batches import PLAIN, ended, file_of, row
 
 CHAT: dict[str, Any] = {
     "model": "model",

@@ -16,9 +16,9 @@ from nightmill.jobs.server.keys import ApiKeys
 from nightmill.jobs.sql.http_tables import FileRow, HttpBatchRow
 from nightmill.jobs.sql.tables import JobRow
 from tests.support.servers import wait_until
+from tests.unit.server.browser import Browser
 from tests.unit.server.conftest import Server
-from tests.unit.server.test_batches import submit
-from tests.unit.server.test_pages import Browser
+from tests.unit.server.openai_batches import submit
 
 OWNS, READS = "bob-has-a-long-key", "bob-only-reads-here"
 KEYS = f"bob={OWNS}, bob:read={READS}"

@@ -11,9 +11,9 @@ from click.testing import CliRunner
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.commands.printing import print_all_of
 from tests.unit.engine import by_definition
+from tests.unit.server.browser import Browser
 from tests.unit.server.conftest import ALICE, Server
 from tests.unit.server.scripted_text import SEED, TEXT, talking_server
-from tests.unit.server.test_pages import Browser
 
 TOOLS: Any = [{"type": "function", "function": {"name": name}} for name in ("weather", "news")]
 HELLO: Any = [{"role": "user", "content": "Rain in Köln?"}]

@@ -10,20 +10,19 @@ import pytest
 
 from nightmill.jobs.base.contract import WorkerState
 from nightmill.jobs.client.client import Client
-from nightmill.jobs.server import batch_processor, validating
+from nightmill.jobs.server import validating
 from nightmill.jobs.sql.claims import Claims
 from tests.support.servers import wait_until
+from tests.unit.server.browser import Browser
 from tests.unit.server.conftest import Server
-from tests.unit.server.test_batches import PLAIN, ended, row, submit
-from tests.unit.server.test_pages import Browser
+from tests.unit.server.openai_batches import PLAIN, ended, row, submit
 
 Start = Callable[..., AbstractContextManager[Server]]
 
 
 @pytest.fixture
-def server(start: Start, monkeypatch: pytest.MonkeyPatch) -> Any:
+def server(start: Start, looks_often: None) -> Any:
     """A server without keys and without a worker, that looks for batches often."""
-    monkeypatch.setattr(batch_processor, "_LOOK_SECONDS", 0.05)
     with start(keys=None, worker=False) as server:
         yield server
 
