@@ -11,7 +11,9 @@ from nightmill.worker.runners.gpu.catalogue import sources_for
 from nightmill.worker.runners.gpu.device.compiler import compile_all
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.precision import HALF
-from tests.unit.runners.recorded_cuda import AMPERE, HOPPER, RecordedDriver, nvcc_is_there, record
+from tests.unit.runners.recorded_cuda import AMPERE, HOPPER, RecordedDriver, record
+from tests.unit.runners.recorded_kernels import nvcc_is_there
+from tests.unit.runners.reference_bench import MakeBench, bench_maker
 
 ROOT = Path(__file__).parents[3]
 
@@ -44,3 +46,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch, cubins: Path) -> RecordedDriver:
 @pytest.fixture(params=[HOPPER, AMPERE], ids=["hopper", "ampere"])
 def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, cubins: Path) -> RecordedDriver:
     return record(request.param, monkeypatch, cubins)
+
+
+@pytest.fixture
+def make_bench(tmp_path: Path) -> MakeBench:
+    return bench_maker(tmp_path)

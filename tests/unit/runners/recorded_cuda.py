@@ -15,7 +15,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -26,36 +25,20 @@ import pytest
 from nightmill.worker.runners.gpu import self_test
 from nightmill.worker.runners.gpu.device import compiler as compilers
 from nightmill.worker.runners.gpu.device import functions
-from tools.cubins import compile_quickly, read_kernels
-from tools.kernel_record import LOCAL, RECORD, Line, digest_of, keep, read_lines
+from tests.unit.runners.recorded_kernels import Kernel, compile_recorded, kernels_of, nvcc_is_there
 
 # Of a block, by compute capability; (8, 0) stands for all from there on: 8.6, 8.9 and 12.0 have least.
 MOST_SHARED = {(9, 0): 227 << 10, (8, 0): 99 << 10}
 HOPPER, AMPERE = (9, 0), (8, 0)
-UNASKED_SHARED = 48 << 10
 MOST_THREADS = 1024
 MULTIPROCESSORS = 16
 _SIZES = {"P": 8, "i": 4, "I": 4, "q": 8, "Q": 8, "f": 4, "d": 8}
-_QUIET = "-diag-suppress=177"
 _PLAIN = "CU_TENSOR_MAP_SWIZZLE_NONE"
 _MAXIMUM_SHARED = "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
 
 
 class DriverError(RuntimeError):
     """What PyCUDA raises."""
-
-
-@dataclass
-class Kernel:
-    """A kernel of a cubin: sizes of its parameters, shared memory that it declares and may ask for.
-
-    parameters  None where nothing was compiled
-    """
-
-    name: str
-    parameters: list[int] | None
-    declared: int
-    most: int = UNASKED_SHARED
 
 
 @dataclass
@@ -84,7 +67,7 @@ class RecordedDriver:
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Put the modules in place and check every kernel that is looked up."""
         pycuda, compiler, library = self._pycuda(), _module("pycuda.compiler"), self._library()
-        compiler.compile = _compile
+        compiler.compile = compile_recorded
         for module in (pycuda, compiler, self._bindings(), *library):
             patch.setitem(sys.modules, module.__name__, module)
             parent = module.__name__.rpartition(".")[0]
@@ -182,7 +165,7 @@ class RecordedDriver:
         ):  # fmt: skip
             setattr(driver, name, _Names())
         driver.cuGetErrorString = lambda status: (0, b"not found")
-        driver.cuModuleLoadData = lambda cubin: (0, recorded_kernels(cubin) if cubin else None)
+        driver.cuModuleLoadData = lambda cubin: (0, kernels_of(cubin) if cubin else None)
         driver.cuModuleGetFunction = _find
         driver.cuFuncSetAttribute = self._set_attribute
         driver.cuFuncGetAttribute = lambda attribute, kernel: (0, 0 if kernel is None else kernel.declared)
@@ -349,46 +332,6 @@ def _find(kernels: dict[str, Kernel] | None, name: bytes) -> tuple[int, Kernel |
     return (500, None) if kernel is None else (0, kernel)
 
 
-def _compile(
-    text: str, nvcc: str, options: Sequence[str], no_extern_c: bool, arch: str, code: str | None,
-    cache_dir: bool, include_dirs: Sequence[str],
-) -> bytes:  # fmt: skip
-    """As `pycuda.compiler.compile`: what the record has, or a cubin made quickly. Empty without nvcc.
-
-    What the record lacks is noted for whoever writes it next.
-    """
-    if not nvcc:
-        return b""
-    assert set(compilers.COMMON_OPTIONS) <= set(options)
-    source = Path(text.partition("\n")[0].removeprefix('#line 1 "').removesuffix('"'))
-    given = [option for option in options if option not in (*compilers.COMMON_OPTIONS, _QUIET)]
-    target = arch if code is None else f"{arch}/{code}"
-    version = compilers.compiler_version(nvcc)
-    digest = digest_of(source, (*compilers.COMMON_OPTIONS, *given), target, version)
-    if (line := recorded_lines().get(digest)) is not None:
-        return str(line).encode()
-    cubin = compile_quickly(nvcc, source, given, target)
-    keep(Line.of_quick(source.stem, target, digest, read_kernels(cubin), given), LOCAL)
-    return cubin
-
-
-@cache
-def recorded_lines() -> dict[str, Line]:
-    """What nvcc has made, by digest."""
-    return read_lines(RECORD, LOCAL)
-
-
-def recorded_kernels(cubin: bytes) -> dict[str, Kernel]:
-    """The kernels of what `_compile` has given."""
-    if cubin.startswith(b"\x7fELF"):
-        found = list(read_kernels(cubin).items())
-    else:
-        line = Line.read(cubin.decode())
-        assert line is not None
-        found = [(name, kernel) for arch, name, kernel in line.kernels() if arch == line.architecture]
-    return {name: Kernel(name, kernel.parameters, kernel.shared) for name, kernel in found}
-
-
 def install_uncompiled(
     patch: pytest.MonkeyPatch, cubins: Path, capability: tuple[int, int]
 ) -> RecordedDriver:
@@ -399,11 +342,3 @@ def install_uncompiled(
     patch.setattr(compilers, "find_nvcc", lambda: "")
     patch.setattr(compilers, "compiler_version", lambda nvcc: "")
     return recorded
-
-
-def nvcc_is_there() -> bool:
-    """Where kernels can be compiled."""
-    try:
-        return bool(compilers.find_nvcc())
-    except compilers.CompilerMissingError:  # the answer
-        return False

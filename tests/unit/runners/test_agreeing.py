@@ -21,7 +21,8 @@ from nightmill.worker.runners.gpu.shapes import Candidate, Kernel, Kind, Shape
 from tests.support.cuda_runners import cuda_runner
 from tests.support.elements import as_words
 from tests.support.operands import room
-from tests.unit.runners.host_kernels import HostDevice, run_mma_on_host
+from tests.unit.runners.host_kernels import HostDevice
+from tests.unit.runners.host_launchers import run_mma_on_host
 from tests.unit.runners.recorded_cuda import AMPERE, HOPPER, RecordedDriver, install_uncompiled
 
 MODEL = Path(__file__).parents[3] / "models" / "nightmill-demo.gguf"

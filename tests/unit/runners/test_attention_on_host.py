@@ -25,7 +25,8 @@ from tests.gpu.oracles import (
     make_queries,
     poison_before,
 )
-from tests.unit.runners.host_kernels import HostDevice, run_on_host
+from tests.unit.runners.host_kernels import HostDevice
+from tests.unit.runners.host_launchers import run_on_host
 
 pytestmark = pytest.mark.heavy
 

@@ -21,7 +21,8 @@ from nightmill.worker.runners.gpu.experts.tiles import (
 )
 from tests.gpu import test_experts_kernels as on_gpu
 from tests.gpu.expert_trials import KINDS, ExpertTrial, assert_same, results
-from tests.unit.runners.host_kernels import HostDevice, holds_on_host, run_experts_on_host
+from tests.unit.runners.host_kernels import HostDevice, holds_on_host
+from tests.unit.runners.host_launchers import run_experts_on_host
 
 pytestmark = pytest.mark.heavy
 

@@ -17,7 +17,8 @@ from nightmill.worker.runners.gpu.products.elements.mma_gemm import MmaTiles
 from nightmill.worker.runners.gpu.products.mma_tiles import MMA_TILES
 from nightmill.worker.runners.gpu.shapes import Kind, Shape
 from tests.gpu.few_trials import FewTrial, few_agree, few_strange
-from tests.unit.runners.host_kernels import HostDevice, holds_on_host, run_few_experts_on_host
+from tests.unit.runners.host_kernels import HostDevice, holds_on_host
+from tests.unit.runners.host_launchers import run_few_experts_on_host
 
 pytestmark = pytest.mark.heavy
 

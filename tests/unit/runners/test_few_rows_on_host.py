@@ -16,7 +16,8 @@ from nightmill.worker.runners.gpu.rows import activate, norms, rotation
 from nightmill.worker.runners.gpu.shapes import Kind, Shape
 from tests.gpu import test_few_rows as on_gpu
 from tests.support.specs import dense_spec
-from tests.unit.runners.host_kernels import HostDevice, HostModule, launch_on_host
+from tests.unit.runners.host_kernels import HostDevice, HostModule
+from tests.unit.runners.host_launchers import launch_on_host
 
 pytestmark = pytest.mark.heavy
 

@@ -13,7 +13,8 @@ from nightmill.worker.runners.kv_format import KvFormat
 from tests.gpu.attending import decode_oracle, prefill_oracle, run_decode, run_prefill
 from tests.gpu.oracles import ATTENTION, assert_close, attention_of, make_paged, make_queries, poison_before
 from tests.gpu.test_kv_fp8 import check_written
-from tests.unit.runners.host_kernels import HostDevice, run_on_host, run_rows_on_host
+from tests.unit.runners.host_kernels import HostDevice
+from tests.unit.runners.host_launchers import run_on_host, run_rows_on_host
 
 pytestmark = pytest.mark.heavy
 

@@ -20,7 +20,8 @@ from nightmill.worker.runners.reference import ops
 from tests.gpu.test_fp8 import Rows
 from tests.support.elements import as_words, rounded
 from tests.support.operands import fetched, fp8_room, poisoned
-from tests.unit.runners.host_kernels import HostDevice, run_mma_on_host
+from tests.unit.runners.host_kernels import HostDevice
+from tests.unit.runners.host_launchers import run_mma_on_host
 
 pytestmark = pytest.mark.heavy
 

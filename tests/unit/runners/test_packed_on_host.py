@@ -28,7 +28,8 @@ from tests.support.elements import as_words, from_words, rounded, without_signs_
 from tests.support.needs import Need, missing
 from tests.support.operands import fetched, poisoned
 from tests.support.packed_elements import as_packed_words
-from tests.unit.runners.host_kernels import HostDevice, run_packed_on_host
+from tests.unit.runners.host_kernels import HostDevice
+from tests.unit.runners.host_launchers import run_packed_on_host
 
 pytestmark = pytest.mark.heavy
 

@@ -33,14 +33,14 @@ from tests.support.driving import Chunk, Pages
 from tests.support.family_cases import GPU_FILES
 from tests.support.needs import Need, missing
 from tests.support.specs import dense_spec
-from tests.unit.runners import recorded_cuda
+from tests.unit.runners import recorded_kernels
 from tests.unit.runners.recorded_cuda import (
     HOPPER,
     RecordedDriver,
     install_uncompiled,
-    nvcc_is_there,
     record,
 )
+from tests.unit.runners.recorded_kernels import nvcc_is_there
 from tools.kernel_record import read_lines
 
 MODEL = Path(__file__).parents[3] / "models" / "nightmill-demo.gguf"
@@ -224,15 +224,15 @@ def test_nvcc_makes_machine_code_of_the_gpu_from_code_of_the_card(
 ) -> None:
     if not nvcc_is_there():
         missing(Need.NVCC)
-    monkeypatch.setattr(recorded_cuda, "recorded_lines", dict)  # so that it is compiled
-    monkeypatch.setattr(recorded_cuda, "LOCAL", tmp_path / "compiled.txt")
+    monkeypatch.setattr(recorded_kernels, "recorded_lines", dict)  # so that it is compiled
+    monkeypatch.setattr(recorded_kernels, "LOCAL", tmp_path / "compiled.txt")
     record(HOPPER, monkeypatch, tmp_path)
     with Device(pretended=KNOWN_CARDS["rtx3090"]) as device:
         path, options = source_of("logits")
         cubin = compiler.compile_kernels(path, options, device.architecture)
     flags = int.from_bytes(cubin[0x30:0x34], "little")  # e_flags of the ELF header
     assert 90 in (flags & 0xFF, flags >> 8 & 0xFF)
-    assert recorded_cuda.recorded_kernels(cubin)
+    assert recorded_kernels.kernels_of(cubin)
     (line,) = read_lines(tmp_path / "compiled.txt").values()
     assert line.architecture == "compute_86/sm_90" and line.quick
 

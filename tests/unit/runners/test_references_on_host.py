@@ -21,7 +21,8 @@ from tests.support.elements import from_words, rounded
 from tests.support.operands import elements, fetched, matrix, poisoned
 from tests.support.packed_elements import as_packed_words
 from tests.support.reference_kernels import ReferenceProducts
-from tests.unit.runners.host_kernels import HostDevice, Staged, run_references_on_host
+from tests.unit.runners.host_kernels import HostDevice, Staged
+from tests.unit.runners.host_launchers import run_references_on_host
 
 pytestmark = pytest.mark.heavy
 

@@ -15,7 +15,8 @@ from nightmill.worker.runners.gpu.rows.activate import COMPUTED
 from tests.gpu import test_kernels_pooling
 from tests.gpu import test_kernels_rotation as rotation_on_gpu
 from tests.gpu import test_kernels_rows as on_gpu
-from tests.unit.runners.host_kernels import HostDevice, run_rows_on_host
+from tests.unit.runners.host_kernels import HostDevice
+from tests.unit.runners.host_launchers import run_rows_on_host
 
 pytestmark = pytest.mark.heavy
 

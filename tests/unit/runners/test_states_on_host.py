@@ -10,7 +10,8 @@ from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.states import chunks
 from tests.gpu import test_states_kernels as on_gpu
 from tests.gpu.state_trials import AnyMixer, Piece, Trial, delta_net, mamba
-from tests.unit.runners.host_kernels import HostDevice, run_states_on_host
+from tests.unit.runners.host_kernels import HostDevice
+from tests.unit.runners.host_launchers import run_states_on_host
 
 pytestmark = pytest.mark.heavy
 

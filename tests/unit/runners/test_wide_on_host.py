@@ -18,7 +18,8 @@ from tests.gpu import test_kernels_latent as on_gpu
 from tests.gpu import test_kernels_prefill as on_gpu_as_well
 from tests.gpu.attending import decode_oracle, run_decode
 from tests.gpu.oracles import ATTENTION, assert_close, attention_of, make_paged, make_queries
-from tests.unit.runners.host_kernels import HostDevice, run_on_host
+from tests.unit.runners.host_kernels import HostDevice
+from tests.unit.runners.host_launchers import run_on_host
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,8 @@ from nightmill.worker.runners.gpu.weights.layout import padded_vocab
 from nightmill.worker.runners.page_layout import PageLayout
 from nightmill.worker.runners.reference import ops
 from tests.support.elements import as_words, from_words
-from tests.unit.runners.host_kernels import HostDevice, Staged, run_models_on_host
+from tests.unit.runners.host_kernels import HostDevice, Staged
+from tests.unit.runners.host_launchers import run_models_on_host
 
 Floats = npt.NDArray[np.float32]
 GATED = {Kind.SWIGLU: ops.swiglu, Kind.GEGLU: ops.geglu}
