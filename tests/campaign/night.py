@@ -4,7 +4,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.campaign import clocks, history
 from tests.campaign.faults import Faults
 from tests.campaign.fleet import Fleet
 from tests.campaign.http_traffic import HttpTraffic
-from tests.campaign.lateness import Watchdog
+from tests.campaign.lateness import Late, Watchdog, lost
 from tests.campaign.ledger import Ledger
 from tests.campaign.oracle import Evidence, judge
 from tests.campaign.plan import OF_SERVERS, Action, kinds, last_hang, make_plan
@@ -69,7 +69,7 @@ def run(database: str, seed: int, seconds: float, report: Report) -> None:
         faults.undo_all()
         report.step = "the last fault"
         _bring_forward(world)
-        settled = _settle(world, report)
+        settled = settle(world, report, watchdog.lateness)
         _look_for_messages(world, report)
         http.check_batches()
         http.close()
@@ -133,16 +133,16 @@ def _judge_time(ledger: Ledger, fleet: Fleet, watchdog: Watchdog, report: Report
             report.highest(f"longest call, {kind}, s", round(call.ended - call.began))
 
 
-def _settle(world: World, report: Report) -> bool:
-    """Wait until every job has ended; False where nothing goes on any more."""
+def settle(world: World, report: Report, lateness: Sequence[Late]) -> bool:
+    """Wait until every job has ended; False where nothing goes on in time."""
     left, moved_at = -1, time.monotonic()
     query = "SELECT count(*) FROM jobs WHERE state IN ('queued', 'running')"
     while number := world.sql(query)[0][0]:
         if number != left:
             left, moved_at = number, time.monotonic()
-        elif time.monotonic() - moved_at > STUCK_SECONDS:
+        elif (now := time.monotonic()) - moved_at > (most := STUCK_SECONDS + lost(lateness, moved_at, now)):
             states = world.sql("SELECT state, count(*) FROM jobs GROUP BY state")
-            said = f"no job has ended for {STUCK_SECONDS:.0f} s of peace: {dict(map(tuple, states))}"
+            said = f"no job has ended for {most:.0f} s of peace: {dict(map(tuple, states))}"
             report.violate("unfinished", said)
             return False
         report.progress(f"settling, {number} jobs left")
