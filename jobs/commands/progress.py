@@ -3,11 +3,11 @@
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Self
 
 import click
@@ -17,13 +17,14 @@ from nightmill.jobs.base.logs import fit
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.base.times import describe_moment
 from nightmill.jobs.commands.terminal import LiveLine, ProgressLine
-from nightmill.jobs.errors import EmptyBatchFileError, NightmillError
+from nightmill.jobs.errors import EmptyBatchFileError, InvalidRequestError, NightmillError
 from nightmill.jobs.reply.batch_status import BatchState, BatchStatus
 
 if TYPE_CHECKING:
     from rich.console import Console  # noqa: TID251 - the name of a type
 
 LOG_SECONDS = 30.0
+_NO_OPTIONS: Mapping[str, str] = MappingProxyType({})
 EXIT_FAILED = 4
 """Exit code of a batch without a succeeded row, including one without rows."""
 
@@ -45,11 +46,17 @@ class _NoRowsException(click.ClickException):
 
 
 @contextmanager
-def logged_errors(log: logging.Logger | None) -> Iterator[None]:
-    """Log Nightmill's errors, if there is a log, and exit with 1, or with 4 for an empty file."""
+def logged_errors(log: logging.Logger | None, options: Mapping[str, str] = _NO_OPTIONS) -> Iterator[None]:
+    """Log Nightmill's errors, if there is a log, and exit with 1, or with 4 for an empty file.
+
+    options  what this command calls fields of a request for which it has options of other names
+    """
     try:
         yield
-    except NightmillError as error:
+    except NightmillError as caught:
+        error = caught
+        if isinstance(caught, InvalidRequestError) and caught.field in options:
+            error = caught.renamed(options[str(caught.field)])
         kind = _NoRowsException if isinstance(error, EmptyBatchFileError) else click.ClickException
         failure = kind(str(error))
         if log is None:

@@ -70,6 +70,25 @@ class EmptyColumnError(InvalidRequestError):
     """A row has no value where the template wants one."""
 
 
+class MissingColumnError(InvalidParameterError):
+    """A template names a column that is not there; `reason` says which one, and which there are."""
+
+    reason = ""
+
+    @classmethod
+    def of(cls, label: str, where: str, reason: str) -> Self:
+        """Return the error for a position in the template that is called `label`."""
+        error = cls(f"{label}: {where}: {reason}", field=label)
+        error.reason = reason
+        return error
+
+    def renamed(self, field: str) -> Self:
+        """Return this error for a field that is the column's name: who gave that wrote no template."""
+        error = type(self)(f"{field}: {self.reason}", field=field, code=self.code)
+        error.reason = self.reason
+        return error
+
+
 @dataclass(frozen=True)
 class Template:
     """A parsed template. `label` is what errors call it."""
@@ -113,11 +132,8 @@ class Template:
             if slot.column not in columns:
                 where = f"line {slot.line}, column {slot.place}"
                 hint = "; rows that follow others are submitted with after" if PRIOR in slot.column else ""
-                raise InvalidParameterError(
-                    f"{self.label}: {where}: there is no column {_shown(slot.column)}; "
-                    f"{listed(columns)}{hint}",
-                    field=self.label,
-                )
+                reason = f"there is no column {_shown(slot.column)}; {listed(columns)}{hint}"
+                raise MissingColumnError.of(self.label, where, reason)
 
     def check_braces(self, columns: Collection[str]) -> None:
         """Check that a template without substitutions has no `{column}`, which would be alike in all rows.

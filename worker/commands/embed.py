@@ -47,7 +47,8 @@ def embed(context: click.Context, /, text_column: str, embedding_column: str, **
             "must have neither ` nor a line break; rename the column", param_hint="--column"
         )
     template = f"{{{{ `{text_column}` }}}}"
-    context.invoke(run, template=template, column=embedding_column, embed=True, **options)
+    renamed = {"template": "--column"}
+    context.invoke(run, template=template, column=embedding_column, embed=True, renamed=renamed, **options)
 
 
 embed.params += [option for option in run.params if option.name in _OF_RUN]

@@ -165,12 +165,13 @@ def run(
         raise click.UsageError("name a file for the results (-o FILE), or a table (--into URL#TABLE)")
     table_of_results = None if into is None else UsersTable(into)
     at_end = None if on_end is None else words_of(on_end)
+    renamed = options.pop("renamed", {})  # by `nightmill embed`, which has no template
     worker_settings = {key: options.pop(key, None) for key in WORKER_SETTINGS}
     settings = merge_options(Settings.from_env(), worker_settings)
     if log_format is not None:
         settings = settings.model_copy(update={"log_format": log_format})
     log = log_of_command(settings)
-    with logged_errors(log):
+    with logged_errors(log, renamed):
         if settings.model is None:
             raise SettingsError("no model file is named: give --model FILE or set NIGHTMILL_MODEL")
         settings = with_model_file(settings, show=log is None)
