@@ -242,7 +242,9 @@ class Batches:
 
 
 def _hashed(source: InputFile) -> Generator[int, None, str]:
-    """Compute the fingerprint of a file in steps; yields 0 committed rows."""
+    """Compute the fingerprint of a file in steps, unless it is known; yields 0 committed rows."""
+    if source.taken is not None and not source.changed():
+        return source.taken
     hashing = source.hashing()
     while True:
         try:

@@ -83,6 +83,17 @@ class BatchReader:
             found = connection.execute(last.order_by(JobRow.finished_at.desc()).limit(1)).scalar_one_or_none()
         return record, found
 
+    def arithmetic(self, name: str) -> str | None:
+        """Return the arithmetic of the row that succeeded first; None if none has, or it was not recorded."""
+        first = (
+            select(JobRow.arithmetic)
+            .where(JobRow.batch == name, JobRow.finished_at.is_not(None), JobRow.state == JobState.SUCCEEDED)
+            .order_by(JobRow.finished_at)
+            .limit(1)
+        )
+        with self.database.read() as connection:
+            return connection.execute(first).scalar_one_or_none()
+
     @long_lasting
     def counts(self, name: str) -> list[RowCount]:
         """Count rows by state and stop reason, with their tokens."""

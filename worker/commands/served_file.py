@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from nightmill.jobs.base.arithmetic import DIGITS, Arithmetic
+from nightmill.jobs.base.arithmetic import DIGITS, Arithmetic, model_of
 from nightmill.jobs.base.printable import printable
 from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import BatchNotFoundError, SettingsError
@@ -47,15 +47,24 @@ class ServedFile:
     def check_name(
         self, model: str, source: InputFile | FollowingRows, rows: Mapping[str, Any], batch: str | None
     ) -> None:
-        """Check that no live worker has another file under this name, unless all rows have ended.
+        """Check that no other file of this name answers the rows, or has answered some of them before.
 
-        Raises SettingsError.
+        A live worker with another file does no harm if all rows have ended. Raises SettingsError.
         """
+        name = batch or self._client.batches.name_of(source, {**rows, "model": model})
+        answered_by = model_of(self._client.batches.store.arithmetic(name))
+        if answered_by not in (None, self._digest):
+            ways = ["the answers of this file a batch of their own (--name)"]
+            if batch is None:
+                ways.insert(0, "this file another name (--model-name)")
+            raise SettingsError(
+                f"batch {printable(name)!r} has answers of another model file that was called "
+                f"{printable(model)!r}, too: give {', or '.join(ways)}"
+            )
         if (other := self.other_under(model)) is None:
             return
-        batch = batch or self._client.batches.name_of(source, {**rows, "model": model})
         with suppress(BatchNotFoundError):
-            if self._client.get_batch(batch).status(errors=False).state.final:
+            if self._client.get_batch(name).status(errors=False).state.final:
                 return
         raise another_file(model, other, "--model-name")
 

@@ -1,15 +1,16 @@
 """Which name `nightmill run` gives a model file that a worker serves under another name."""
 
+from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from nightmill.jobs.base.contract import WorkerState
+from nightmill.jobs.base.contract import StopReason, WorkerState
 from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import SettingsError
 from nightmill.jobs.formats import InputFile
-from nightmill.jobs.sql.claims import Claims
+from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.worker.commands.served_file import ServedFile
 from tests.unit.engine.scripted import ARITHMETIC
 
@@ -91,3 +92,45 @@ def test_a_file_is_refused_whose_name_a_worker_has_given_to_another(
         file.check_name("own", source, rows, "a new one")
     other.sign_off()
     file.check_name("own", source, rows, "a new one")
+
+
+def test_a_file_does_not_go_on_with_a_batch_that_another_of_its_name_has_answered(
+    sqlite_client: Client, source: InputFile
+) -> None:
+    first, second = (ServedFile(sqlite_client, digest, "own") for digest in (DIGEST, "f" * 64))
+    rows = {"model": "own"}
+    batch = sqlite_client.batches.submit(source, rows, name=None, check_model=lambda _: None)
+    second.check_name("own", source, rows, None)  # nothing is answered yet
+    worker = serve(sqlite_client, "a", "own")
+    (claim,) = worker.claim([job.id for job in sqlite_client.list_jobs(batch=batch.name)])
+    arithmetic = str(replace(ARITHMETIC, model=DIGEST[:16]))
+    worker.finish([Outcome(claim.job_id, claim.attempt, StopReason.EOS, "b", 1, 2, arithmetic=arithmetic)])
+    worker.sign_off()
+    first.check_name("own", source, rows, None)
+    with pytest.raises(SettingsError) as refused:
+        second.check_name("own", source, rows, None)
+    assert str(refused.value) == (
+        f"batch {batch.name!r} has answers of another model file that was called 'own', too: give this file "
+        "another name (--model-name), or the answers of this file a batch of their own (--name)"
+    )
+    with pytest.raises(SettingsError, match=r"give the answers of this file a batch of their own \(--name\)"):
+        second.check_name("own", source, rows, batch.name)
+    second.check_name("own", source, rows, "another")
+    second.check_name("other", source, {"model": "other"}, None)
+
+
+def test_a_file_is_read_once_for_its_name_and_again_if_it_changes(
+    sqlite_client: Client, source: InputFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    hashing = InputFile.hashing
+
+    def counted(file: InputFile) -> Generator[None, None, str]:
+        read.append((yield from hashing(file)))
+        return read[-1]
+
+    monkeypatch.setattr(InputFile, "hashing", counted)
+    name = sqlite_client.batches.name_of(source, {"model": "own"})
+    assert sqlite_client.batches.name_of(source, {"model": "own"}) == name and len(read) == 1
+    source.path.write_text('{"prompt": "another"}\n')
+    assert sqlite_client.batches.name_of(source, {"model": "own"}) != name and len(set(read)) == 2
