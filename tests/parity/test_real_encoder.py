@@ -20,7 +20,7 @@ from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import Request
 from nightmill.worker.runners.reference import ReferenceRunner
-from tests.parity.test_encoders import NAMES
+from tests.parity.encoders import NAMES
 from tests.support.engines import NoText, complete
 from tests.support.ggufs import write_file
 from tests.support.needs import Need, missing

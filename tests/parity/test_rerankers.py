@@ -17,9 +17,16 @@ from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.runners.ranking import Ranker
 from nightmill.worker.runners.reference import ReferenceRunner
-from tests.parity.test_encoders import CONTEXT, KEYS, NAMES, VOCAB
+from tests.parity.encoders import (
+    CONTEXT,
+    MODERN_IDS,
+    VOCAB,
+    name_in_file,
+    random_sizes,
+    shaken,
+    write_encoder,
+)
 from tests.support.engines import NoText, complete
-from tests.support.ggufs import write_file
 
 pytestmark = pytest.mark.parity
 
@@ -35,26 +42,15 @@ OFFSET = 2  # of XLM-RoBERTa's positions, behind that of padding; llama.cpp's co
 
 def model_of(kind: str, rng: np.random.Generator) -> Any:
     """A random classifier of one label of transformers, all of whose weights count."""
-    torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    heads = int(rng.integers(1, 5))
-    sizes = {
-        "vocab_size": VOCAB, "hidden_size": 8 * heads * int(rng.integers(2, 5)), "num_attention_heads": heads,
-        "num_hidden_layers": int(rng.integers(2, 6)), "intermediate_size": 16 * int(rng.integers(3, 9)),
-        "max_position_embeddings": CONTEXT + (OFFSET if kind == "XLMRoberta" else 0), "num_labels": 1,
-    }  # fmt: skip
+    sizes = random_sizes(rng) | {"num_labels": 1}
     if kind == "XLMRoberta":
+        sizes["max_position_embeddings"] += OFFSET
         sizes |= {"type_vocab_size": 1, "pad_token_id": 1}
     if kind == "ModernBert":
-        ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
-        sizes |= {**ids, "local_attention": 16, "classifier_pooling": "mean"}
-    torch.manual_seed(int(rng.integers(1 << 30)))
+        sizes |= {**MODERN_IDS, "local_attention": 16, "classifier_pooling": "mean"}
     config = getattr(transformers, f"{kind}Config")(**sizes)
-    model = getattr(transformers, f"{kind}ForSequenceClassification")(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(parameter + torch.randn_like(parameter) * 0.2)
-    return model.eval()
+    return shaken(lambda: getattr(transformers, f"{kind}ForSequenceClassification")(config), rng)
 
 
 def written(path: Path, kind: str, model: Any) -> Path:
@@ -63,24 +59,11 @@ def written(path: Path, kind: str, model: Any) -> Path:
     for name, tensor in model.state_dict().items():
         stem, _, part = name.rpartition(".")
         array = tensor.float().numpy()
-        if stem in HEADS[kind]:
-            tensors[f"{HEADS[kind][stem]}.{part}"] = array
-            continue
-        stem = stem.removeprefix(BODIES[kind])
-        number = next((one for one in stem.split(".") if one.isdecimal()), "")
-        found = NAMES[family]["N".join(stem.split(number)) if number else stem]
+        found = HEADS[kind].get(stem) or name_in_file(family, stem.removeprefix(BODIES[kind]))
         if kind == "XLMRoberta" and found == "position_embd":
             array = array[OFFSET:]
-        tensors[f"blk.{number}.{found}.{part}" if number else f"{found}.{part}"] = array
-    config = model.config
-    keys = {
-        "block_count": config.num_hidden_layers, "context_length": CONTEXT,
-        "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads, "attention.causal": False,
-        "attention.layer_norm_epsilon": getattr(config, "layer_norm_eps", None) or config.norm_eps,
-        "pooling_type": 4,
-    }  # fmt: skip
-    return write_file(path, family, keys | KEYS[family], tensors)
+        tensors[f"{found}.{part}"] = array
+    return write_encoder(path, family, model.config, tensors, 4)
 
 
 @pytest.mark.parametrize("seed", range(3))
