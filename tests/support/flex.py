@@ -1,8 +1,6 @@
 """Flex calls from many connections beside interactive ones, against a real `nightmill serve`."""
 
 import asyncio
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +9,7 @@ from pathlib import Path
 import httpx2
 
 from nightmill.jobs.client.client import Client
-from tests.support.servers import free_port, wait_until, worker_env
+from tests.support.servers import http_server
 
 __all__ = ["DAY", "NIGHT", "Answers", "body", "call", "flex_calls", "http_client", "running_server"]
 
@@ -25,25 +23,8 @@ Answers = Counter[tuple[int, str]]
 @contextmanager
 def running_server(client: Client, log: Path) -> Iterator[str]:
     """`nightmill serve` on a free port, whose URL this gives; it knows the two keys."""
-    port = free_port()
-    environment = worker_env(client.settings, api_keys=f"night:flex={NIGHT}, day={DAY}")
-    command = [sys.executable, "-m", "nightmill", "serve", "--port", str(port)]
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        wait_until(lambda: _answers(url), 60.0)
+    with http_server(client.settings, log, {"NIGHTMILL_API_KEYS": f"night:flex={NIGHT}, day={DAY}"}) as url:
         yield url
-    finally:
-        process.terminate()
-        process.wait(240)
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx2.get(f"{url}/ready").status_code == 200
-    except httpx2.TransportError:
-        return False
 
 
 def http_client(url: str, key: str, connections: int) -> httpx2.AsyncClient:

@@ -103,13 +103,9 @@ def worker_env(settings: Settings, **more: object) -> dict[str, str]:
 @contextmanager
 def http_server(settings: Settings, log: Path, more: Mapping[str, str] | None = None) -> Iterator[str]:
     """The URL of a `nightmill serve` that is ready; it ends in order on exit. `more` are variables for it."""
-    url = f"http://127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "nightmill", "serve", "--port", url.rpartition(":")[2]]
-    with log.open("wb") as output:
-        environment = worker_env(settings) | dict(more or {})
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+    with http_process(settings, log, more) as (url, process):
         try:
-            wait_until(lambda: _is_ready(url), 120.0, "the server")  # 2 s of a processor, shared with others
+            wait_until(lambda: _answers(f"{url}/ready"), 120.0, "the server")
             yield url
         finally:
             process.terminate()
@@ -117,9 +113,29 @@ def http_server(settings: Settings, log: Path, more: Mapping[str, str] | None = 
     assert code == 0, log.read_text()
 
 
-def _is_ready(url: str) -> bool:
+@contextmanager
+def http_process(
+    settings: Settings, log: Path, more: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
+    """A `nightmill serve` that answers: its URL, and its process, killed on exit if it still runs."""
+    url = f"http://127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "nightmill", "serve", "--port", url.rpartition(":")[2]]
+    environment = worker_env(settings) | dict(more or {})
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
     try:
-        return httpx2.get(f"{url}/ready").status_code == 200
+        # 2 s of a processor, shared with others
+        wait_until(lambda: _answers(f"{url}/health") or process.poll() is not None, 120.0, "the server")
+        assert process.poll() is None, log.read_text()
+        yield url, process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx2.get(url).status_code == 200
     except httpx2.TransportError:
         return False
 

@@ -2,8 +2,6 @@
 
 import json
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +19,7 @@ from nightmill.jobs.client.client import Client
 from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.jobs.sql.jobs import chunked
 from nightmill.worker.runners.base import StepBatch
-from tests.support.servers import free_port, wait_until, worker_env
+from tests.support.servers import http_process, wait_until
 from tests.unit.server.conftest import listening, text_of
 from tests.unit.worker.bench import Bench, Pausing, stop
 
@@ -112,17 +110,13 @@ def test_streams_and_a_batch_outlive_the_server_that_had_them(
     sqlite_settings: Settings, tmp_path: Path
 ) -> None:
     settings = sqlite_settings.model_copy(update={"stale_seconds": 2.0})
-    port = free_port()
-    address = f"http://127.0.0.1:{port}"
-    with Client(settings) as client, (tmp_path / "log").open("wb") as log, ExitStack() as later:
+    with Client(settings) as client, ExitStack() as later:
         runner = Paced()
         bench = Bench(client, runner)
         beating = threading.Event()
         threading.Thread(target=lambda: _beat(bench, beating), daemon=True).start()
-        command = [sys.executable, "-m", "nightmill", "serve", "--port", str(port)]
-        killed = subprocess.Popen(command, env=worker_env(settings), stdout=log, stderr=log)
         try:
-            wait_until(lambda: _answers(address))
+            address, killed = later.enter_context(http_process(settings, tmp_path / "log"))
             here = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
             second: Future[str] = Future()
 
@@ -171,7 +165,6 @@ def test_streams_and_a_batch_outlive_the_server_that_had_them(
             done = [json.loads(line)["custom_id"] for line in beside.files.content(output).text.splitlines()]
             assert done == [f"r{number}" for number in range(ROWS)]
         finally:
-            killed.kill()
             beating.set()
             runner.gate.set()
             stop(bench)
@@ -190,10 +183,3 @@ def _rows() -> bytes:
 def _beat(bench: Bench, over: threading.Event) -> None:
     while not over.wait(0.2):
         bench.claims.beat(WorkerState.READY)
-
-
-def _answers(address: str) -> bool:
-    try:
-        return httpx2.get(f"{address}/health").status_code == 200
-    except httpx2.TransportError:
-        return False

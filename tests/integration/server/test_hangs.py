@@ -2,7 +2,6 @@
 
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.client.client import Client
 from nightmill.jobs.messages.embedded import EmbeddedRedis
 from tests.support.freezing import suspended
-from tests.support.servers import free_port, start_postgres, start_redis, wait_until, worker_env
+from tests.support.servers import http_process, start_postgres, start_redis, wait_until
 
 CALLERS = 10  # more than there are threads for statements
 PATIENCE = 60.0  # what a machine with much else to do may need; without limits nobody would ever be answered
@@ -26,25 +25,13 @@ STATED_END = 45.0  # seconds after SIGTERM
 
 @contextmanager
 def serving(settings: Settings, log: Path) -> Iterator[tuple[httpx2.Client, "subprocess.Popen[bytes]"]]:
-    port = free_port()
-    command = [sys.executable, "-P", "-m", "nightmill", "serve", "--port", str(port)]
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, env=worker_env(settings), stdout=output, stderr=output)
-    try:
-        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE) as http:
-            wait_until(lambda: _answers(http) or process.poll() is not None)
-            assert http.post("/v1/jobs", json={"prompt": "a"}).status_code == 202
-            yield http, process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _answers(http: httpx2.Client) -> bool:
-    try:
-        return bool(http.get("/health").status_code == 200)
-    except httpx2.TransportError:
-        return False
+    """A client of a server that has taken a job already, and its process."""
+    with (
+        http_process(settings, log) as (url, process),
+        httpx2.Client(base_url=url, timeout=PATIENCE) as http,
+    ):
+        assert http.post("/v1/jobs", json={"prompt": "a"}).status_code == 202
+        yield http, process
 
 
 def _at_once(http: httpx2.Client) -> list[Any]:

@@ -13,9 +13,8 @@ from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.main import main
 from nightmill.jobs.errors import BrokerError
 from nightmill.worker.commands.process import running_worker
-from tests.integration.server.test_hangs import serving
 from tests.integration.worker.conftest import on_sqlite
-from tests.support.servers import RedisServer, wait_until, worker_env
+from tests.support.servers import RedisServer, http_process, wait_until, worker_env
 
 OPERATIONS = Path(__file__).parents[3] / "docs" / "operations.md"
 ROWS = 100
@@ -46,7 +45,10 @@ def test_the_documented_rights_are_enough(quick: Settings, redis_server: RedisSe
     with Client(settings) as client, running_worker(client, tmp_path / "worker.log", []):
         ids = client.enqueue_many(["a"] * ROWS, max_tokens=2)
         client.wait(ids, timeout=PATIENCE)
-        with serving(settings, tmp_path / "serve.log") as (http, _):
+        with (
+            http_process(settings, tmp_path / "serve.log") as (url, _),
+            httpx2.Client(base_url=url, timeout=PATIENCE) as http,
+        ):
             wait_until(lambda: http.get("/ready").status_code == 200)
             body = {
                 "prompt": "Once",
@@ -86,7 +88,11 @@ def test_a_redis_that_takes_nothing_is_found_and_nobody_waits_for_it(
     body = {"prompt": "Once", "max_tokens": 4}
     with Client(settings) as client, running_worker(client, tmp_path / "worker.log", []):
         body["model"] = client.worker_store.serving()[0].model
-        with serving(settings, tmp_path / "serve.log") as (http, _), redis_server.client() as redis_client:
+        with (
+            http_process(settings, tmp_path / "serve.log") as (url, _),
+            httpx2.Client(base_url=url, timeout=PATIENCE) as http,
+            redis_server.client() as redis_client,
+        ):
             assert http.get("/ready").json()["broker"] is True
             redis_client.execute_command("REPLICAOF", "127.0.0.1", "1")
             refused = http.post("/v1/completions", json=body, timeout=10.0)
