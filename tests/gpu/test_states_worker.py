@@ -1,9 +1,6 @@
 """Models whose layers hold states, from a file of rows to results: whole processes, one of them killed."""
 
-import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +11,8 @@ from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.client.client import Client
 from nightmill.worker.commands.process import running_worker
 from tests.support.cuda_runners import ON_GPU
-from tests.support.servers import wait_until, worker_env
+from tests.support.file_runs import answered
+from tests.support.servers import wait_until
 from tests.tiny import FILES, expected, unpacked
 
 PATIENCE = 240.0
@@ -35,15 +33,7 @@ def test_rows_of_a_file_become_the_tokens_of_two_engines(
     settings = sqlite_settings.model_copy(update=chosen)
     prompts = expected(name)["prompts"]
     asked = {"max_tokens": 16, "temperature": 0, "ignore_eos": True, "logprobs": 0}
-    source, results = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    source.write_text("".join(json.dumps({"prompt": one["prompt"]} | asked) + "\n" for one in prompts))
-    done = subprocess.run(
-        [sys.executable, "-m", "nightmill", "run", str(source), "-o", str(results)],
-        env=worker_env(settings) | {"NIGHTMILL_MAX_SEQUENCES": "3"},
-        capture_output=True, text=True, timeout=PATIENCE, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    rows = answered([{"prompt": one["prompt"]} | asked for one in prompts], settings, tmp_path)
     drawn = [[token["id"] for token in row["answers"][0]["logprobs"]] for row in rows]
     assert drawn == [one["greedy"] for one in prompts]
 

@@ -4,15 +4,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.worker.engine.drafting import Drafts
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.options import Detokenizer, EngineSizes
 from nightmill.worker.engine.request import Completion, Request
+from nightmill.worker.model.gguf.file import GgufFile
+from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.base import Runner
+from nightmill.worker.runners.reference import ReferenceRunner
 
-__all__ = ["Bits", "NoText", "bits", "complete", "engine_of", "mixed_requests"]
+__all__ = ["Bits", "NoText", "bits", "complete", "engine_of", "greedy", "mixed_requests"]
 
 Bits = dict[str, tuple[tuple[int, ...], bytes]]
 """Tokens and records of logprobs of texts, by job id."""
@@ -80,3 +84,22 @@ def bits(done: Mapping[str, Completion]) -> Bits:
         job: (one.token_ids, b"" if one.logprobs is None else one.logprobs.records)
         for job, one in done.items()
     }
+
+
+def greedy(
+    file: GgufFile, spec: ModelSpec, prompt: list[int], tokens: int
+) -> tuple[tuple[int, ...], npt.NDArray[np.float32]]:
+    """The likeliest tokens after a prompt, and the logits of the first."""
+    rows: list[npt.NDArray[np.float32]] = []
+    runner = ReferenceRunner(
+        file, spec, kv_pages=64, slots=1,
+        trace=lambda stage, values: rows.append(values.copy()) if stage == "logits" else None,
+    )  # fmt: skip
+    engine = Engine(
+        runner,
+        Detokenizer(text_stream=NoText, eos_ids=frozenset()),
+        EngineSizes(context_length=256, max_sequences=1, token_budget=70),
+    )
+    params = GenerationParams(max_tokens=tokens, temperature=0.0)
+    done = complete(engine, [Request("j", 1, tuple(prompt), params, seed=0)])
+    return done["j"].token_ids, rows[0][0]

@@ -1,8 +1,5 @@
 """`nightmill run` on models with states and experts: results of files, with the tokens of transformers."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,11 +7,10 @@ import pytest
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.client.client import Client
 from tests.integration.worker.conftest import on_sqlite
-from tests.support.servers import worker_env
+from tests.support.file_runs import answered
 from tests.support.thinning import thinned
 from tests.tiny import expected, unpacked
 
-PATIENCE = 240.0
 TURN_END, CHANNEL = 5, 6  # control tokens of the tiny Gemma 4
 NAMES = ["qwen35-q8_0", "lfm2-bf16", "gptoss-q8_0", "gemma4-bf16"]
 CHATS = [
@@ -40,16 +36,8 @@ def test_rows_of_a_file_become_the_tokens_of_transformers(
     prompts = expected(name)["prompts"]
     asked = {"max_tokens": 16, "temperature": 0, "ignore_eos": True, "logprobs": 0}
     chats = CHATS if name.startswith("gemma4") else []
-    source, results = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     given = [*({"prompt": one["prompt"]} | asked for one in prompts), *chats]
-    source.write_text("".join(json.dumps(row) + "\n" for row in given))
-    done = subprocess.run(
-        [sys.executable, "-m", "nightmill", "run", str(source), "-o", str(results)],
-        env=worker_env(settings) | {"NIGHTMILL_MAX_SEQUENCES": "3"},
-        capture_output=True, text=True, timeout=PATIENCE, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    rows = answered(given, settings, tmp_path)
     rows, answers = rows[: len(prompts)], rows[len(prompts) :]
     drawn = [[token["id"] for token in row["answers"][0]["logprobs"]] for row in rows]
     assert drawn == [one["greedy"] for one in prompts]

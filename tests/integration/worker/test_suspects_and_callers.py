@@ -18,8 +18,7 @@ from tests.integration.worker.conftest import StartWorker, on_sqlite
 from tests.support.servers import ENDLESS_TOKENS, wait_until
 from tests.unit.engine.scripted import ScriptedRunner
 from tests.unit.worker.bench import Bench, Gated, enqueue, stop, these
-from tests.unit.worker.test_service_resume import LONG, undisturbed
-from tests.unit.worker.test_suspects import make_suspects
+from tests.unit.worker.interrupted import LONG, make_suspects, undisturbed
 
 CAPACITY = 4
 

@@ -10,7 +10,7 @@ from nightmill.worker.model.chat import ChatTemplate, renderer
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.tokenizer import Tokenizer
 from tests.unit.model.conftest import DOWNLOADED
-from tests.unit.model.test_templates import CHATS
+from tests.unit.model.plain_jinja import CHATS
 
 _CLOCK = (
     "{{ strftime_now('%c %Z %A %B %x %X %p') }}{% for m in messages %}{{ m.content | upper }}{% endfor %}"

@@ -13,9 +13,9 @@ from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec, Role
 from nightmill.worker.model.tokenizer import Tokenizer
 from nightmill.worker.runners.gpu.computed import refusal
+from tests.support.engines import greedy
 from tests.support.expert_cases import EXPERT_FILES, file_of
 from tests.tiny import EXPERTS, expected, unpacked
-from tests.unit.model.test_hybrid_families import greedy
 
 Fault = tuple[str, dict[str, Any], dict[str, Any], str]
 FAULTS: dict[str, Fault] = {

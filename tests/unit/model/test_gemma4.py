@@ -16,10 +16,10 @@ from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import Norm, Role
 from nightmill.worker.model.tokenizer import Tokenizer
 from nightmill.worker.runners.gpu.computed import refusal
+from tests.support.engines import greedy
 from tests.support.family_cases import file_of
 from tests.support.gemma4_cases import GEMMA4_FILES
 from tests.tiny import GEMMAS, expected, unpacked
-from tests.unit.model.test_hybrid_families import greedy
 
 Fault = tuple[str, dict[str, Any], dict[str, Any], str]
 PATTERN = "attention.sliding_window_pattern"

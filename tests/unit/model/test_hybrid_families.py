@@ -7,16 +7,11 @@ import numpy as np
 import pytest
 
 from nightmill.jobs.errors import ModelFileError
-from nightmill.jobs.request.parameters import GenerationParams
-from nightmill.worker.engine.engine import Engine
-from nightmill.worker.engine.options import Detokenizer, EngineSizes
-from nightmill.worker.engine.request import Request
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
-from nightmill.worker.model.spec import GatedDeltaNet, ModelSpec
+from nightmill.worker.model.spec import GatedDeltaNet
 from nightmill.worker.model.tokenizer import Tokenizer
-from nightmill.worker.runners.reference import ReferenceRunner
-from tests.support.engines import NoText, complete
+from tests.support.engines import greedy
 from tests.support.ggufs import spec_tensors, write_file
 from tests.support.hybrid_cases import HYBRID_FILES, KEYS
 from tests.tiny import FILES, expected, unpacked
@@ -131,25 +126,6 @@ def test_all_prompts_have_the_tokens_and_logits_of_transformers_and_llama_cpp(
             assert np.abs(logits - prompt["logits_all"]).max() < 2e-4
             assert np.abs(logits[:32] - prompt["llama_cpp_logits32"]).max() < 2e-4
     assert len(answers["prompts"]) == 6
-
-
-def greedy(
-    file: GgufFile, spec: ModelSpec, prompt: list[int], tokens: int
-) -> tuple[tuple[int, ...], np.ndarray]:
-    """The likeliest tokens after a prompt, and the logits of the first."""
-    rows: list[np.ndarray] = []
-    runner = ReferenceRunner(
-        file, spec, kv_pages=64, slots=1,
-        trace=lambda stage, values: rows.append(values.copy()) if stage == "logits" else None,
-    )  # fmt: skip
-    engine = Engine(
-        runner,
-        Detokenizer(text_stream=NoText, eos_ids=frozenset()),
-        EngineSizes(context_length=256, max_sequences=1, token_budget=70),
-    )
-    params = GenerationParams(max_tokens=tokens, temperature=0.0)
-    done = complete(engine, [Request("j", 1, tuple(prompt), params, seed=0)])
-    return done["j"].token_ids, rows[0][0]
 
 
 @pytest.mark.parametrize("name", ["qwen35-bf16", "lfm2-bf16"])

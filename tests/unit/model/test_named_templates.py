@@ -16,7 +16,7 @@ from tests.support.ggufs import CHATML, byte_vocabulary, write_model
 from tests.support.needs import Need, missing
 from tests.support.thinning import thinned
 from tests.unit.model.conftest import DOWNLOADED
-from tests.unit.model.test_templates import TEMPLATES
+from tests.unit.model.plain_jinja import TEMPLATES
 
 pytestmark = pytest.mark.heavy
 

@@ -20,7 +20,7 @@ from tests.support.needs import Need, missing
 from tests.unit.jobs.test_verifying import job
 from tests.unit.model import digests_elsewhere
 from tests.unit.model.conftest import DOWNLOADED
-from tests.unit.model.test_templates import CHATS, TEMPLATES
+from tests.unit.model.plain_jinja import CHATS, TEMPLATES
 
 pytestmark = pytest.mark.heavy
 

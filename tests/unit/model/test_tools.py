@@ -17,7 +17,7 @@ from nightmill.worker.model.tokenizer import Tokenizer
 from tests.support.ggufs import CHATML, byte_vocabulary, write_model
 from tests.support.needs import Need, missing
 from tests.unit.model.conftest import DOWNLOADED
-from tests.unit.model.test_templates import plain_jinja
+from tests.unit.model.plain_jinja import plain_jinja
 from tests.unit.model.written_calls import TURN_END, WRITTEN
 
 REMEDY = "serve the model with --tool-format json"

@@ -13,7 +13,7 @@ from nightmill.jobs.reply.history import begins_with
 from tests.unit.engine.by_definition import expected
 from tests.unit.engine.scripted import ScriptedRunner, make_request
 from tests.unit.worker.bench import PROMPT, Bench, Pausing, these
-from tests.unit.worker.test_service_resume import drain_in_the_middle
+from tests.unit.worker.interrupted import drain_in_the_middle
 
 ROWS = 8
 

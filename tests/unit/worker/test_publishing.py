@@ -23,7 +23,7 @@ from nightmill.worker.service.publishing import Publisher
 from tests.support.servers import Clock, RedisServer, wait_until
 from tests.unit.engine.scripted import ScriptedRunner
 from tests.unit.worker.bench import Bench, Pausing, stop
-from tests.unit.worker.test_service_resume import LONG, undisturbed
+from tests.unit.worker.interrupted import LONG, undisturbed
 
 PATIENCE = 60.0
 MARKUP = Markup(CallFormat.HERMES, ("<think>", "</think>"), opened=True)

@@ -13,27 +13,8 @@ from nightmill.jobs.sql.sweep import Sweep
 from tests.support.servers import Clock, wait_until
 from tests.unit.engine.by_definition import expected
 from tests.unit.engine.scripted import ScriptedRunner, make_request
-from tests.unit.worker.bench import PROMPT, Bench, Pausing, ScriptedPrompting, stop, these
-
-LONG: dict[str, Any] = {"max_tokens": 120, "ignore_eos": True, "stop": ("STOPSTOPSTOP",)}
-
-
-def undisturbed(seed: int) -> tuple[tuple[int, ...], str]:
-    """Tokens and text of a long job that nothing interrupts."""
-    return expected(make_request("j", PROMPT, seed=seed, **LONG), 200)[:2]
-
-
-def drain_in_the_middle(bench: Bench, ids: list[str]) -> None:
-    """Let the bench draw some tokens of each job, then have it stop."""
-    assert isinstance(bench.runner, Pausing)
-    thread = bench.run(ids)
-    wait_until(lambda: len(bench.runner.batches) == bench.runner.pause_at)
-    drained = threading.Thread(target=stop, args=(bench,))
-    drained.start()
-    wait_until(lambda: bench.service.draining)
-    bench.runner.gate.set()
-    drained.join(120)
-    thread.join(120)
+from tests.unit.worker.bench import Bench, Pausing, ScriptedPrompting, these
+from tests.unit.worker.interrupted import LONG, drain_in_the_middle, undisturbed
 
 
 def test_a_drained_workers_jobs_go_on_from_their_tokens_elsewhere(build: Callable[..., Bench]) -> None:

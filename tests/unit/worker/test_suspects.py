@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from nightmill.jobs.base.contract import JobState
-from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import RunnerError
 from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.jobs.sql.claims import Claim, Claims
@@ -19,6 +18,7 @@ from nightmill.worker.service.suspects import SuspectsTurn, _gained
 from tests.support.servers import wait_until
 from tests.unit.engine.scripted import ScriptedRunner
 from tests.unit.worker.bench import Bench, Gated, enqueue
+from tests.unit.worker.interrupted import make_suspects
 
 POISON = 666  # the seed of a job that breaks the engine
 FOREVER = 1e9
@@ -31,14 +31,6 @@ class Poisoned(ScriptedRunner):
         if any(admission.seed == POISON for admission in batch.admissions):
             raise RunnerError("the arithmetic gave out")
         super().launch(batch)
-
-
-def make_suspects(client: Client, count: int) -> list[str]:
-    """Jobs that were in flight when their worker died."""
-    ids = enqueue(client, count, max_tokens=3)
-    dead = Claims(client.database, "d" * 32)
-    dead.give_up([(one.job_id, one.attempt) for one in dead.claim(ids)], "it died")
-    return ids
 
 
 def test_only_the_job_that_breaks_every_engine_fails(build: Callable[..., Bench]) -> None:

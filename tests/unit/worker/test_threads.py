@@ -17,7 +17,7 @@ from nightmill.worker.watched import describe, watched_thread
 from tests.support.servers import wait_until
 from tests.unit.engine.scripted import ScriptedRunner
 from tests.unit.worker.bench import Bench, Gated, Pausing, enqueue
-from tests.unit.worker.test_suspects import make_suspects
+from tests.unit.worker.interrupted import make_suspects
 
 
 @pytest.fixture
