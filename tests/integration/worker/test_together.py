@@ -19,7 +19,7 @@ from nightmill.jobs.sql.tables import JobRow, LoadRow
 from nightmill.worker.assembly.model import demo_model
 from nightmill.worker.commands.process import WORKER_COMMAND
 from tests.integration.worker.conftest import on_sqlite
-from tests.integration.worker.test_turns import PATIENCE, PROMPTS, ask, loads, texts_alone
+from tests.integration.worker.models_in_turn import PATIENCE, PROMPTS, ask, loads, texts_alone
 from tests.support.ggufs import write_model
 from tests.support.servers import wait_until, worker_env
 

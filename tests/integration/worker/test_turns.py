@@ -1,57 +1,19 @@
 """A worker that serves several models in turn, as processes: loads, swaps, texts, and a broken file."""
 
 import signal
-from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 from sqlalchemy import select
 
 from nightmill.jobs.base.contract import JobState, StopReason, WorkerState
-from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.client.client import Client
-from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.jobs.sql.tables import LoadRow
-from nightmill.worker.assembly.engine import build_engine
-from nightmill.worker.assembly.model import demo_model, load_model, open_model
-from nightmill.worker.engine.request import Request
+from nightmill.worker.assembly.model import demo_model
 from tests.integration.worker.conftest import StartWorker, on_sqlite
-from tests.support.engines import complete
+from tests.integration.worker.models_in_turn import PATIENCE, PROMPTS, ask, loads, texts_alone
 from tests.support.ggufs import write_model
 from tests.support.servers import wait_until
-
-PATIENCE = 120.0
-PROMPTS = (  # of rows 0 to 3, and so on
-    "Write a haiku about rain",
-    "Describe a quiet harbor",
-    "What is snow?",
-)
-
-
-def loads(client: Client) -> list[tuple[str, bool]]:
-    """Return every load, in order: the model, and whether it became ready."""
-    query = select(LoadRow.model, LoadRow.ready_at).order_by(LoadRow.id)
-    with client.database.read() as connection:
-        return [(model, ready is not None) for model, ready in connection.execute(query)]
-
-
-def ask(client: Client, prompt: str, model: str, seed: int) -> str:
-    return client.enqueue(prompt, model=model, seed=seed, max_tokens=12, ignore_eos=True)
-
-
-def texts_alone(file: Path, keys: Sequence[tuple[str, int]]) -> dict[tuple[str, int], str]:
-    """Return the texts that an engine on one model gives, where no other model was ever loaded."""
-    settings = Settings(model=file, reference=True)
-    model = load_model(settings)
-    params = GenerationParams(max_tokens=12, ignore_eos=True)
-    with closing(model), closing(build_engine(settings, open_model(settings))) as engine:
-        requests = [
-            Request(str(number), 1, model.encode(PROMPTS[number // 4]), params, seed=number)
-            for _, number in keys
-        ]
-        done = complete(engine, requests)
-    return {key: done[str(key[1])].text for key in keys}
 
 
 @pytest.mark.slow  # takes its turn: one commit of four

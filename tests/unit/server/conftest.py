@@ -17,15 +17,17 @@ from openai import AsyncOpenAI, OpenAI
 
 from nightmill.jobs.base.contract import WorkerState
 from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.batches import grouping
 from nightmill.jobs.client.client import Client
 from nightmill.jobs.server import batch_processor
 from nightmill.jobs.server.app import make_app
 from nightmill.jobs.server.connections import Connection
 from nightmill.jobs.server.job_service import ServerLimits
 from nightmill.jobs.server.keys import ApiKeys
-from tests.support.servers import free_port, wait_until
+from tests.support.servers import Clock, free_port, wait_until
 from tests.unit.engine.by_definition import expected
 from tests.unit.engine.scripted import ARITHMETIC, ScriptedRunner, make_request
+from tests.unit.server.batch_world import World
 from tests.unit.worker.bench import PROMPT, Bench, stop
 
 ALICE, BOB, EVE, OPS = "alice-has-a-long-key", "bob-has-a-long-key", "eve-reads-all-jobs", "ops-does-anything"
@@ -181,3 +183,11 @@ def alone(start: Callable[..., Any]) -> Iterator[Server]:
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers look for batches as soon as these are there."""
     monkeypatch.setattr(batch_processor, "_LOOK_SECONDS", 0.05)
+
+
+@pytest.fixture
+def world(server_settings: Settings, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    monkeypatch.setattr(grouping, "ROWS_PER_TRANSACTION", 8)
+    monkeypatch.setattr(batch_processor, "_SLICE_SECONDS", 60.0)  # the work of a test is done in one slice
+    with Client(server_settings, clock=clock) as client:
+        yield World(client, clock)

@@ -13,9 +13,7 @@ from nightmill.jobs.server.folder import Folder
 from nightmill.jobs.server.running import Running
 from nightmill.jobs.sql.http_batches import HttpBatch, HttpStatus
 from tests.support.servers import wait_until
-from tests.unit.server.test_keeping import World, world
-
-__all__ = ["world"]
+from tests.unit.server.batch_world import World
 
 
 class Hanging:

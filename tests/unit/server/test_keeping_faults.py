@@ -25,7 +25,7 @@ from nightmill.jobs.server.validating import Validator
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.http_batches import HttpBatch, HttpBatchStore, HttpStatus
 from tests.support.servers import Clock, worker_env
-from tests.unit.server.test_keeping import COUNT, SILENCE, Death, World
+from tests.unit.server.batch_world import COUNT, SILENCE, Death, World
 
 Break = Callable[[World, HttpBatch, pytest.MonkeyPatch], object]
 
