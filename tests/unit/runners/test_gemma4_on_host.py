@@ -7,10 +7,11 @@ import pytest
 
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
+from nightmill.worker.model.spec import Experts
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.kinds import has_tail
 from nightmill.worker.runners.gpu.rows import norms
-from tests.gpu.test_experts_runner import clear_text
+from tests.gpu.test_experts_runner import chosen_by_kernels, clear_text
 from tests.support.comparing import compare_logits
 from tests.support.driving import BLOCK, Chunk, Pages, Reference
 from tests.support.family_cases import file_of
@@ -60,7 +61,9 @@ def test_logits_agree_with_the_reference_runner(
     for step in steps:
         admit = step is steps[0]
         given = pages[0].batch(step, admit=admit, kinds=model.page_kinds)
-        ours.append(model.logits(given))
+        with chosen_by_kernels() as chosen:
+            ours.append(model.logits(given))
+        assert len(chosen) == sum(isinstance(one.feed_forward, Experts) for one in spec.layers)
         if has_tail(spec):
             again = model.logits(given, tail=True)
             np.testing.assert_allclose(again, ours[-1], rtol=0, atol=2e-2)
