@@ -58,9 +58,7 @@ def with_shared_experts_of_48(spec: ModelSpec) -> ModelSpec:
 
 def runner_of(file: GgufFile, **options: Any) -> CudaRunner:
     sizes = {"slots": SLOTS, "kv_pages": SLOTS * CONTEXT // 16, "context": CONTEXT, "max_tokens": 512}
-    runner = cuda_runner(file, read_spec(file), tune=False, **(sizes | options))
-    runner.takes_back = True  # rows with log-probabilities are guessed, too
-    return runner
+    return cuda_runner(file, read_spec(file), tune=False, **(sizes | options))
 
 
 def asked() -> list[Request]:

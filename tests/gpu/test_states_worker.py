@@ -18,7 +18,7 @@ from tests.support.servers import wait_until, worker_env
 from tests.tiny import FILES, expected, unpacked
 
 PATIENCE = 240.0
-QUICK = {"heartbeat_seconds": 0.2, "stale_seconds": 1.5, "resend_seconds": 2.0, "save_seconds": 0.1}
+QUICK = {"heartbeat_seconds": 0.2, "stale_seconds": 1.5, "resend_seconds": 2.0, "save_seconds": 0.02}
 JOBS = 200
 
 

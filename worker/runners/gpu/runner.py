@@ -62,7 +62,6 @@ from nightmill.worker.runners.gpu.sampling.sampler import Sampler
 from nightmill.worker.runners.gpu.sampling.slots import SlotTable
 from nightmill.worker.runners.gpu.self_test import check_products, checked_products
 from nightmill.worker.runners.gpu.shapes import MANY_ROWS
-from nightmill.worker.runners.gpu.states.choice import seen_with_drafts
 from nightmill.worker.runners.gpu.states.memory import States
 from nightmill.worker.runners.gpu.step_inputs import Division, StepInputs, StepShape
 from nightmill.worker.runners.gpu.steps import PADDING, StepBuffers, drawing_rows, padded_lengths
@@ -132,7 +131,6 @@ class CudaRunner:
         self.slots = slots
         self.depth = sizes.depth
         self.embeds = True
-        self.takes_back, self.predicts = seen_with_drafts(spec), False
         self.prompt_grid, self.snapshots = prompt_grid(spec), 0
         self.vocab = spec.vocab
         self._row_of_logits = padded_vocab(spec)
@@ -175,8 +173,7 @@ class CudaRunner:
         self.precision = precision  # as they were chosen
         check_spec(spec, precision, device)
         formats = ModelFormats(spec, precision)
-        drafts = self.prompt_grid == 1 or self.takes_back
-        self.predicts = sizes.predicts and drafts and can_predict(spec, precision)
+        self.predicts = sizes.predicts and can_predict(spec, precision)
         sources = sources_for(spec, precision, hopper=device.hopper, predicts=self.predicts)
         self._progress(StartStep.COMPILING, "")
         compile_all(sources, device.architecture, report=self._compiled)  # each is then in the cache
