@@ -39,14 +39,14 @@ MOST_STACK = {
     "attention_any": 24, "layer_inputs": 8, "sample_reference": 48,
     # outside of loops, or once for a head's state of 64 KiB; rows of more than 4,096 numbers on an RTX 50
     "few_rows": 16, "rms_norm": 8, "unpack": 8, "delta_recurrent": 32, "residual residual_4": 16,
-    "three_norms three_norms_4": 16, "combine combine_2": 8, "split_attention split_attention_16": 8,
+    "combine combine_2": 8, "split_attention split_attention_16": 8,
     # of heads of 256 before Hopper, most of it before the loop: `PortablePrefill.shares_queries` ends it
     "prefill_attention": 48,
     # states of sizes that no model has which runs by these: on Hopper 128 x 128 goes by the files below
     "delta_chunked": 56, "mamba_chunked": 152,
     # on Hopper, where benchmarks/RESULTS.md has their speed; of tiles those that are no faster are not chosen
     "decode_attention": 8, "delta_hopper": 856, "mamba_hopper": 400, "hopper_attention": 168,
-    "hopper_gemm": 32, "hopper_qkv": 112, "packed_gemm": 128, "hopper_grouped": 64, "expert_gemm": 24,
+    "hopper_gemm": 32, "hopper_qkv": 112, "packed_gemm": 128, "hopper_grouped": 64,
 }  # fmt: skip
 """Bytes of stack that kernels may need, by file, or by file and kernel: all others none."""
 _SHOWN = 5

@@ -26,8 +26,7 @@ from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import Format
 from nightmill.worker.runners.gpu.device.sources import for_element, members, source_of
 from nightmill.worker.runners.gpu.device.waits import BOUNDED_WAITS
-from nightmill.worker.runners.gpu.experts.few import few_sources
-from nightmill.worker.runners.gpu.experts.tiles import Multiplier, grouped_source
+from nightmill.worker.runners.gpu.experts.tiles import grouped_source, multipliers
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.rows.predictor import predictor_sources
 from nightmill.worker.runners.gpu.sampling.sampler import SLOT
@@ -144,23 +143,19 @@ def state_sources() -> Iterator[Job]:
 
 def expert_sources() -> Iterator[Job]:
     """The same of mixtures of experts, with weights of each kind."""
-    around = [source_of("route"), source_of("combine"), source_of("three_norms")]
+    around = [source_of("route"), source_of("combine")]
     for format_, element, architecture in (
         (Format.F16, Element.F16, HOPPER),
         (Format.BF16, Element.BF16, "sm_80"),
         (Format.FP8, Element.BF16, HOPPER),
+        (Format.FP8, Element.F16, "sm_89"),
         (Format.Q4_K, Element.BF16, HOPPER),
         (Format.Q6_K, Element.F16, HOPPER),
         (Format.MXFP4, Element.F16, "sm_100"),
     ):
-        by = [one for one in Multiplier if one is Multiplier.MMA or architecture == HOPPER]
-        by = [one for one in by if one is not Multiplier.STAYING or format_.packed]
-        few = few_sources([format_]) if architecture == HOPPER else []
-        sources = [*around, *few, *(grouped_source(format_, one) for one in by)]
+        by = multipliers(format_, hopper=architecture == HOPPER)
+        sources = [*([] if architecture == "sm_89" else around), *(grouped_source(format_, on) for on in by)]
         yield from ((*for_element(source, element), architecture) for source in sources)
-    gemm = grouped_source(Format.Q4_K, Multiplier.GEMM)  # which waits for counts in memory
-    for path, options in (gemm, *few_sources([Format.Q4_K])):
-        yield path, (*options, BOUNDED_WAITS), HOPPER
 
 
 def reference_sources() -> Iterator[Job]:

@@ -212,9 +212,7 @@ class CudaRunner:
         cache = KvCache.allocate(device, spec, pages)
         self._states = States(device, spec, slots=slots, snapshots=self.snapshots, depth=self.depth)
         mixers = Mixers(device, spec, products, activate, attentions, at, max_context=context)
-        experts = ExpertLaunchers.of(
-            device, spec, precision, norms, padding=slots, max_tokens=self.max_tokens
-        )
+        experts = ExpertLaunchers.of(device, spec, precision, norms, padding=slots)
         launchers = Launchers(products, norms, activate, mixers, experts)
         layers = bind_layers(device, spec, weights, cache, self._states, at, launchers)
         sampler = Sampler(device, spec.vocab, max_rows=LOGIT_ROWS)
