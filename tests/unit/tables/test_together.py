@@ -57,6 +57,7 @@ def csv_folder(tmp_path: Path) -> Path:
     return made
 
 
+@pytest.mark.heavy  # each Parquet file is read by a process
 def test_a_folder_is_its_files_in_the_order_of_their_names(folder: Path) -> None:
     source = table(folder)
     assert isinstance(source, FilesTogether)
@@ -89,6 +90,7 @@ def test_the_fingerprint_is_of_names_and_contents_and_changes_are_seen(
     assert source.changed() and source.changed(first)
 
 
+@pytest.mark.heavy  # each Parquet file is read by a process
 def test_files_that_do_not_go_together_are_named(folder: Path) -> None:
     parquet.write_table(pyarrow.table({"word": ["x"], "n": ["1"]}), folder / "z.parquet")
     with pytest.raises(BatchFileError, match=r"z.parquet has other columns than .*a.parquet \('n' is string"):
@@ -110,6 +112,7 @@ def test_rows_of_prompts_in_several_files_have_ids_of_their_own(tmp_path: Path) 
     ]
 
 
+@pytest.mark.heavy  # each Parquet file is read by a process
 def test_results_do_not_become_a_file_of_the_input(folder: Path, tmp_path: Path) -> None:
     source = table(folder)
     outside = OnThisDisk(tmp_path / "out.errors.parquet")
