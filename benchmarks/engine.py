@@ -35,9 +35,7 @@ from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec, Pooling
 from nightmill.worker.runners.base import Runner
 from nightmill.worker.runners.gpu.device.chosen import ChosenGpu
-from nightmill.worker.runners.gpu.experts import few
 from nightmill.worker.runners.gpu.memory import RunnerSizes
-from nightmill.worker.runners.gpu.rows import norms
 from nightmill.worker.runners.gpu.runner import CudaRunner, Launching
 from tests.support.engines import NoText
 from tests.support.limits import Limit
@@ -212,15 +210,12 @@ def main() -> None:
     arguments.add_argument("--slots", type=int, help="sequences at once, instead of the workload's own")
     arguments.add_argument("--token-budget", type=int)
     arguments.add_argument("--quick", action="store_true", help="see above")
-    arguments.add_argument("--three-norms", action="store_true", help="of Gemma 4's experts, in one launch")
-    arguments.add_argument("--few-experts", action="store_true", help="of up to 8 tokens, in three launches")
     arguments.add_argument("--no-graphs", action="store_true")
     arguments.add_argument("--no-prefix-sharing", action="store_true")
     arguments.add_argument("--products", action="store_true", help="print which kernel each product took")
     arguments.add_argument("--logprobs", type=int, help="likely tokens that are told with each")
     arguments.add_argument("--constrained", default="none", help=f"of {', '.join(WHICH)}: one or several")
     options = arguments.parse_intermixed_args()  # options may stand between workloads
-    norms.THREE_AT_ONCE, few.FEW_BY_DEFAULT = options.three_norms, options.few_experts
     file = GgufFile.open(options.model)
     spec = read_spec(file)
     for names in [options.workloads] if options.quick else [[name] for name in options.workloads]:

@@ -2,15 +2,12 @@
 
     python -m benchmarks.experts [--shape qwen3-30b-a3b] [--formats Q4_K Q6_K] [--rows 1 64 256 8192] [--skew]
     python -m benchmarks.experts --every [--rows 1 64 256 8192] [--skew]
-    python -m benchmarks.experts --few [--rows 1 2 4 8] [--formats Q4_K Q4_K]
 
 A layer with random weights, in the formats of gate and up and of down, for so many tokens that random logits
 route. Few rows go through several layers, since their experts would stay in L2 else. `layer` is the graph of
 all launches, one layer after the other; the others are launches of one kernel. `--skew` sends the first of
 each eight experts five times as many tokens as the mean. `--every` measures all shapes, in the formats that
-their files have and, of Qwen3, in FP8 and 16 bits. `--few` times what up to 8 tokens may take (`few.py`),
-`few_..`, beside what they take else, both with the router's product; `few` is all of it. A JSON line a case;
-bytes and FLOPs are the least.
+their files have and, of Qwen3, in FP8 and 16 bits. A JSON line a case; bytes and FLOPs are the least.
 """
 
 import argparse
@@ -30,25 +27,20 @@ from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.device.sources import for_element, source_of
 from nightmill.worker.runners.gpu.experts.combine import Combine
-from nightmill.worker.runners.gpu.experts.few import MOST_TOKENS, FewExperts, few_sources
-from nightmill.worker.runners.gpu.experts.grouped import Given, GroupedProducts, elements_of
+from nightmill.worker.runners.gpu.experts.grouped import Given, GroupedProducts
 from nightmill.worker.runners.gpu.experts.room import ExpertRoom
 from nightmill.worker.runners.gpu.experts.route import Routing
 from nightmill.worker.runners.gpu.experts.tiles import (
-    GEMM_TILE,
     ExpertTile,
-    Multiplier,
     grouped_source,
+    multipliers,
     tiles_for,
 )
-from nightmill.worker.runners.gpu.products.chooser import Products
 from nightmill.worker.runners.gpu.products.fp8.quantise import Quantise
 from nightmill.worker.runners.gpu.rows.norms import Ending
-from nightmill.worker.runners.gpu.shapes import Kind, padded_rows
 from nightmill.worker.runners.gpu.weights.layout import NormWeight
-from nightmill.worker.runners.gpu.weights.router import part_rows, router_rows
+from nightmill.worker.runners.gpu.weights.router import part_rows
 from tests.support.blocks import random_blocks
-from tests.support.operands import products_with, room
 from tests.support.packed_weights import packed
 from tests.support.specs import mixture
 
@@ -74,7 +66,6 @@ EVERY = (
 """Shapes, and formats of gate and up, and of down, as in files: rows of 1,408 have no blocks of 256."""
 OFTEN, TRIED = 5.0, 4096  # of the mean, with --skew; rows that it is tried on
 FEW, LAYERS = 64, 6  # rows, up to which there are so many layers
-LEAST_MADE = 16  # rows of an expert, from which on elements may be made
 
 
 class Layer:
@@ -149,97 +140,25 @@ class Layer:
         self.add()
 
 
-class FewLayer(Layer):
-    """The same with its router, and the kernels for a few tokens."""
-
-    few: FewExperts
-    products: Products
-
-    def give(self, bench: Bench, few: FewExperts, products: Products) -> "FewLayer":
-        """With these, and a router of random weights."""
-        rows = router_rows(self.experts.count)
-        held = bench.random(rows, self.width, scale=0.02)
-        self.router = Matrix(held.address, rows, self.width, bench.device.element.format)
-        self.read = bench.random(padded_rows(self.rows), self.width)
-        self.few, self.product = few, products.of(Kind.FLOAT, rows, self.width)
-        self.ending = Ending(before=NormWeight(self.norm, 1e-6))
-        given = self.experts, self.router, (self.gate_up, self.down), self.ending, self.rows
-        if not few.takes(*given):
-            raise SystemExit(f"{self.rows} tokens are too many for kernels for a few, of this shape")
-        return self
-
-    def multiply_router(self) -> None:
-        self.product(self.read, self.router, self.at.logits, self.rows)
-
-    def all_apart(self) -> None:
-        self.multiply_router()
-        self.whole()
-
-    def few_route(self) -> None:
-        given = self.read, self.router, (ABSENT, ABSENT), self.at, self.rows, (0, -1)
-        self.few.route(self.routing, *given)
-
-    def few_gate_up(self) -> None:
-        self.few.gate_up(self.experts, self.read, self.gate_up, Given(), self.at, self.rows)
-
-    def few_add(self) -> None:
-        given = self.at, self.ending, self.stream, self.out, self.rows
-        self.few.add(self.experts, self.down, Given(), *given)
-
-    def few_whole(self) -> None:
-        self.few_route()
-        self.few_gate_up()
-        self.few_add()
-
-
-def measure_few(
-    bench: Bench, shape: str, formats: tuple[Format, Format], rows: int
-) -> Iterator[dict[str, Any]]:
-    """A line for a layer with its router and so few tokens."""
-    experts, width = SHAPES[shape]
-    device = bench.device
-    grouped, few = GroupedProducts(device, set(formats)), FewExperts(device, set(formats))
-    products = products_with(device, room(device, (1, 8), np.uint16), [Kind.FLOAT])
-    layers = [
-        FewLayer(bench, experts, width, formats, grouped, rows, False).give(bench, few, products)
-        for _ in range(LAYERS)
-    ]
-    first = layers[0]
-    first.product.tune(first.read, [one.router for one in layers], first.at.logits, rows, lambda: None)
-    line: dict[str, Any] = {"shape": shape, "formats": "/".join(one.name for one in formats), "rows": rows}
-    for name, launch in (
-        ("router", FewLayer.multiply_router), ("route", FewLayer.route),
-        ("gate_up", FewLayer.multiply_gate_up), ("down", FewLayer.multiply_down), ("combine", FewLayer.add),
-        ("layer", FewLayer.all_apart), ("few_router", FewLayer.few_route),
-        ("few_gate_up", FewLayer.few_gate_up), ("few_down", FewLayer.few_add), ("few", FewLayer.few_whole),
-    ):  # fmt: skip
-
-        def launched(i: int, launch: Callable[[FewLayer], None] = launch) -> None:
-            launch(layers[i])
-
-        line[name] = round(bench.seconds(launched, len(layers)) * 1e6, 1)
-    products.close()
-    yield line
-
-
-def compile_for(formats: set[Format], *, all_tiles: bool, few: bool) -> None:
+def compile_for(formats: set[Format], *, all_tiles: bool) -> None:
     """Compile all kernels at once: each would be when it is first launched, one after the other."""
     with Device(0) as device:
         tiles = [tile for kept in formats for tile in tiles_of((kept, kept), device, all_tiles=all_tiles)]
         files = [source_of(name) for name in ("route", "combine", "quantise")]
         for kept in formats:
-            by = {tile.by for tile in tiles if kept.packed or tile.by is not Multiplier.STAYING}
+            by = {tile.by for tile in tiles}.intersection(multipliers(kept, hopper=device.hopper))
             files += [grouped_source(kept, one) for one in sorted(by, key=str)]
-        files += few_sources(formats) if few else []
         compile_all([for_element(one, device.element) for one in files], device.architecture)
 
 
 def tiles_of(formats: tuple[Format, Format], device: Device, *, all_tiles: bool) -> tuple[ExpertTile, ...]:
     """The tiles that experts in these formats have, or all that could compute them."""
+    own = tiles_for(formats, hopper=device.hopper)
     if not all_tiles:
-        return tiles_for(formats, hopper=device.hopper)
-    others = tiles_for([Format.FP8], hopper=device.hopper)  # of kernels whose blocks do not stay
-    return tuple(dict.fromkeys([*tiles_for(formats, hopper=device.hopper, gemm=True), *others]))
+        return own
+    able = set.intersection(*(set(multipliers(one, hopper=device.hopper)) for one in formats))
+    every = [*own, *tiles_for([Format.F16], hopper=device.hopper, elements=True)]
+    return tuple(tile for tile in dict.fromkeys(every) if tile.by in able)
 
 
 def more_of_some(experts: Experts) -> float:
@@ -290,11 +209,8 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """A line for a layer with so many tokens, for the tile that it has, or for each."""
     experts, width = SHAPES[shape]
-    hopper = bench.device.hopper
     tiles = tiles_of(formats, bench.device, all_tiles=all_tiles)
-    mean, packed = rows * experts.used / experts.count, any(one.packed for one in formats)
-    room = elements_of(experts, width) if hopper and packed and mean >= LEAST_MADE else 0
-    grouped = GroupedProducts(bench.device, set(formats), tiles, room)
+    grouped = GroupedProducts(bench.device, set(formats), tiles)
     layers = [
         Layer(bench, experts, width, formats, grouped, rows, skew)
         for _ in range(LAYERS if rows <= FEW else 1)
@@ -315,17 +231,6 @@ def line_of(bench: Bench, layers: list[Layer], line: dict[str, Any]) -> dict[str
     def us(launch: Callable[[Layer], None]) -> float:
         return bench.seconds(lambda i: launch(layers[i]), len(layers)) * 1e6
 
-    def alone(launch: Callable[[Layer], None]) -> float:
-        """A product; where it makes elements, behind the order of tokens: else it would find them made."""
-        if first.tile != GEMM_TILE:
-            return us(launch)
-
-        def both(layer: Layer) -> None:
-            layer.place()
-            launch(layer)
-
-        return us(both) - us(Layer.place)
-
     line |= {
         "rows": first.rows, "tile": f"{first.tile.by.value} {first.tile.rows}", "touched": round(touched),
         "most": int(first.sent.max()),
@@ -333,7 +238,7 @@ def line_of(bench: Bench, layers: list[Layer], line: dict[str, Any]) -> dict[str
     for name, launch, matrix in (
         ("gate_up", Layer.multiply_gate_up, first.gate_up), ("down", Layer.multiply_down, first.down),
     ):  # fmt: skip
-        took = alone(launch)
+        took = us(launch)
         moved = matrix.bytes * touched / experts.count
         flops = 2 * first.rows * experts.used * (matrix.rows // experts.count) * matrix.columns
         line |= {name: round(took, 1), f"{name}_gb_s": round(moved / took / 1e3)}
@@ -353,19 +258,16 @@ def main() -> None:
     arguments.add_argument("--skew", action="store_true")
     arguments.add_argument("--all-tiles", action="store_true", help="time each tile, not that which is taken")
     arguments.add_argument("--every", action="store_true", help="all shapes, in the formats of their files")
-    arguments.add_argument("--few", action="store_true", help="kernels for up to 8 tokens, beside the others")
     options = arguments.parse_args()
-    all_rows = options.rows or ([1, 2, 4, MOST_TOKENS] if options.few else [1, 8, 64, 256, 1024, 8192])
+    all_rows = options.rows or [1, 8, 64, 256, 1024, 8192]
     cases = EVERY if options.every else ((options.shape, *options.formats),)
     kept = {Format[name] for _, *names in cases for name in names}
-    compile_for(kept, all_tiles=options.all_tiles, few=options.few)
+    compile_for(kept, all_tiles=options.all_tiles)
     for (shape, first, second), rows in product(cases, all_rows):
         formats = Format[first], Format[second]
         with Device(0) as device:
             bench = Bench(device)
-            asked = {"skew": options.skew, "all_tiles": options.all_tiles}
-            given = bench, shape, formats, rows
-            lines = measure_few(*given) if options.few else measure(*given, **asked)
+            lines = measure(bench, shape, formats, rows, skew=options.skew, all_tiles=options.all_tiles)
             for line in lines:
                 print(json.dumps({"gpu": device.name} | line), flush=True)
 

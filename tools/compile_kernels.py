@@ -53,8 +53,7 @@ from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import Format
 from nightmill.worker.runners.gpu.device.sources import for_element, members, source_of
 from nightmill.worker.runners.gpu.device.waits import BOUNDED_WAITS
-from nightmill.worker.runners.gpu.experts.few import few_sources
-from nightmill.worker.runners.gpu.experts.tiles import Multiplier, grouped_source
+from nightmill.worker.runners.gpu.experts.tiles import grouped_source, multipliers
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.rows.predictor import predictor_sources
 from nightmill.worker.runners.gpu.sampling.sampler import SLOT
@@ -76,14 +75,14 @@ MOST_STACK = {
     "attention_any": 24, "layer_inputs": 8, "sample_reference": 48,
     # outside of loops, or once for a head's state of 64 KiB; rows of more than 4,096 numbers on an RTX 50
     "few_rows": 16, "rms_norm": 8, "unpack": 8, "delta_recurrent": 32, "residual residual_4": 16,
-    "three_norms three_norms_4": 16, "combine combine_2": 8, "split_attention split_attention_16": 8,
+    "combine combine_2": 8, "split_attention split_attention_16": 8,
     # of heads of 256 before Hopper, most of it before the loop: `PortablePrefill.shares_queries` ends it
     "prefill_attention": 48,
     # states of sizes that no model has which runs by these: on Hopper 128 x 128 goes by the files below
     "delta_chunked": 56, "mamba_chunked": 152,
     # on Hopper, where benchmarks/RESULTS.md has their speed; of tiles those that are no faster are not chosen
     "decode_attention": 8, "delta_hopper": 856, "mamba_hopper": 400, "hopper_attention": 168,
-    "hopper_gemm": 32, "hopper_qkv": 112, "packed_gemm": 128, "hopper_grouped": 64, "expert_gemm": 24,
+    "hopper_gemm": 32, "hopper_qkv": 112, "packed_gemm": 128, "hopper_grouped": 64,
 }  # fmt: skip
 """Bytes of stack that kernels may need, by file, or by file and kernel: all others none."""
 _SHOWN = 5
@@ -253,23 +252,19 @@ def state_sources() -> Iterator[tuple[Path, tuple[str, ...], str]]:
 
 def expert_sources() -> Iterator[tuple[Path, tuple[str, ...], str]]:
     """The same of mixtures of experts, with weights of each kind."""
-    around = [source_of("route"), source_of("combine"), source_of("three_norms")]
+    around = [source_of("route"), source_of("combine")]
     for format_, element, architecture in (
         (Format.F16, Element.F16, HOPPER),
         (Format.BF16, Element.BF16, "sm_80"),
         (Format.FP8, Element.BF16, HOPPER),
+        (Format.FP8, Element.F16, "sm_89"),
         (Format.Q4_K, Element.BF16, HOPPER),
         (Format.Q6_K, Element.F16, HOPPER),
         (Format.MXFP4, Element.F16, "sm_100"),
     ):
-        by = [one for one in Multiplier if one is Multiplier.MMA or architecture == HOPPER]
-        by = [one for one in by if one is not Multiplier.STAYING or format_.packed]
-        few = few_sources([format_]) if architecture == HOPPER else []
-        sources = [*around, *few, *(grouped_source(format_, one) for one in by)]
+        by = multipliers(format_, hopper=architecture == HOPPER)
+        sources = [*([] if architecture == "sm_89" else around), *(grouped_source(format_, on) for on in by)]
         yield from ((*for_element(source, element), architecture) for source in sources)
-    gemm = grouped_source(Format.Q4_K, Multiplier.GEMM)  # which waits for counts in memory
-    for path, options in (gemm, *few_sources([Format.Q4_K])):
-        yield path, (*options, BOUNDED_WAITS), HOPPER
 
 
 def reference_sources() -> Iterator[tuple[Path, tuple[str, ...], str]]:

@@ -125,7 +125,7 @@ class NoArithmetic:
         self.page_size = 16
         self.page_kinds: tuple[PageKind, ...] = ()
         self.max_draws = slots + 64
-        self.embeds = self.takes_back = self.predicts = False
+        self.embeds = self.predicts = False
         self.prompt_grid, self.snapshots, self.depth = 1, 0, 3
         self.arithmetic = Arithmetic("none", "none", "none", "none", "none", "none")
 

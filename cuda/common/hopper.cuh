@@ -100,38 +100,6 @@ static __device__ __forceinline__ void barrier_wait_for_cluster(uint32_t barrier
 
 #endif
 
-// What this thread stored in global memory is seen by bulk copies, too, of whoever waits for a count that it adds to.
-static __device__ __forceinline__ void publish_to_bulk_copies() {
-    asm volatile("fence.proxy.async.global;" ::: "memory");
-}
-
-// Asks for a line of memory ahead.
-static __device__ __forceinline__ void bring_to_l2(const void* line) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(line) : "memory");
-}
-
-// Adds 1 to a count in global memory, of what this thread has stored, or those that it has met since.
-static __device__ __forceinline__ void count_up(unsigned* count) {
-    asm volatile("fence.acq_rel.gpu;\nred.release.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");
-}
-
-// Waits until that count is `least`, and then sees what was stored, by bulk copies.
-static __device__ __forceinline__ void wait_for_count(const unsigned* count, unsigned least) {
-#ifdef NIGHTMILL_BOUNDED_WAITS
-    const WaitLimit limit;
-#endif
-    while (true) {
-        unsigned found;
-        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(found) : "l"(count) : "memory");
-        if (found >= least) break;
-#ifdef NIGHTMILL_BOUNDED_WAITS
-        limit.check("count", static_cast<int>(least), static_cast<int>(found));
-#endif
-        __nanosleep(40);
-    }
-    publish_to_bulk_copies();
-}
-
 // Waits until the 128 threads of a warpgroup are here.
 // BARRIER group: all 128 threads of one warpgroup arrive and wait, at a barrier of their own, in the order of their program: whoever
 // comes to the next phase has passed this one.

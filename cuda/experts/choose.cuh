@@ -1,12 +1,10 @@
-// How experts are chosen for a token, by a warp; and the places of a few tokens, by a block. What either leaves: `route.cu`, which
-// chooses for any number of tokens, and `few_router.cu`, whose last block does when it has multiplied.
+// How a warp chooses the experts of a token. What it leaves: `route.cu`.
 #pragma once
 
 #include "common/basics.cuh"
 
 enum Scores { SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN };
 
-static constexpr int FEW = 8;             // tokens of kernels for a few, and their warps
 static constexpr float LEAST_SUM = 1e-20f;  // added to what is divided by
 
 // Larger numbers have larger keys; what is no number has the least, 1; 0 is for what is taken.
@@ -16,19 +14,14 @@ static __device__ __forceinline__ uint32_t key_of(float value) {
     return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-// Of the keys that lanes have and their places, the place of the largest, the first of equals. All lanes get it.
-static __device__ __forceinline__ int first_of_largest(uint32_t best, uint32_t place) {
-    const uint32_t most = __reduce_max_sync(0xffffffffu, best);
-    return static_cast<int>(__reduce_min_sync(0xffffffffu, best == most ? place : 0xffffffffu));
-}
-
-// The place of the largest of so many keys.
+// The place of the largest of so many keys, the first of equals. All lanes get it.
 static __device__ __forceinline__ int largest(const uint32_t* keys, int count) {
     const int lane = threadIdx.x % 32;
     uint32_t best = 0, place = lane < count ? lane : 0xffffffffu;
     for (int i = lane; i < count; i += 32)
         if (keys[i] > best) best = keys[i], place = i;
-    return first_of_largest(best, place);
+    const uint32_t most = __reduce_max_sync(0xffffffffu, best);
+    return static_cast<int>(__reduce_min_sync(0xffffffffu, best == most ? place : 0xffffffffu));
 }
 
 // Lane r has the number of rank r: their sum, in the order of ranks.
@@ -78,9 +71,7 @@ struct Router {
     int padding;
 };
 
-// A warp's choice for a token, which each lane whose number is a rank returns; `values`: 3 `count` words of shared memory. Up to
-// 32 HELD keys go through registers while ranks are given.
-template <int HELD = 0>
+// A warp's choice for a token, which each lane whose number is a rank returns; `values`: 3 `count` words of shared memory.
 static __device__ __forceinline__ int choose_for(const Router& given, int token, float* values) {
     const int lane = threadIdx.x % 32, count = given.count, used = given.used;
     const int64_t first = static_cast<int64_t>(token) * used;
@@ -117,29 +108,12 @@ static __device__ __forceinline__ int choose_for(const Router& given, int token,
     if (given.groups > 1)
         keep_best_groups(values, selection_bias, keys, good, count, given.groups, given.groups_used, given.group_best);
     int mine = 0;
-    if (HELD > 0 && count <= 32 * HELD) {
-        uint32_t own[HELD + 1];
-#pragma unroll
-        for (int i = 0; i < HELD; ++i) own[i] = lane + 32 * i < count ? keys[lane + 32 * i] : 0;
-        for (int rank = 0; rank < used; ++rank) {
-            uint32_t best = 0, place = lane < count ? lane : 0xffffffffu;
-#pragma unroll
-            for (int i = 0; i < HELD; ++i)
-                if (own[i] > best) best = own[i], place = lane + 32 * i;
-            const int expert = first_of_largest(best, place);
-#pragma unroll
-            for (int i = 0; i < HELD; ++i)
-                if (expert == lane + 32 * i) own[i] = 0;
-            if (lane == rank) mine = expert;
-        }
-    } else {
-        for (int rank = 0; rank < used; ++rank) {
-            const int expert = largest(keys, count);
-            __syncwarp();
-            if (lane == 0) keys[expert] = 0;
-            __syncwarp();
-            if (lane == rank) mine = expert;
-        }
+    for (int rank = 0; rank < used; ++rank) {
+        const int expert = largest(keys, count);
+        __syncwarp();
+        if (lane == 0) keys[expert] = 0;
+        __syncwarp();
+        if (lane == rank) mine = expert;
     }
     float weight = values[mine];
     if (given.scores == SOFTMAX_OF_CHOSEN) {
@@ -149,49 +123,4 @@ static __device__ __forceinline__ int choose_for(const Router& given, int token,
     if (given.normalise) weight = weight / (sum_of_ranks(weight, used) + LEAST_SUM);
     if (lane < used) given.chosen[first + lane] = mine, given.weights[first + lane] = weight * given.scale;
     return mine;
-}
-
-// Where experts take tokens.
-struct Places {
-    int *places, *sources;
-    int4* tiles;
-    int* total;
-};
-
-// Choices for a few tokens, no more than there are warps and than a tile has positions, and their places; all FEW * 32 threads of
-// a block call it. `values`: 3 `count` words of shared memory for each token.
-template <int HELD = 0>
-static __device__ __forceinline__ void choose_and_place(const Router& given, int tokens, float* values, const Places& at) {
-    __shared__ int held[FEW * 32];
-    __shared__ bool is_first[FEW * 32];  // of an expert's
-    const int used = given.used, warp = threadIdx.x / 32, lane = threadIdx.x % 32, choices = tokens * used, i = threadIdx.x;
-    if (warp < tokens) {
-        const int mine = choose_for<HELD>(given, warp, values + warp * 3 * given.count);
-        if (lane < used) held[warp * used + lane] = mine;
-    }
-    __syncthreads();
-    const int expert = i < choices ? held[i] : -1;
-    int before = 0, own = 0, earlier = 0;  // choices of lower experts, of this one, and of these those that come first
-    for (int other = 0; other < choices; ++other) {
-        const int its = held[other];
-        before += its >= 0 && its < expert;
-        own += its == expert;
-        earlier += its == expert && other < i;
-    }
-    if (i < choices) {
-        is_first[i] = expert >= 0 && earlier == 0;
-        at.places[i] = expert < 0 ? -1 : before + earlier;
-        if (expert >= 0) at.sources[before + earlier] = i / used;
-    }
-    __syncthreads();
-    int tile = 0, all = 0;
-    for (int other = 0; other < choices; ++other) {
-        all += is_first[other];
-        tile += is_first[other] && held[other] < expert;
-    }
-    if (i < choices && is_first[i]) {
-        const int4 one = {expert, before, own, 1};
-        at.tiles[tile] = one;
-    }
-    if (i == 0) *at.total = all;
 }

@@ -1,26 +1,19 @@
 // Products of experts over whole operands, on Hopper by wgmma: with many rows over elements, what `grouped.cu` computes, with its
 // operands and its bits; and with -DFP8 over E4M3, with any number of rows.
 //
-//   w         tensor map of W, elements or E4M3, all rows of all experts, with boxes of 128 bytes by half of a unit's rows
-//   elements  with -DFORMAT: room for W as such, (rows of W, K)
-//   ready     with -DFORMAT: a counter of panels that were begun, then, for each expert and *unit*, how many became elements; zero
-//             when the kernel begins (`place_tokens`)
-//   tiles     whose last number is n + 65536 i: the i-th tile of n of its expert, all but the last as large as a tile may be
+//   w      tensor map of W, elements or E4M3, all rows of all experts, with boxes of 128 bytes by half of a unit's rows
+//   tiles  whose last number is n + 65536 i: the i-th tile of n of its expert, all but the last as large as a tile may be
 //
 // A block has the positions of a tile, the left operand, by COLUMNS rows of W, a *unit*: half of gate and as many of up, or all that
 // follow each other. It goes through K by 128 bytes, STAGES copies ahead. Blocks stay, and go through *items*, a tile and a unit:
-// those of a unit one after the other, then those of the expert's next one, so that L2 has x and W. Of the last four warps those that
-// COPY copy rows of x (`gathered_rows.cuh`), and one of them asks for bulk copies of W; GROUPS warpgroups multiply, 64 positions
-// each: one that has none lets the other have the tensor cores.
-//
-// Packed weights become elements once, however many tiles their expert has: three other warps take panels of 8 rows, in the order in
-// which items need them, and write their elements to memory, where bulk copies find them, mostly in L2. A unit is fetched when all
-// of its panels are there. Nobody waits before it makes a panel, and panels go to who is free: whichever blocks run, they end.
+// those of a unit one after the other, then those of the expert's next one, so that L2 has x and W. The last four warps copy rows
+// of x (`gathered_rows.cuh`), and one of them asks for bulk copies of W; GROUPS warpgroups multiply, 64 positions each: one that has
+// none lets the other have the tensor cores.
 //
 // Sums of elements go through K in order, 16 at a time, from one accumulator; those of E4M3 as in `products/fp8/hopper_fp8.cu`: of
 // 128 each from zero, which are added up as floats, in order.
 //
-// Bytes: W once for each tile, from L2; packed W once from memory, its elements once to memory; x once for each item.
+// Bytes: W once for each tile, of an expert mostly from L2; x once for each item.
 #include "experts/gathered_rows.cuh"
 #include "experts/grouped.cuh"
 
@@ -32,6 +25,7 @@
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 static constexpr int LINE = 128, DEPTH = LINE / sizeof(Input);  // bytes and numbers of a row in a box
+static constexpr int COPY = 4;                                   // warps that copy x
 
 // As in `experts/tiles.py`. OF_..: registers of threads that multiply, and of others.
 template <int ROWS_>
@@ -43,13 +37,8 @@ struct Tile {
 #else
     static constexpr int COLUMNS = 256, STAGES = 4, BLOCKS = 1, OF_MULTIPLIERS = 200, OF_OTHERS = 104;
 #endif
-#ifdef FORMAT
-    static constexpr int COPY = 1;
-#else
-    static constexpr int COPY = 4;
-#endif
     static constexpr int X_BYTES = ROWS * LINE, W_BYTES = COLUMNS * LINE, STAGE = X_BYTES + W_BYTES;
-    static constexpr int BYTES = STAGES * STAGE + 1024, COPIER = 4 * GROUPS, THREADS = 32 * (COPIER + 4);
+    static constexpr int BYTES = STAGES * STAGE + 1024, COPIER = 4 * GROUPS, THREADS = 32 * (COPIER + COPY);
     static constexpr bool SHARES = GROUPS > 1;  // registers go from warps that copy to those that multiply
     static_assert(BYTES * BLOCKS <= 227 << 10 && 2 * OF_MULTIPLIERS + OF_OTHERS <= 504, "as a multiprocessor has them");
 };
@@ -81,75 +70,7 @@ struct Work {
     __device__ __forceinline__ int row(const Item& own, int half) const {
         return own.tile.x * given.stride + own.unit * OUTPUTS + half * (TWO ? given.side : COLUMNS / 2);
     }
-    // Panels of a unit, for each of its sides.
-    __device__ __forceinline__ int panels(int unit) const { return min(OUTPUTS, given.outputs - unit * OUTPUTS) / PANEL; }
 };
-
-#ifdef FORMAT
-
-// Elements of a panel that begins at that row of W; all lanes of a warp call it.
-static __device__ __forceinline__ void make_panel(const Operands& given, int64_t row, uint4* elements) {
-    constexpr int AT_ONCE = 8;  // groups, whose numbers are asked for together
-    const int lane = threadIdx.x % 32, t = lane % 4, groups = (given.inputs + 31) / 32, eights = given.inputs / 8;
-    const int packets = (given.inputs + Packed::STEP - 1) / Packed::STEP;
-    const unsigned char* panel = given.weights + row / PANEL * packets * Packed::PACKET;
-    uint4* out = elements + (row + lane / 4) * eights + t;
-    for (int first = 0; first < groups; first += AT_ONCE) {
-        Element8 made[AT_ONCE];
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i += 4) {
-            if (first + i >= groups) break;
-            const auto handed = Weights::hand(panel, first + i);
-#pragma unroll
-            for (int j = i; j < i + 4; ++j)
-                if (first + j < groups) made[j] = Weights::group(panel, first + j, handed);
-        }
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            const uint32_t(&words)[4] = made[i].word;
-            const uint4 eight = transposed(words[0], words[1], words[2], words[3], t);
-            if (4 * (first + i) + t < eights) out[4 * (first + i)] = eight;
-        }
-    }
-}
-
-// What a warp makes, panel after panel; the next one is on its way to L2.
-template <int COLUMNS, bool TWO>
-static __device__ __forceinline__ void make_elements(const Work<COLUMNS, TWO>& work, uint4* elements, unsigned* ready) {
-    const Operands& given = work.given;
-    constexpr int IN_UNIT = COLUMNS / PANEL;
-    const int all = (TWO ? 2 : 1) * given.outputs / PANEL, lane = threadIdx.x % 32;  // panels of an expert
-    const int bytes = (given.inputs + Packed::STEP - 1) / Packed::STEP * Packed::PACKET;
-    int tile = 0, before = 0;  // the first of an expert's, and panels of the experts before
-    unsigned* count = nullptr;
-    const auto next = [&]() -> int64_t {  // the row of W at which it begins, and where it is counted; -1 if there is none
-        const int panel = same_in_warp(lane == 0 ? static_cast<int>(atomicAdd(ready, 1u)) : 0);
-        while (tile < work.total) {
-            const int4 own = work.tiles[tile];
-            if (panel < before + all) {
-                const int unit = (panel - before) / IN_UNIT, of_side = work.panels(unit), within = (panel - before) % IN_UNIT;
-                const int side = TWO && within >= of_side;
-                count = ready + 1 + own.x * work.units + unit;
-                return work.row({own, unit}, side) + (within - side * of_side) * PANEL;
-            }
-            before += all, tile += own.w & 0xffff;
-        }
-        return -1;
-    };
-    for (int64_t row = next(); row >= 0;) {
-        unsigned* const own = count;
-        const int64_t coming = next();
-        if (coming >= 0)
-            for (int at = lane * 128; at < bytes; at += 32 * 128) bring_to_l2(given.weights + coming / PANEL * bytes + at);
-        make_panel(given, row, elements);
-        publish_to_bulk_copies();
-        __syncwarp();
-        if (lane == 0) count_up(own);
-        row = coming;
-    }
-}
-
-#endif
 
 // Writes what a thread has of a tile: acc[4 j + 2 half + e] is of position 64 group + 16 warp + lane / 4 + 8 half, column
 // 8 j + 2 (lane % 4) + e of the unit.
@@ -211,13 +132,13 @@ static __device__ __forceinline__ void finish(float (&acc)[COLUMNS / 2], const W
 
 template <Result RESULT, typename T>
 static __device__ __forceinline__ void product(const TensorMap* map, const Operands& given, const int4* tiles, int total,
-                                               uint4* elements, unsigned* ready, typename Stored<RESULT>::type* y) {
+                                               typename Stored<RESULT>::type* y) {
     constexpr bool TWO = RESULT == Result::TWO;
     constexpr int STAGES = T::STAGES, STAGE = T::STAGE, X_BYTES = T::X_BYTES, W_BYTES = T::W_BYTES, COPIER = T::COPIER;
     extern __shared__ __align__(16) unsigned char dynamic[];
     __shared__ uint64_t barriers[2 * STAGES];
     const uint32_t base = (shared_address(dynamic) + 1023) & ~1023u;
-    // BARRIER full, barrier: of a stage. Each lane of the COPY warps that copy arrives once for each filling, when its copies have ended,
+    // BARRIER full, barrier: of a stage. Each lane of the warps that copy arrives once for each filling, when its copies have ended,
     // and one of them once more, which expects the bytes of W. They fill the stage again only when they have waited for `empty`, and a
     // group is not done with a stage before it has waited for it: each waits for all phases, in order.
     // BARRIER empty: of a stage. One thread of each group arrives once for each filling, when the group's products with it have ended,
@@ -228,7 +149,7 @@ static __device__ __forceinline__ void product(const TensorMap* map, const Opera
     const Work<T::COLUMNS, TWO> work(given, tiles, total);
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
-            barrier_init(full + 8 * i, 32 * T::COPY + 1);
+            barrier_init(full + 8 * i, 32 * COPY + 1);
             barrier_init(empty + 8 * i, T::GROUPS);
         }
         publish_barriers();
@@ -241,34 +162,24 @@ static __device__ __forceinline__ void product(const TensorMap* map, const Opera
 
     if (warp >= COPIER) {
         if (T::SHARES) give_registers<T::OF_OTHERS>();
-#ifdef FORMAT
-        if (warp > COPIER) make_elements(work, elements, ready);
-#endif
-        if (warp < COPIER + T::COPY) {
-            const bool fetches = threadIdx.x == 32 * COPIER;
-            if (fetches) prefetch_map(map);
-            RowCopier<T::ROWS, T::COPY> copier(threadIdx.x - 32 * COPIER);
-            for (int index = blockIdx.x; index < work.items(); index += gridDim.x) {
-                const Item own = work.item(index);
-                copier.take(given, own.tile);
-#ifdef FORMAT
-                if (fetches)
-                    wait_for_count(ready + 1 + own.tile.x * work.units + own.unit, (TWO ? 2 : 1) * work.panels(own.unit));
-                __syncwarp();
-#endif
+        const bool fetches = threadIdx.x == 32 * COPIER;
+        if (fetches) prefetch_map(map);
+        RowCopier<T::ROWS, COPY> copier(threadIdx.x - 32 * COPIER);
+        for (int index = blockIdx.x; index < work.items(); index += gridDim.x) {
+            const Item own = work.item(index);
+            copier.take(given, own.tile);
 #pragma unroll 1
-                for (int step = 0; step < steps; ++step, advance()) {
-                    const uint32_t target = base + stage * STAGE, barrier = full + 8 * stage;
-                    barrier_wait(empty + 8 * stage, parity ^ 1);
-                    if (fetches) {
-                        barrier_expect(barrier, W_BYTES);
-                        load_box(target + X_BYTES, map, barrier, step * DEPTH, work.row(own, 0));
-                        load_box(target + X_BYTES + W_BYTES / 2, map, barrier, step * DEPTH, work.row(own, 1));
-                    }
-                    __syncwarp();
-                    copier.copy(given, target, step);
-                    barrier_arrive_after_copies(barrier);
+            for (int step = 0; step < steps; ++step, advance()) {
+                const uint32_t target = base + stage * STAGE, barrier = full + 8 * stage;
+                barrier_wait(empty + 8 * stage, parity ^ 1);
+                if (fetches) {
+                    barrier_expect(barrier, W_BYTES);
+                    load_box(target + X_BYTES, map, barrier, step * DEPTH, work.row(own, 0));
+                    load_box(target + X_BYTES + W_BYTES / 2, map, barrier, step * DEPTH, work.row(own, 1));
                 }
+                __syncwarp();
+                copier.copy(given, target, step);
+                barrier_arrive_after_copies(barrier);
             }
         }
         return;
@@ -333,14 +244,14 @@ static __device__ __forceinline__ void product(const TensorMap* map, const Opera
         const __grid_constant__ TensorMap w, const Input* x, const float* x_scales, const int* sources, const int4* tiles,    \
         const int* total, const unsigned char* weights, const float* w_scales, const float* bias, const float* first_scales,  \
         const float* second_scales, const float* other, Stored<RESULT>::type* y, int outputs, int inputs, int stride,         \
-        int side, int activation, uint4* elements, unsigned* ready) {                                                         \
+        int side, int activation) {                                                                                           \
         KERNEL_BEGINS();                                                                                                      \
         launch_next();                                                                                                        \
-        wait_for_previous(x, x_scales, sources, tiles, total, other, y, elements, ready);                                     \
+        wait_for_previous(x, x_scales, sources, tiles, total, other, y);                                                      \
         product<RESULT, Tile<ROWS>>(&w,                                                                                       \
                                     {x, x_scales, sources, weights, w_scales, bias, first_scales, second_scales, other,       \
                                      outputs, inputs, stride, side, activation},                                              \
-                                    tiles, *total, elements, ready, y);                                                       \
+                                    tiles, *total, y);                                                                        \
     }
 #ifdef FP8
 #define PRODUCTS(NAME, RESULT) PRODUCT(NAME, RESULT, 64) PRODUCT(NAME, RESULT, 128)

@@ -3,8 +3,7 @@
 // Weights are the left operand, in registers: elements, or made such of what lies packed in shared memory, as in `grouped.cu`.
 // A warp has two panels of 8 rows of W, of gate and of up or two that follow each other, which are the rows lane / 4 and
 // lane / 4 + 8 of its part of a wgmma: so a lane has gate and up of the same numbers. The right operand is a tile of N
-// positions, whose rows lie anywhere: they are copied one by one to where the 128-byte swizzle wants them. FP8 rows become
-// elements on the way: those go through registers.
+// positions, whose rows lie anywhere: they are copied one by one to where the 128-byte swizzle wants them.
 //
 // A block has N positions and, by its GROUPS warpgroups, 64 GROUPS rows of W. It goes through K by DEPTH, STAGES copies ahead;
 // what K lacks at its end is zeros. Elements of 32 inputs are made while the ones before them are multiplied. grid (outputs,
@@ -42,20 +41,7 @@ static __device__ __forceinline__ void fetch_rows(uint32_t stage, const Operands
         const int position = piece / PIECES, within = piece % PIECES * 8, k = step * Weights::DEPTH + within;
         const bool inside = position < positions && k < given.inputs;
         const Input* source = given.x + (inside ? static_cast<int64_t>(source_rows[position]) * given.inputs + k : 0);
-#ifdef FP8
-        Element8 eight = {};
-        if (inside) {
-            const uint2 bytes = *reinterpret_cast<const uint2*>(source);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const Element2 pair = elements_of_e4m3x2(i < 2 ? bytes.x : bytes.y, i % 2);
-                eight.word[i] = *reinterpret_cast<const uint32_t*>(&pair);
-            }
-        }
-        store_shared(stage + place_of<N>(position, within), eight);
-#else
         copy_async(stage + place_of<N>(position, within), source, inside);
-#endif
     }
 }
 

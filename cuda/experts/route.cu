@@ -12,7 +12,6 @@
 // Positions 0 .. n - 1 are those of the first expert's tokens, in their order, then of the second's, and so on.
 // places[token][rank] is the position, or -1; sources[position] the token. A tile is {expert, first position, positions,
 // n + 65536 i}: at most `tile_rows` positions of an expert, the i-th of its n tiles; `total` says how many tiles there are.
-// `place_tokens` and `route_few` set `counted` numbers of `counters` to zero (`expert_gemm.cu`).
 //
 // A warp chooses for a token, float all through. A block places an expert's tokens: it counts those of all experts, which says
 // where its own begin, and then goes through the choices in order. What is counted by atomics hangs on no order. Launches hang
@@ -21,6 +20,7 @@
 
 static constexpr int MOST = 1024;         // experts
 static constexpr int WARPS = 4;           // of `choose`
+static constexpr int FEW = 8;             // tokens of `route_few`, and its warps
 static constexpr int THREADS = 256;       // of `place_tokens`
 static constexpr int EACH = 16;           // choices that a thread of it has at once
 
@@ -45,14 +45,44 @@ extern "C" __global__ void __launch_bounds__(FEW * 32)
               const int* __restrict__ slots, int* __restrict__ chosen, float* __restrict__ weights, int tokens, int pitch,
               int part, int parts, float part_scale, int count, int used, int scores, int groups, int groups_used,
               int group_best, int normalise, float scale, int padding, int* __restrict__ places, int* __restrict__ sources,
-              int4* __restrict__ tiles, int* __restrict__ total, int* __restrict__ counters, int counted) {
+              int4* __restrict__ tiles, int* __restrict__ total) {
     extern __shared__ __align__(16) unsigned char shared[];
+    __shared__ int held[FEW * 32];
+    __shared__ bool is_first[FEW * 32];  // of an expert's
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, choices = tokens * used, i = threadIdx.x;
     launch_next();
     wait_for_previous(logits, slots, places);
-    for (int at = threadIdx.x; at < counted; at += FEW * 32) counters[at] = 0;
-    choose_and_place({logits, bias, selection_bias, slots, chosen, weights, pitch, part, parts, part_scale, count, used, scores,
-                      groups, groups_used, group_best, normalise, scale, padding},
-                     tokens, reinterpret_cast<float*>(shared), {places, sources, tiles, total});
+    if (warp < tokens) {
+        const int mine = choose_for({logits, bias, selection_bias, slots, chosen, weights, pitch, part, parts, part_scale, count,
+                                     used, scores, groups, groups_used, group_best, normalise, scale, padding},
+                                    warp, reinterpret_cast<float*>(shared) + warp * 3 * count);
+        if (lane < used) held[warp * used + lane] = mine;
+    }
+    __syncthreads();
+    const int expert = i < choices ? held[i] : -1;
+    int before = 0, own = 0, earlier = 0;  // choices of lower experts, of this one, and of these those that come first
+    for (int other = 0; other < choices; ++other) {
+        const int its = held[other];
+        before += its >= 0 && its < expert;
+        own += its == expert;
+        earlier += its == expert && other < i;
+    }
+    if (i < choices) {
+        is_first[i] = expert >= 0 && earlier == 0;
+        places[i] = expert < 0 ? -1 : before + earlier;
+        if (expert >= 0) sources[before + earlier] = i / used;
+    }
+    __syncthreads();
+    int tile = 0, all = 0;
+    for (int other = 0; other < choices; ++other) {
+        all += is_first[other];
+        tile += is_first[other] && held[other] < expert;
+    }
+    if (i < choices && is_first[i]) {
+        const int4 one = {expert, before, own, 1};
+        tiles[tile] = one;
+    }
+    if (i == 0) *total = all;
 }
 
 // The sum over the block; all threads call it, with a `partial` of its own.
@@ -83,8 +113,7 @@ static __device__ __forceinline__ void load_choices(int (&own)[EACH], const int*
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     place_tokens(const int* __restrict__ chosen, int* __restrict__ places, int* __restrict__ sources, int4* __restrict__ tiles,
-                 int* __restrict__ total, int* __restrict__ counters, int choices, int used, int count, int tile_rows,
-                 int counted) {
+                 int* __restrict__ total, int choices, int used, int count, int tile_rows) {
     constexpr int WARPS_HERE = THREADS / 32, ROUND = THREADS * EACH;
     __shared__ unsigned counts[MOST];
     __shared__ int partial[2][WARPS_HERE], in_warps[2][WARPS_HERE];
@@ -93,7 +122,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int i = threadIdx.x; i < count; i += THREADS) counts[i] = 0;
     __syncthreads();
     wait_for_previous(chosen, places);
-    for (int i = expert * THREADS + threadIdx.x; i < counted; i += count * THREADS) counters[i] = 0;
     int own[EACH];
     for (int start = 0; start < choices; start += ROUND) {
         load_choices(own, chosen, start + first, choices);

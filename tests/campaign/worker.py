@@ -56,7 +56,7 @@ class ScriptedRunner:
         self.vocab = vocab
         self.slots = self.max_draws = slots
         self.prompt_grid, self.snapshots = 1, 0
-        self.embeds = self.takes_back = self.predicts = False
+        self.embeds = self.predicts = False
         self.kv_pages = slots * CONTEXT // self.page_size * 2 // 3  # short, so that some are preempted
         self._step = float(os.environ.get("CAMPAIGN_STEP", "0"))
         self._drawn: deque[Drawn] = deque()

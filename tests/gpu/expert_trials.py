@@ -10,7 +10,7 @@ from nightmill.worker.model.spec import Activation, Experts, FeedForward, Norm, 
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ABSENT, FP8, INT, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.experts.combine import Branches, Combine
-from nightmill.worker.runners.gpu.experts.grouped import Given, GroupedProducts, elements_of
+from nightmill.worker.runners.gpu.experts.grouped import Given, GroupedProducts
 from nightmill.worker.runners.gpu.experts.room import ExpertRoom
 from nightmill.worker.runners.gpu.experts.route import Routing
 from nightmill.worker.runners.gpu.experts.tiles import ExpertTile, Multiplier
@@ -85,6 +85,7 @@ class Routed:
     stream: Array  # (T, R)
     normed: Array  # words (T, R)
     tile_rows: int
+    by: Multiplier
 
 
 @dataclass
@@ -173,9 +174,7 @@ class ExpertTrial:
             slots = device.upload(np.where(padding, PADDING, 3).astype(np.int32))
         of = lambda name, there=True: given[name] if there else ABSENT  # noqa: E731
         routing = Routing(device, experts)
-        packed = any(one.packed for one in self._formats)
-        room = elements_of(experts, width) if packed and device.hopper else 0
-        grouped = GroupedProducts(device, self._formats, self.among, room)
+        grouped = GroupedProducts(device, self._formats, self.among)
         tile = grouped.tile(experts, tokens)
         routing(
             of("router_bias", experts.router_bias), of("selection_bias", experts.selection_bias), at, tokens,
@@ -201,7 +200,7 @@ class ExpertTrial:
         tiles = device.download(at.tiles.address, (total, 4), INT)
         return Routed(
             chosen, shares, places, fetched(device, at.sources, choices), tiles, activated[:choices],
-            fetched(device, at.outputs, choices), mixed, stream, normed, tile.rows,
+            fetched(device, at.outputs, choices), mixed, stream, normed, tile.rows, tile.by,
         )  # fmt: skip
 
     def _combined(
@@ -295,7 +294,7 @@ class ExpertTrial:
         fp8 = Format.FP8 in self._formats
         entering = self._as_read(x, fp8=fp8)[routed.sources[:count]]
         activated = self._activated(entering, of_position)
-        native = fp8 and any(tile.by is Multiplier.GEMM for tile in self.among)
+        native = fp8 and routed.by is Multiplier.GEMM
         once = ROUNDED_ONCE[self.device.element] * (4 if native else 1)
         assert nmse(routed.activated[:count], activated) < once
         outputs = self._outputs(self._as_read(routed.activated[:count], fp8=fp8), of_position)

@@ -240,7 +240,6 @@ def test_drafts_change_no_bit(
         for index, prompt in enumerate(prompts)
     ]  # fmt: skip
     runner = make(slots=48, kv_pages=48 * page, context=context, graphs=graphs)
-    runner.takes_back = True  # rows with log-probabilities are guessed, too
     alone = engine_of(runner, context, sharing=False)
     done = {one.job_id: complete(alone, [one])[one.job_id] for one in asked}
     plain = bits(done)

@@ -8,7 +8,7 @@ import pytest
 
 from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.worker.engine.draft_model import DraftModel
-from nightmill.worker.engine.drafting import Drafts
+from nightmill.worker.engine.drafting import MOST_GUESSES, Drafts
 from nightmill.worker.engine.request import Request
 from nightmill.worker.engine.stats import EngineStats
 from nightmill.worker.model.families import read_spec
@@ -71,7 +71,6 @@ def run(
 @pytest.fixture(scope="module")
 def model(files: dict[str, GgufFile]) -> Iterator[CudaRunner]:
     with closing(runner_of(files["large"], 40)) as runner:
-        runner.takes_back = True  # rows with log-probabilities are guessed, too
         yield runner
 
 
@@ -83,7 +82,9 @@ def plain(model: CudaRunner) -> Bits:
 def test_its_equal_guesses_well(model: CudaRunner, files: dict[str, GgufFile], plain: Bits) -> None:
     drafted, stats = run(model, files["large"], (asked()[:6], asked()[6:]))
     assert drafted == plain
-    assert stats.guessed_right > 0.9 * stats.guessed_tokens > 90
+    assert stats.guessed_tokens > 300
+    # In vain are guesses behind a text's end alone, of a step each.
+    assert stats.guessed_tokens - stats.guessed_right <= MOST_GUESSES * len(asked())
 
 
 def test_a_stranger_guesses_in_vain(model: CudaRunner, files: dict[str, GgufFile], plain: Bits) -> None:

@@ -22,7 +22,7 @@ from nightmill.worker.runners.gpu.experts.tiles import (
     ExpertTile,
     Multiplier,
     grouped_source,
-    grouped_sources,
+    multipliers,
     tiles_for,
 )
 from nightmill.worker.runners.gpu.rows.norms import Ending
@@ -64,15 +64,17 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[None]:
         for source in [
             source_of("route"),
             source_of("combine"),
-            *grouped_sources([Format.F16], hopper=hopper, gemm=True),
-            *grouped_sources([Format.FP8], hopper=hopper),
-            *grouped_sources([Format.FP8], hopper=hopper, gemm=True),
+            *(
+                grouped_source(kept, by)
+                for kept in (Format.F16, Format.FP8)
+                for by in multipliers(kept, hopper=hopper)
+            ),
         ]
     ]
     sources += [
         for_element(grouped_source(kept, by), Element.F16)
         for kept in sorted(packed, key=PACKED.index)
-        for by in (Multiplier if hopper else [Multiplier.MMA])
+        for by in multipliers(kept, hopper=hopper)
     ]
     compile_all(list(dict.fromkeys(sources)), architecture)
     yield
@@ -118,7 +120,7 @@ def test_all_tiles_have_the_same_bits(device: Device, kept: Format) -> None:
     """Tokens, of which each expert gets a few and one gets many."""
     step = 256 if kept.step == 256 else 160
     on_hopper = [ExpertTile(64, Multiplier.WGMMA)] * device.hopper
-    tiles = [ExpertTile(16), *on_hopper, *tiles_for([kept], hopper=device.hopper, gemm=True)]
+    tiles = [ExpertTile(16), *on_hopper, *tiles_for([kept], hopper=device.hopper)]
     tiles_agree(device, Experts(count=9, used=3, width=step), 2 * step, kept, 150, tiles)
     wide = Experts(count=30, used=2, width=512)  # more tiles than blocks at once
     tiles_agree(device, wide, 768, kept, 700, tiles)
@@ -129,7 +131,7 @@ def test_whole_operands_have_the_same_bits(device: Device) -> None:
     """Of elements; more items than blocks, and outputs that fill no unit."""
     if not device.hopper:
         missing(Need.HOPPER)
-    tiles = [ExpertTile(16), *tiles_for([device.element.format], hopper=True, gemm=True)]
+    tiles = [ExpertTile(16), *tiles_for([device.element.format], hopper=True, elements=True)]
     tiles_agree(device, Experts(count=9, used=3, width=168), 328, None, 150, tiles)
     tiles_agree(device, Experts(count=30, used=2, width=512), 768, None, 3000, tiles)
 
@@ -138,9 +140,8 @@ def test_fp8_as_it_is_depends_on_the_row_alone(device: Device) -> None:
     """By both tiles, against the rounded numbers in float64."""
     if not device.hopper:
         missing(Need.HOPPER)
-    tiles = tiles_for([Format.FP8], hopper=True, gemm=True)
     for experts, width in ((Experts(count=9, used=3, width=176), 336), SIZES["Qwen3-30B-A3B"]):
-        trial = ExpertTrial(device, experts, width, Format.FP8, among=tiles)
+        trial = ExpertTrial(device, experts, width, Format.FP8)
         x, logits = trial.inputs(2048)
         together = trial.check(x, logits)
         for rows in (1, 3, 17, 64, 200):

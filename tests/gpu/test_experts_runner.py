@@ -195,10 +195,9 @@ def chosen_by_kernels() -> Iterator[list[Array]]:
     queue = Mixture._queue
 
     def noting(
-        self: Mixture, x: Buffer, stream: Buffer, layer: LayerWeights, own: ExpertWeights, rows: int,
-        slots: int,
-    ) -> None:  # fmt: skip
-        queue(self, x, stream, layer, own, rows, slots)
+        self: Mixture, x: Buffer, layer: LayerWeights, own: ExpertWeights, rows: int, slots: int
+    ) -> None:
+        queue(self, x, layer, own, rows, slots)
         device, at = self._launchers.device, self._room.chosen
         chosen.append(device.download(at.address, (rows, at.shape[1]), INT))
 

@@ -11,7 +11,6 @@ from nightmill.worker.model.spec import Activation, LayerInputs, Norm
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, Format
 from nightmill.worker.runners.gpu.products.fp8.quantise import Quantise
-from nightmill.worker.runners.gpu.rows import norms as row_norms
 from nightmill.worker.runners.gpu.rows.activate import COMPUTED, Activate
 from nightmill.worker.runners.gpu.rows.embedding import Embedding
 from nightmill.worker.runners.gpu.rows.layer_inputs import LayerInputRows
@@ -23,7 +22,6 @@ from nightmill.worker.runners.reference.rounding import to_fp8
 from tests.gpu.oracles import ATTENTION, EXACT, assert_close
 from tests.support import packed_weights
 from tests.support.elements import BOTH_ELEMENTS, PRECISION, ROUNDED_ONCE, rounded
-from tests.support.gemma4_cases import LARGE_EXPERTS
 from tests.support.operands import (
     buffer,
     elements,
@@ -133,32 +131,6 @@ def test_either_kernel_gives_the_bits_of_an_rms_norm(device: Device) -> None:
         norms(x, weight, outs[0], 9)
         norms.add(None, ABSENT, Ending(before=weight), x, outs[1], 9)
         np.testing.assert_array_equal(*(fetched(device, out) for out in outs))
-
-
-@BOTH_ELEMENTS
-def test_three_norms_of_a_row_have_the_bits_that_they_have_apart(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(row_norms, "THREE_AT_ONCE", True)
-    norms, rng = Norms(device, LARGE_EXPERTS), np.random.default_rng(7)
-    for width in WIDTHS:
-        given = rng.standard_normal((9, width)).astype(np.float32)
-        after, *each = (
-            NormWeight(buffer(device, rng.standard_normal(width).astype(np.float32)), 1e-6) for _ in range(4)
-        )
-        added, factor = (buffer(device, one.astype(np.float32)) for one in (given[::-1], np.array([0.7])))
-        together, apart = ([poisoned(device, (9, width), ELEMENT) for _ in range(3)] for _ in range(2))
-        streams = [buffer(device, given) for _ in range(2)]
-        ending = Ending(after, 1.5, factor, each[0])
-        beside = tuple(zip(each[1:], together[1:], strict=True))
-        assert norms.takes_beside(*each) and not norms.takes_beside(after, *each)
-        assert not replace(ending, beside=beside).takes(10)
-        norms.add(added, ABSENT, replace(ending, beside=beside), streams[0], together[0], 9)
-        norms.add(added, ABSENT, ending, streams[1], apart[0], 9)
-        for norm, out in zip(each[1:], apart[1:], strict=True):
-            norms(streams[1], norm, out, 9)
-        for one, other in zip([streams[0], *together], [streams[1], *apart], strict=True):
-            np.testing.assert_array_equal(fetched(device, one), fetched(device, other))
 
 
 def test_rows_are_rounded_to_fp8(device: Device) -> None:

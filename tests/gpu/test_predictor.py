@@ -4,6 +4,7 @@ So are drafts of models that have states and experts, whose guesses the test kno
 """
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from nightmill.worker.engine.request import Request
 from nightmill.worker.engine.stats import EngineStats
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
+from nightmill.worker.model.spec import Experts, ModelSpec
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.runner import CudaRunner
 from nightmill.worker.runners.kv_format import KvFormat
@@ -37,16 +39,26 @@ WISHES: tuple[dict[str, Any], ...] = (
 
 @pytest.fixture(autouse=True)
 def sized(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cases in sizes that there are kernels for."""
+    """Cases in sizes that there are kernels for, also those of FP8."""
     for name in predictors.CASES:
-        monkeypatch.setitem(predictors.CASES, name, (GPU_HYBRID_FILES | GPU_EXPERT_FILES)[name])
+        keys, spec = (GPU_HYBRID_FILES | GPU_EXPERT_FILES)[name]
+        monkeypatch.setitem(predictors.CASES, name, (keys, with_shared_experts_of_48(spec)))
+
+
+def with_shared_experts_of_48(spec: ModelSpec) -> ModelSpec:
+    """In place of 40, of which FP8 has no kernels."""
+    layers = []
+    for layer in spec.layers:
+        network = layer.feed_forward
+        if isinstance(network, Experts) and network.shared is not None:
+            layer = replace(layer, feed_forward=replace(network, shared=replace(network.shared, width=48)))
+        layers.append(layer)
+    return replace(spec, layers=tuple(layers))
 
 
 def runner_of(file: GgufFile, **options: Any) -> CudaRunner:
     sizes = {"slots": SLOTS, "kv_pages": SLOTS * CONTEXT // 16, "context": CONTEXT, "max_tokens": 512}
-    runner = cuda_runner(file, read_spec(file), tune=False, **(sizes | options))
-    runner.takes_back = True  # rows with log-probabilities are guessed, too
-    return runner
+    return cuda_runner(file, read_spec(file), tune=False, **(sizes | options))
 
 
 def asked() -> list[Request]:

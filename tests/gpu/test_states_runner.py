@@ -245,7 +245,6 @@ def test_drafts_change_no_bit(
     guess_truly(monkeypatch, {job: one.token_ids for job, one in plain.items()}, vocab=256)
     asked = make_requests(24)
     with closing(runner_of(file, slots=64, depth=3, graphs=graphs)) as runner:
-        runner.takes_back = True
         for budget, between in ((1000, 0), (64 + STATE_CHUNK, 2)):
             schedule = Schedule(runner, drafts=True, budget=budget)
             for some in (asked[:8], asked[8:9], asked[9:24]):
@@ -253,7 +252,6 @@ def test_drafts_change_no_bit(
                 assert bits(done) == {job: one for job, one in bits(plain).items() if job in done}
             assert schedule.engine.stats.guessed_tokens > schedule.engine.stats.guessed_right > 20
     with closing(runner_of(file, slots=24, depth=2, graphs=graphs, kv_pages=40)) as runner:
-        runner.takes_back = True
         schedule = Schedule(runner, drafts=True, budget=24 + STATE_CHUNK)
         assert bits(schedule.complete(asked, 1)) == bits(plain)
     assert schedule.engine.stats.guessed_right > 0

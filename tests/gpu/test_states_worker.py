@@ -73,9 +73,9 @@ def texts(client: Client, ids: list[str]) -> list[tuple[str | None, int | None]]
 def test_after_a_kill_texts_go_on_to_what_they_are_undisturbed(
     name: str, sqlite_settings: Settings, tmp_path: Path
 ) -> None:
-    """Few at once, and a worker that is killed amid them; then many at once, weights as in the file."""
-    model = unpacked(name, tmp_path)
-    settings = sqlite_settings.model_copy(update=QUICK | ON_GPU | {"gpu_memory": 0.2, "model": model})
+    """Few at once, and a worker that is killed amid them; then many at once: weights as in the file."""
+    chosen = {"gpu_memory": 0.2, "weights": "file", "model": unpacked(name, tmp_path)}
+    settings = sqlite_settings.model_copy(update=QUICK | ON_GPU | chosen)
     asked = {"temperature": 0.8, "ignore_eos": True}
     with Client(settings) as client:
         with running_worker(client, tmp_path / "plain.log", ["--max-sequences", "64"]):
@@ -90,6 +90,6 @@ def test_after_a_kill_texts_go_on_to_what_they_are_undisturbed(
             process.send_signal(signal.SIGKILL)
             process.wait()
             assert done() < JOBS, "killed too late to disturb anybody"
-        with running_worker(client, tmp_path / "next.log", ["--max-sequences", "40", "--weights", "file"]):
+        with running_worker(client, tmp_path / "next.log", ["--max-sequences", "40"]):
             assert texts(client, ids) == undisturbed
         assert "tokens that were saved" in (tmp_path / "next.log").read_text()

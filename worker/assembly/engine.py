@@ -126,14 +126,12 @@ def _runner(
         return runner, sequences, token_budget
     from nightmill.worker.assembly.forecast import forecast_of
     from nightmill.worker.assembly.speed import GpuSpeed
-    from nightmill.worker.runners.gpu import predicting
     from nightmill.worker.runners.gpu.runner import CudaRunner
 
-    predicts = predicting.SEEN and settings.drafts != "off"
     cuda = CudaRunner(
         model.file,
         spec,
-        replace(runner_sizes(settings, spec), predicts=predicts),
+        replace(runner_sizes(settings, spec), predicts=settings.drafts != "off"),
         gpu=chosen,
         precision=replace(precision_of(settings, model.file, spec), plain_products=model.plain_products),
         progress=model.progress,
@@ -145,8 +143,6 @@ def _runner(
         cuda.memory,
         context=context,
     )
-    if settings.drafts != "off" and cuda.prompt_grid > 1 and not cuda.takes_back:
-        log.warning("no drafts are made: they were not tried on a GPU yet with layers like this model's")
     log.info("a KV cache in %s has room for %s", cuda.precision.kv_name.upper(), found.room)
     return cuda, cuda.slots, cuda.max_tokens
 

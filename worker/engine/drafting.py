@@ -151,14 +151,8 @@ class Drafter:
         self.guessed = 0
         self.right = 0
         self._holding: set[Sequence] = set()
-        self.with_logprobs = True
-        """False: texts with log-probabilities are not guessed at."""
         self.predicts = False
         """The runner guesses, too, behind each token that it draws."""
-
-    def _may_guess(self, sequence: Sequence) -> bool:
-        asked = sequence.request.params.logprobs is not None
-        return sequence.may_be_guessed and (self.with_logprobs or not asked)
 
     def rows(self, running: int, waiting: int) -> int:
         """Return how many tokens may be guessed in a step with so many sequences: none where many run."""
@@ -179,7 +173,7 @@ class Drafter:
         """Have the model guess for those of these that have nothing to guess by their own words."""
         if self.model is None or most < 1:
             return
-        asking = [one for one in sequences if one.holds and self._may_guess(one) and not self._own(one, 1)]
+        asking = [one for one in sequences if one.holds and one.may_be_guessed and not self._own(one, 1)]
         if not asking:
             return
         for sequence, guesses in zip(asking, self.model.guess(asking, MOST_GUESSES), strict=True):
@@ -233,7 +227,7 @@ class Drafter:
         for sequence in sequences:
             under_way = sequence.drawing
             fewest = under_way + WORTH_A_WAIT if under_way else 1
-            holds = (self.model is not None or self.predicts) and self._may_guess(sequence)
+            holds = (self.model is not None or self.predicts) and sequence.may_be_guessed
             holds = holds or len(self.guesses(sequence, fewest)) == fewest
             self._hold(sequence, holds)
 
@@ -259,7 +253,7 @@ class Drafter:
         By the text's own words or, where these say nothing, as the model has said when it was asked, or the
         runner with the last token.
         """
-        if most < 1 or not self._may_guess(sequence):
+        if most < 1 or not sequence.may_be_guessed:
             return ()
         guesses = self._own(sequence, most)
         length, asked = sequence.asked

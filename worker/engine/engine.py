@@ -94,7 +94,7 @@ class Engine:
         # Of the runner's snapshots, drafts have some to take states back from. Where windows give pages back,
         # the tokens that are computed again then may need them.
         drafting = drafts is not Drafts.OFF and not sizes.encodes
-        drafting &= grid == 1 or (runner.takes_back and not needs.windowed)
+        drafting &= grid == 1 or not needs.windowed
         places = min(MOST_SEQUENCES, runner.snapshots // 2) if drafting and grid > 1 else 0
         self._scheduler = Scheduler(
             self._pool, max_sequences=max_sequences, token_budget=sizes.token_budget,
@@ -108,7 +108,7 @@ class Engine:
             copies = StateCopies(runner.snapshots - places, places) if grid > 1 else None
             payoff = Payoff(self._metering.clock) if drafts is Drafts.AUTO else None
             self._drafter = Drafter(self.constraints, copies, payoff)
-            self._drafter.with_logprobs, self._drafter.predicts = runner.takes_back, runner.predicts
+            self._drafter.predicts = runner.predicts
         self._scheduler.drafter = self._drafter
         limits = RequestLimits(
             runner.vocab, context_length, runner.page_size, runner.kv_pages, sizes.model_context,

@@ -291,9 +291,6 @@ class Runner(Protocol):
     for each slot."""
     embeds: bool
     """False: it is handed no pools, as it cannot compute them."""
-    takes_back: bool
-    """States may be copied before a step and taken back (`StepBatch.keeps`), and log-probabilities behind
-    guesses have the bits that they have without; False: no drafts with states, nor of rows with logprobs."""
     predicts: bool
     """It guesses what follows each token that it draws (`Drawn.guesses`)."""
     prompt_grid: int

@@ -86,7 +86,7 @@ class ScriptedRunner:
         self.texts: list[list[int]] = [[] for _ in range(slots)]
         self.prompt_grid = grid
         self.snapshots = snapshots
-        self.embeds = self.takes_back = True
+        self.embeds = True
         self.predicts = False
         self.sums: list[SumArray | None] = [None] * slots
         self.ended: list[SumArray] = []

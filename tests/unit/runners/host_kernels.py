@@ -36,7 +36,7 @@ from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.features import Capability, Features, features_of
 from nightmill.worker.runners.gpu.device.operands import PANEL_ROWS, Format
 from nightmill.worker.runners.gpu.device.sources import Source, for_element
-from nightmill.worker.runners.gpu.experts import combine, few, grouped, route
+from nightmill.worker.runners.gpu.experts import combine, grouped, route
 from nightmill.worker.runners.gpu.products import agreeing
 from nightmill.worker.runners.gpu.products.elements import mma_gemm
 from nightmill.worker.runners.gpu.products.fp8 import mma_fp8, quantise
@@ -378,15 +378,6 @@ def run_experts_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     patch.setattr(grouped, "TensorMaps", HostMaps)
     patch.setattr(HostModule, "together", True)
     patch.setattr(packed_weights, "Staging", Staged)
-    return launched
-
-
-def run_few_experts_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
-    """The same, also of those for a few tokens, and of tiles that a router is multiplied by."""
-    launched = run_experts_on_host(patch, folder)
-    for module in (few, mma_gemm):
-        patch.setattr(module, "Module", HostModule)
-    patch.setattr(HostModule, "together", False)
     return launched
 
 

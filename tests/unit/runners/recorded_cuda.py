@@ -41,8 +41,8 @@ _PLAIN = "CU_TENSOR_MAP_SWIZZLE_NONE"
 _MAXIMUM_SHARED = "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
 
 
-class DriverError(RuntimeError):
-    """What PyCUDA raises."""
+class DriverError(Exception):
+    """What PyCUDA raises: also its RuntimeError is none of Python's."""
 
 
 @dataclass

@@ -38,7 +38,6 @@ def asked() -> list[Request]:
 def run(file: GgufFile, draft: GgufFile | None) -> tuple[Bits, EngineStats]:
     """What becomes of the requests; drafts are as NumPy's runner has them, of rows with logprobs, too."""
     runner = host_runner(file, read_spec(file), slots=16, context=CONTEXT, kv_pages=96)
-    runner.takes_back = True
     drafts = Drafts.OFF if draft is None else Drafts.NGRAM
     with closing(engine_of(runner, CONTEXT, budget=64, drafts=drafts)) as engine:
         if draft is not None:

@@ -11,10 +11,9 @@ from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import Experts
 from nightmill.worker.runners.gpu.device.operands import Format
-from nightmill.worker.runners.gpu.experts import few
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from tests.support.cuda_runners import cuda_runner
-from tests.support.driving import Chunk, Pages
+from tests.support.driving import Pages
 from tests.support.expert_cases import GPU_EXPERT_FILES
 from tests.support.expert_shapes import EXPERT_SHAPES
 from tests.support.family_cases import file_of
@@ -68,40 +67,15 @@ def test_every_family_is_launched_as_it_was_compiled(
 def test_weights_in_all_formats_are_launched_as_they_were_compiled(
     hopper: RecordedDriver, name: str, weights: WeightsFormat, tmp_path: Path
 ) -> None:
-    """Routers are elements in any."""
+    """Routers are elements in any; FP8 is multiplied as it is."""
     found = launch(GgufFile.open(unpacked(name, tmp_path)), weights)
     kept = Format.FP8 if weights is WeightsFormat.FP8 else Format.Q8_0
     assert found["experts"] == {kept}
     assert found["shared"] == ({kept} if "35" in name else set())
     assert found["routers"] == {Format.F16}
-    assert hopper.launches.keys() - {"library"} <= hopper.checked
-
-
-@pytest.mark.parametrize("weights", [WeightsFormat.FILE, WeightsFormat.ELEMENT])
-def test_a_few_tokens_take_three_launches_where_weights_are_packed(
-    hopper: RecordedDriver, weights: WeightsFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(few, "FEW_BY_DEFAULT", True)
-    file = GgufFile.open(unpacked("qwen3moe-q8_0", tmp_path))
-    options = {"slots": 8, "context": CONTEXT, "kv_pages": 64, "max_tokens": 128}
-    own = "few_router", "few_gate_up", "few_down"
-    spec = read_spec(file)
-    with closing(
-        cuda_runner(file, spec, precision=Precision(weights=weights), graphs=False, **options)
-    ) as runner:
-        pages = Pages(8, CONTEXT // 16)
-        for slots, chunk, three in ((1, 20, False), (1, 1, True), (8, 1, True), (3, 3, False)):
-            launched = hopper.launches.copy()
-            step = [Chunk(slot, [1] * CONTEXT, 20, chunk, drawn=chunk == 1) for slot in range(slots)]
-            runner.launch(pages.batch(step, admit=False, kinds=runner.page_kinds))
-            assert runner.collect() is not None
-            new = hopper.launches - launched
-            three &= weights is WeightsFormat.FILE
-            last = chunk != 1 and weights is WeightsFormat.FILE  # the last layer has the rows that draw alone
-            layers = len(spec.layers) if three else int(last)
-            assert [new[name] for name in own] == [layers] * 3, (slots, chunk)
-            assert new["combine_1"] == len(spec.layers) - layers
-            assert new["route_few"] + new["choose"] == len(spec.layers) - layers
+    native = {f"gemm_{product}_64" for product in ("two", "floats")}
+    assert hopper.launches.keys() & native == (native if kept is Format.FP8 else set())
+    assert not any(launched.startswith(("hopper_floats", "experts_")) for launched in hopper.launches)
     assert hopper.launches.keys() - {"library"} <= hopper.checked
 
 

@@ -7,10 +7,10 @@ import pytest
 
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
+from nightmill.worker.model.spec import Experts
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.kinds import has_tail
-from nightmill.worker.runners.gpu.rows import norms
-from tests.gpu.test_experts_runner import clear_text
+from tests.gpu.test_experts_runner import chosen_by_kernels, clear_text
 from tests.support.comparing import compare_logits
 from tests.support.driving import BLOCK, Chunk, Pages, Reference
 from tests.support.family_cases import file_of
@@ -29,14 +29,11 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("name", GEMMA4_FILES)
-def test_logits_agree_with_the_reference_runner(
-    launched: set[str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_agree_with_the_reference_runner(launched: set[str], name: str, tmp_path: Path) -> None:
     """A prompt in two pieces, the first of which draws nothing, beside another; then tokens one by one.
 
     Where the last layers keep nothing, also with the rows that draw alone in these.
     """
-    monkeypatch.setattr(norms, "THREE_AT_ONCE", True)
     keys, like = GEMMA4_FILES[name]
     file = file_of(tmp_path, keys | {"attention.sliding_window": 20}, like, **half_tensors(like))
     spec, drawn = read_spec(file), 3
@@ -60,7 +57,9 @@ def test_logits_agree_with_the_reference_runner(
     for step in steps:
         admit = step is steps[0]
         given = pages[0].batch(step, admit=admit, kinds=model.page_kinds)
-        ours.append(model.logits(given))
+        with chosen_by_kernels() as chosen:
+            ours.append(model.logits(given))
+        assert len(chosen) == sum(isinstance(one.feed_forward, Experts) for one in spec.layers)
         if has_tail(spec):
             again = model.logits(given, tail=True)
             np.testing.assert_allclose(again, ours[-1], rtol=0, atol=2e-2)
@@ -73,7 +72,7 @@ def test_logits_agree_with_the_reference_runner(
     assert model.tails == (3 if has_tail(spec) else 0)
     own = {"residual_1", "layer_inputs", "gate_inputs"}
     if spec.experts:
-        own = {"three_norms_1", "choose", "place_tokens", "combine_1"}
+        own = {"residual_1", "choose", "place_tokens", "combine_1"}
     assert launched >= {"qkv_rope_write", "decode_attention_any", *own}
 
 

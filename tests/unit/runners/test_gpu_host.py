@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nightmill.worker.runners.gpu.device.device import NoDeviceError
+from nightmill.worker.runners.gpu.device.device import Device, NoDeviceError, cuda_driver, device_count
 from nightmill.worker.runners.gpu.device.functions import bindings
 from nightmill.worker.runners.gpu.device.graphs import buckets
 from nightmill.worker.runners.gpu.products import clock as products_clock
@@ -16,8 +16,24 @@ from nightmill.worker.runners.gpu.products.elements.hopper_gemm import TILES, Ti
 from nightmill.worker.runners.gpu.products.elements.hopper_qkv import QKV_TILES
 from nightmill.worker.runners.gpu.products.elements.hopper_split import SPLIT_TILES, SplitTile, split_tiles
 from nightmill.worker.runners.gpu.shapes import MANY_ROWS, Kind, first_sum, padded_rows
+from tests.unit.runners.recorded_cuda import DriverError, RecordedDriver
 
 SHARED_OF_A_BLOCK = 227 << 10  # on Hopper
+
+
+def test_a_driver_that_shows_no_gpu_is_as_good_as_none(
+    hopper: RecordedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with an empty CUDA_VISIBLE_DEVICES: PyCUDA's errors are none of Python's own."""
+    assert device_count() == 1
+
+    def refuse() -> None:
+        raise DriverError("cuInit failed: no CUDA-capable device is detected")
+
+    monkeypatch.setattr(cuda_driver(), "init", refuse)
+    assert device_count() == 0
+    with pytest.raises(NoDeviceError, match="GPU 0 cannot be used: cuInit failed"):
+        Device()
 
 
 def test_missing_bindings_name_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
+from nightmill.worker.model.spec import Experts, FeedForward
 from nightmill.worker.runners.base import IntArray, StepBatch, make_draws
 from nightmill.worker.runners.gpu.activations import Activations
 from nightmill.worker.runners.gpu.catalogue import check_spec
@@ -25,7 +26,7 @@ from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.kv_format import KvFormat
 from tests.support.cuda_runners import cuda_runner
 from tests.support.ggufs import write_model
-from tests.support.specs import GEMMAS, MIXTURES, dense_spec
+from tests.support.specs import GEMMAS, MIXTURES, dense_spec, mixture
 from tests.unit.runners.recorded_cuda import AMPERE, HOPPER, RecordedDriver, record
 from tests.unit.runners.recorded_steps import allocations, decode_all
 
@@ -145,6 +146,13 @@ def test_fp8_weights_are_refused_where_nothing_multiplies_them(
         check_spec(dense_spec(ffn_width=200), FP8_WEIGHTS)
     with pytest.raises(RunnerError, match=r"an FFN width of 65552 \(multiples of 16, up to 65,536\)"):
         check_spec(dense_spec(ffn_width=65_552), FP8_WEIGHTS)
+    experts = Experts(count=4, used=2, width=48, shared=FeedForward(width=40))
+    with pytest.raises(
+        RunnerError, match=r"do not take a shared expert of 40 \(multiples of 16, up to 65,536\)"
+    ):
+        check_spec(mixture(experts), FP8_WEIGHTS)
+    with pytest.raises(RunnerError, match=r"do not take an FFN width of 40 \(multiples of 16"):
+        check_spec(mixture(replace(experts, width=40, shared=None)), FP8_WEIGHTS)
 
 
 @pytest.mark.parametrize("capability", [(7, 0), (7, 5), (6, 1)])

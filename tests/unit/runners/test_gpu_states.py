@@ -22,8 +22,6 @@ from nightmill.worker.runners.gpu.kv_cache import page_bytes
 from nightmill.worker.runners.gpu.memory import RunnerSizes, StatePlan, plan_memory, plan_states
 from nightmill.worker.runners.gpu.precision import HALF, Precision, WeightsFormat
 from nightmill.worker.runners.gpu.runner import CudaRunner
-from nightmill.worker.runners.gpu.states import choice
-from nightmill.worker.runners.gpu.states.choice import seen_with_drafts
 from nightmill.worker.runners.gpu.states.memory import States
 from nightmill.worker.runners.gpu.states.pieces import pieces_on_device, state_pieces
 from nightmill.worker.runners.gpu.steps import StepBounds, StepBuffers
@@ -344,21 +342,6 @@ def test_a_prompts_piece_is_refused_before_anything_of_it_is_launched(
             runner.launch(batch(Chunk(0, TEXT, 10, 20)))
         finally:
             assert hopper.launches["gather_tokens"] == before
-
-
-def test_drafts_are_made_of_what_was_seen_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU; tests there try all kinds. A switch for experts, and one for models without states."""
-    with_states = {name for name in GPU_HYBRID_FILES if name != "lfm2"}
-    seen = {name for name, (_, spec) in GPU_HYBRID_FILES.items() if seen_with_drafts(spec)}
-    assert seen == with_states
-    assert not any(seen_with_drafts(spec) for _, spec in EXPERT_FILES.values())
-    assert not seen_with_drafts(PLAIN)
-    monkeypatch.setattr(choice, "_SEEN_WITH_EXPERTS", True)
-    seen = {name for name, (_, spec) in EXPERT_FILES.items() if seen_with_drafts(spec)}
-    assert seen == {"qwen35moe", "qwen3next", "granitehybrid, with experts", "nemotron_h_moe"}
-    monkeypatch.setattr(choice, "_SEEN_WITHOUT_STATES", True)
-    assert seen_with_drafts(PLAIN)
-    assert not seen_with_drafts(GPU_HYBRID_FILES["lfm2"][1])
 
 
 def test_pages_are_of_layers_with_attention_alone() -> None:

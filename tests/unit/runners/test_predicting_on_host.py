@@ -23,7 +23,6 @@ from nightmill.worker.runners.gpu.device.operands import Format
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.predicting import draw_groups, known_tokens
 from nightmill.worker.runners.gpu.runner import CudaRunner
-from nightmill.worker.runners.gpu.states import choice
 from nightmill.worker.runners.reference.runner import ReferenceRunner
 from tests.support.driving import Chunk, Pages
 from tests.support.engines import Bits, bits, complete, engine_of
@@ -177,7 +176,6 @@ def asked() -> list[Request]:
 
 def texts(runner: CudaRunner, drafts: Drafts) -> tuple[Bits, int, int]:
     """What becomes of the requests; the guesses, and those that were right."""
-    runner.takes_back = True  # rows with log-probabilities are guessed, too
     with closing(engine_of(runner, 96, budget=100, drafts=drafts)) as engine:
         done = bits(complete(engine, asked()))
         return done, engine.stats.guessed_tokens, engine.stats.guessed_right
@@ -190,7 +188,6 @@ def test_drafts_by_the_block_change_no_bit(
     launched: set[str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that guesses at random, and one that knows the model."""
-    monkeypatch.setattr(choice, "_SEEN_WITH_EXPERTS", True)
     for tensors, share in ((None, 0.0), (predictors.alike_tensors(predictors.predicting(name)), 0.5)):
         file = predictors.opened(tmp_path, name, tensors)
         spec = read_spec(file)

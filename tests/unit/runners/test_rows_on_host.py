@@ -79,12 +79,6 @@ def test_either_kernel_gives_the_bits_of_an_rms_norm(launched: set[str], device:
     assert launched == {f"{name}_{pieces}" for name in ("rms_norm", "residual") for pieces in (1, 2, 4)}
 
 
-def test_three_norms_of_a_row(launched: set[str], device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_gpu.test_three_norms_of_a_row_have_the_bits_that_they_have_apart(device, monkeypatch)
-    names = ("rms_norm", "residual", "three_norms")
-    assert launched == {f"{name}_{pieces}" for name in names for pieces in (1, 2, 4)}
-
-
 def test_rows_rounded_to_fp8_alone_and_as_they_are_normed(
     monkeypatch: pytest.MonkeyPatch, launched: set[str]
 ) -> None:

@@ -136,7 +136,7 @@ class HostModel:
         cache = KvCache.allocate(self.device, spec, pages * max(1, len(self.page_kinds)))
         states = States(self.device, spec, slots=slots, snapshots=0, depth=1)
         mixers = Mixers(self.device, spec, products, activate, attentions, at, max_context=context)
-        experts = ExpertLaunchers.of(self.device, spec, precision, norms, padding=slots, max_tokens=tokens)
+        experts = ExpertLaunchers.of(self.device, spec, precision, norms, padding=slots)
         launchers = Launchers(products, norms, activate, mixers, experts)
         layers = bind_layers(self.device, spec, weights, cache, states, at, launchers)
         bounds = StepBounds(

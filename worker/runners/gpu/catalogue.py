@@ -18,7 +18,6 @@ from nightmill.worker.runners.gpu.computed import refusal
 from nightmill.worker.runners.gpu.device.chosen import NamedGpu
 from nightmill.worker.runners.gpu.device.sources import Source, for_element
 from nightmill.worker.runners.gpu.experts.combine import Combine
-from nightmill.worker.runners.gpu.experts.few import FewExperts
 from nightmill.worker.runners.gpu.experts.grouped import GroupedProducts
 from nightmill.worker.runners.gpu.experts.route import Routing
 from nightmill.worker.runners.gpu.precision import HALF, Precision
@@ -87,7 +86,6 @@ def sources_for(
     products = [
         *ModelFormats(spec, precision).sources(hopper=hopper),
         *GroupedProducts.sources(spec, precision, hopper=hopper),
-        *FewExperts.sources(spec, precision, hopper=hopper),
     ]
     sources = (*products, *others, *(predictor_sources() if predicts else ()))
     return list(dict.fromkeys(for_element(source, precision.element, precision.kv) for source in sources))
@@ -108,7 +106,6 @@ def workspace_bytes(
     needed = [
         Activations.workspace(spec, precision, max_tokens=max_tokens, max_draws=max_draws),
         ModelFormats(spec, precision).workspace(),
-        GroupedProducts.workspace(spec, precision, max_tokens, hopper=hopper),
         Sampler.workspace(max_rows=LOGIT_ROWS, multiprocessors=multiprocessors),
         Rotation.workspace(spec, max_context=max_context),
         *(LatentRows.workspace(one, max_context=max_context) for one in spec.latents),

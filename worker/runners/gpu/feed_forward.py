@@ -9,7 +9,6 @@ from nightmill.worker.model.spec import Experts, FeedForward, ModelSpec
 from nightmill.worker.runners.gpu.activations import Activations
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer, Format, Matrix
-from nightmill.worker.runners.gpu.experts import few
 from nightmill.worker.runners.gpu.experts.combine import Branches, Combine
 from nightmill.worker.runners.gpu.experts.grouped import Given, GroupedProducts
 from nightmill.worker.runners.gpu.experts.room import SLICE, ExpertRoom
@@ -26,7 +25,6 @@ from nightmill.worker.runners.gpu.weights.layout import (
     OF_EXPERTS,
     ExpertWeights,
     LayerWeights,
-    NormWeight,
     formats_in,
 )
 
@@ -74,28 +72,22 @@ class ExpertLaunchers:
     formats  of the matrices of experts
     norms    of the residual stream
     padding  slot of the tokens that fill up a step
-    elements  bytes of room for packed matrices as elements
     """
 
     @classmethod
     def of(
-        cls, device: Device, spec: ModelSpec, precision: Precision, norms: Norms, *, padding: int,
-        max_tokens: int,
-    ) -> "ExpertLaunchers | None":  # fmt: skip
-        """Load them for a model, and steps of up to so many tokens; None if it has no experts."""
+        cls, device: Device, spec: ModelSpec, precision: Precision, norms: Norms, *, padding: int
+    ) -> "ExpertLaunchers | None":
+        """Load them for a model; None if it has no experts."""
         if not spec.experts:
             return None
-        elements = GroupedProducts.workspace(spec, precision, max_tokens, hopper=device.hopper)
-        return cls(device, formats_in(spec, precision, *OF_EXPERTS), norms, padding, elements)
+        return cls(device, formats_in(spec, precision, *OF_EXPERTS), norms, padding)
 
-    def __init__(
-        self, device: Device, formats: set[Format], norms: Norms, padding: int, elements: int
-    ) -> None:
+    def __init__(self, device: Device, formats: set[Format], norms: Norms, padding: int) -> None:
         self.device = device
         self.padding = padding
-        self.grouped = GroupedProducts(device, formats, elements=elements)
+        self.grouped = GroupedProducts(device, formats)
         self.combine = Combine(device)
-        self.few = few.FewExperts(device, formats) if few.FEW_BY_DEFAULT else None
         self.quantise = Quantise(device) if any(format_.scaled for format_ in formats) else None
         self.norms = norms
 
@@ -131,58 +123,33 @@ class Mixture:
             )
             self._shared_down = products.of(Kind.ADDEND, width, shared.width, own.shared_down.format)
 
-    def beside(self, own: ExpertWeights) -> tuple[tuple[NormWeight, Buffer], ...]:
-        """Norms of the residual stream that its router and its experts read, if these are their own.
-
-        Whoever norms the stream for it may compute them (`Ending.beside`).
-        """
-        if self._experts.beside is None:
-            return ()
-        return (own.router_norm, self._room.routing), (own.routed_norm, self._room.read)
-
     def __call__(
         self, entering: Buffer, layer: LayerWeights, x: Buffer, ending: Ending, out: Buffer, rows: int,
-        slots: int, *, normed: bool = False,
+        slots: int,
     ) -> None:  # fmt: skip
         """Queue it for entering (rows, width) elements: x gets the sum, and out its norm.
 
-        slots   address of the slots of these tokens; 0: none is of padding
-        normed  norms `beside` are computed
+        slots  address of the slots of these tokens; 0: none is of padding
         """
         for first in range(0, rows, SLICE):
             count = min(SLICE, rows - first)
             part, stream, own = entering.from_row(first), x.from_row(first), layer.experts
             assert own is not None
-            if self._queue_few(part, own, stream, ending, out.from_row(first), count, slots):
-                continue
-            self._read_beside(stream, own, count, normed=normed)
+            self._read_beside(stream, own, count)
             self._queue(part, layer, own, count, slots and slots + 4 * first)
             self._launchers.combine.add(
                 self._experts, self._room, self._gates, ending, stream, out.from_row(first), count,
                 Branches(own.routed_post_norm, own.shared_post_norm),
             )  # fmt: skip
 
-    def _queue_few(
-        self, x: Buffer, own: ExpertWeights, stream: Buffer, ending: Ending, out: Buffer, rows: int,
-        slots: int,
-    ) -> bool:  # fmt: skip
-        """Queue all of a few tokens, if kernels for them do; return whether it did."""
-        few, experts, at = self._launchers.few, self._experts, self._room
-        if few is None or not few.takes(experts, own.router, (own.gate_up, own.down), ending, rows):
-            return False
-        biases, padding = (own.router_bias, own.selection_bias), self._launchers.padding
-        few.route(self._routing, x, own.router, biases, at, rows, (slots, padding))
-        few.gate_up(experts, x, own.gate_up, Given(own.gate_up_bias, own.gate_scale, own.up_scale), at, rows)
-        few.add(experts, own.down, Given(own.down_bias, own.down_scale), at, ending, stream, out, rows)
-        return True
-
-    def _read_beside(self, stream: Buffer, own: ExpertWeights, rows: int, *, normed: bool) -> None:
-        """Queue the norms `beside`, if there are such and nobody has."""
-        for norm, out in () if normed else self.beside(own):
-            self._launchers.norms(stream, norm, out, rows)
+    def _read_beside(self, stream: Buffer, own: ExpertWeights, rows: int) -> None:
+        """Queue the norms of the residual stream that router and experts read, if these are their own."""
+        if self._experts.beside is not None:
+            self._launchers.norms(stream, own.router_norm, self._room.routing, rows)
+            self._launchers.norms(stream, own.routed_norm, self._room.read, rows)
 
     def _queue(self, x: Buffer, layer: LayerWeights, own: ExpertWeights, rows: int, slots: int) -> None:
-        """Queue all of a slice, but norms beside, and what is added to the residual stream in the end."""
+        """Queue all of a slice between these norms and what is added to the residual stream in the end."""
         experts, at = self._experts, self._room
         tile = self._tile(experts, rows)
         routing, read = (x, x) if experts.beside is None else (at.routing, at.read)

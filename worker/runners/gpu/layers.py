@@ -169,10 +169,6 @@ def bind_layers(
                 then = replace(then, factor=ABSENT, before=None if layer.parallel else own.ffn_norm)
             if layer.norms_behind:
                 then = replace(then, before=own.attn_norm, behind=True)
-            if kernels.mixture is not None and kinds.output is Kind.ADDEND and own.experts is not None:
-                beside = kernels.mixture.beside(own.experts)
-                if norms.takes_beside(own.ffn_norm, *(norm for norm, _ in beside)):
-                    then = replace(then, beside=beside)
             attended = Addition(
                 kernels.output, own.attn_output, norms, at.added if kinds.output is Kind.ADDEND else None,
                 own.attn_output_bias, then,

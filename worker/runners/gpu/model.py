@@ -284,8 +284,7 @@ class Model:
                 layer.fed(own.activated, x, entering if between else end, rows)
             elif kernels.mixture is not None and layer.combined is not None:
                 target = entering if between else end
-                normed = layer.attended is not None and layer.attended.ending.takes(rows)
-                kernels.mixture(entering, weights, x, layer.combined, target, rows, slots, normed=normed)
+                kernels.mixture(entering, weights, x, layer.combined, target, rows, slots)
             if layer.given is not None and kernels.input_gate is not None and self.shared.inputs is not None:
                 kernels.input_gate(entering, weights.input_gate, at.input_gate, rows)
                 self.shared.inputs.gate(at.input_gate, at.inputs, index, rows, drawing)

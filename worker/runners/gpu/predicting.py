@@ -35,10 +35,7 @@ from nightmill.worker.runners.gpu.states.memory import States
 from nightmill.worker.runners.gpu.step_inputs import StepInputs, StepShape
 from nightmill.worker.runners.gpu.weights.layout import PredictorWeights, predictor_precision
 
-__all__ = ["SEEN", "CudaPredictor", "can_predict", "draw_groups", "known_tokens"]
-
-SEEN = False
-"""True: workers load the block where drafts are on. Off until tests/gpu/test_predictor.py has passed once."""
+__all__ = ["CudaPredictor", "can_predict", "draw_groups", "known_tokens"]
 
 
 def can_predict(spec: ModelSpec, precision: Precision) -> bool:

@@ -62,7 +62,6 @@ from nightmill.worker.runners.gpu.sampling.sampler import Sampler
 from nightmill.worker.runners.gpu.sampling.slots import SlotTable
 from nightmill.worker.runners.gpu.self_test import check_products, checked_products
 from nightmill.worker.runners.gpu.shapes import MANY_ROWS
-from nightmill.worker.runners.gpu.states.choice import seen_with_drafts
 from nightmill.worker.runners.gpu.states.memory import States
 from nightmill.worker.runners.gpu.step_inputs import Division, StepInputs, StepShape
 from nightmill.worker.runners.gpu.steps import PADDING, StepBuffers, drawing_rows, padded_lengths
@@ -132,7 +131,6 @@ class CudaRunner:
         self.slots = slots
         self.depth = sizes.depth
         self.embeds = True
-        self.takes_back, self.predicts = seen_with_drafts(spec), False
         self.prompt_grid, self.snapshots = prompt_grid(spec), 0
         self.vocab = spec.vocab
         self._row_of_logits = padded_vocab(spec)
@@ -175,8 +173,7 @@ class CudaRunner:
         self.precision = precision  # as they were chosen
         check_spec(spec, precision, device)
         formats = ModelFormats(spec, precision)
-        drafts = self.prompt_grid == 1 or self.takes_back
-        self.predicts = sizes.predicts and drafts and can_predict(spec, precision)
+        self.predicts = sizes.predicts and can_predict(spec, precision)
         sources = sources_for(spec, precision, hopper=device.hopper, predicts=self.predicts)
         self._progress(StartStep.COMPILING, "")
         compile_all(sources, device.architecture, report=self._compiled)  # each is then in the cache
@@ -215,9 +212,7 @@ class CudaRunner:
         cache = KvCache.allocate(device, spec, pages)
         self._states = States(device, spec, slots=slots, snapshots=self.snapshots, depth=self.depth)
         mixers = Mixers(device, spec, products, activate, attentions, at, max_context=context)
-        experts = ExpertLaunchers.of(
-            device, spec, precision, norms, padding=slots, max_tokens=self.max_tokens
-        )
+        experts = ExpertLaunchers.of(device, spec, precision, norms, padding=slots)
         launchers = Launchers(products, norms, activate, mixers, experts)
         layers = bind_layers(device, spec, weights, cache, self._states, at, launchers)
         sampler = Sampler(device, spec.vocab, max_rows=LOGIT_ROWS)

@@ -99,7 +99,7 @@ class ReferenceRunner:
         self.arithmetic = _arithmetic(file, "fp8 in f32" if fp8 else "f32", kv)
         self._cache = ReferenceKvCache(spec, pages=kv_pages, page_size=page_size, kv=kv)
         self.page_kinds = self._cache.layout.kinds
-        self.embeds = self.takes_back = True
+        self.embeds = True
         self.prompt_grid = STATE_CHUNK if spec.state_bytes else 1
         self.snapshots = slots if spec.state_bytes else 0
         self.states = ReferenceStates(spec, slots, self.snapshots)

@@ -364,12 +364,15 @@ def aligned(size: int) -> int:
 
 
 def device_count() -> int:
-    """Return how many GPUs PyCUDA can use; 0 if it or the driver is missing."""
+    """Return how many GPUs PyCUDA can use; 0 if it or the driver is missing, or shows none."""
     try:
         cuda = cuda_driver()
-        cuda.init()
+    except NoDeviceError:
+        return 0
+    try:
+        cuda.init()  # an error where the driver shows no GPU, as with an empty CUDA_VISIBLE_DEVICES
         return int(cuda.Device.count())
-    except (NoDeviceError, RuntimeError):  # PyCUDA's errors are RuntimeErrors
+    except cuda.Error:
         return 0
 
 

@@ -21,7 +21,6 @@ __all__ = ["SLICE", "ExpertRoom", "most_tiles"]
 SLICE = 8192
 """Tokens that go through experts at once."""
 _LEAST_TILE = 8  # rows of a tile of the products
-_UNIT = 128  # outputs of a unit of expert_gemm.cu, at least
 _TILE = np.dtype("V16")
 
 
@@ -36,7 +35,6 @@ class ExpertRoom:
     sources: Buffer  # the token of each position, int (N,)
     tiles: Buffer  # of positions, as route.cu says
     total: Buffer  # of tiles that there are, int (1,)
-    counts: Buffer  # of panels, of each product, as expert_gemm.cu says, int (3, 1 + E units)
     activated: Buffer  # elements (N, F)
     ups: Buffer  # of matrices in two formats, the product of the second, float (N, F); then outputs
     outputs: Buffer  # float (N, R)
@@ -107,7 +105,6 @@ def _arrays(
     yield "sources", (positions,), INT
     yield "tiles", (most_tiles(experts, tokens, _LEAST_TILE),), _TILE
     yield "total", (1,), INT
-    yield "counts", (3, 1 + experts.count * -(-max(experts.width, read) // _UNIT)), INT
     yield "activated", (positions, experts.width), ELEMENT
     yield "ups", (positions * experts.gated, experts.width), FLOAT
     yield "outputs", (positions, read), FLOAT

@@ -1,14 +1,12 @@
 """Which experts tokens go through, and the order in which experts take them."""
 
-import math
-
 from nightmill.worker.model.spec import Experts, ModelSpec, RouterScores
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import KernelPair, KernelPairs
 from nightmill.worker.runners.gpu.device.operands import ABSENT, FLOAT, Buffer
 from nightmill.worker.runners.gpu.device.sources import Source, source_of
 from nightmill.worker.runners.gpu.experts.room import ExpertRoom
-from nightmill.worker.runners.gpu.experts.tiles import ExpertTile, Multiplier
+from nightmill.worker.runners.gpu.experts.tiles import ExpertTile
 from nightmill.worker.runners.gpu.weights.router import PART_SCALE, PARTS, part_rows
 
 __all__ = ["Routing"]
@@ -28,11 +26,11 @@ class Routing:
         self._shared = 3 * experts.count * FLOAT.itemsize * _WARPS
         kernels = KernelPairs(device, source_of("route"))
         self._choose = kernels.function("choose", "PPPPPPiiiifiiiiiiifi", shared=self._shared)
-        self._place = kernels.function("place_tokens", "PPPPPPiiiii")
+        self._place = kernels.function("place_tokens", "PPPPPiiii")
         self._few_shared = self._shared // _WARPS * _FEW
         self._few: KernelPair | None = None
         if self._few_shared <= _MOST_SHARED:
-            letters = "PPPPPPiiiifiiiiiiifiPPPPPi"
+            letters = "PPPPPPiiiifiiiiiiifiPPPP"
             self._few = kernels.function("route_few", letters, shared=self._few_shared)
 
     @staticmethod
@@ -60,27 +58,26 @@ class Routing:
         """
         if self._few is not None and tokens <= min(_FEW, tile.rows):
             self._few.of(tokens)(
-                (1, 1), (32 * _FEW, 1, 1), *self.arguments(bias, selection_bias, at, tokens, slots, padding),
-                at.places.address, at.sources.address, at.tiles.address, at.total.address, at.counts.address,
-                _counted(at, tile), shared=self._few_shared,
+                (1, 1), (32 * _FEW, 1, 1), *self._arguments(bias, selection_bias, at, tokens, slots, padding),
+                at.places.address, at.sources.address, at.tiles.address, at.total.address,
+                shared=self._few_shared,
             )  # fmt: skip
             return
         self._choose.of(tokens)(
             (-(-tokens // _WARPS), 1), (32 * _WARPS, 1, 1),
-            *self.arguments(bias, selection_bias, at, tokens, slots, padding), shared=self._shared,
+            *self._arguments(bias, selection_bias, at, tokens, slots, padding), shared=self._shared,
         )  # fmt: skip
         self.place(at, tokens, tile)
 
     def place(self, at: ExpertRoom, tokens: int, tile: ExpertTile) -> None:
-        """Queue the places of choices that are there, for such tiles, of whose panels none is counted yet."""
+        """Queue the places of choices that are there, for such tiles."""
         experts = self.experts
         self._place.of(tokens)(
             (experts.count, 1), (256, 1, 1), at.chosen.address, at.places.address, at.sources.address,
-            at.tiles.address, at.total.address, at.counts.address, tokens * experts.used, experts.used,
-            experts.count, tile.rows, _counted(at, tile),
+            at.tiles.address, at.total.address, tokens * experts.used, experts.used, experts.count, tile.rows,
         )  # fmt: skip
 
-    def arguments(
+    def _arguments(
         self, bias: Buffer, selection_bias: Buffer, at: ExpertRoom, tokens: int, slots: int, padding: int
     ) -> tuple[int | float, ...]:
         """Arguments of kernels that choose, beside where their choices have places."""
@@ -98,8 +95,3 @@ class Routing:
             return ABSENT
         place = at.logits.address + self.experts.count * FLOAT.itemsize
         return Buffer(place, at.logits.shape, FLOAT)
-
-
-def _counted(at: ExpertRoom, tile: ExpertTile) -> int:
-    """Counts that are set to zero, for those who make elements."""
-    return math.prod(at.counts.shape) if tile.by is Multiplier.GEMM else 0

@@ -9,8 +9,8 @@ from nightmill.worker.runners.gpu.device.operands import PANEL_ROWS, Format
 from nightmill.worker.runners.gpu.device.sources import Source, source_of
 
 __all__ = [
-    "GEMM_BY_DEFAULT", "GEMM_TILE", "ExpertTile", "Multiplier", "grouped_source", "grouped_sources",
-    "made_elements", "tile_for", "tiles_for",
+    "GEMM_OF_ELEMENTS", "GEMM_TILE", "ExpertTile", "Multiplier", "grouped_source", "grouped_sources",
+    "multipliers", "tile_for", "tiles_for",
 ]  # fmt: skip
 
 _PANELS = 2  # of a warp
@@ -25,13 +25,16 @@ _STAYING = ((1.0, 16), (6.0, 8), (12.0, 16), (48.0, 64), (math.inf, 128))
 
 As measured with 1, 64, 256 and 8,192 tokens of Qwen3-30B-A3B on an H200 (`benchmarks/history/speed.md`).
 """
-_LEAST_MANY, _LEAST_MADE = 48, 192
-"""Tokens of an expert on average, beyond which elements are multiplied by `expert_gemm.cu`, or made for it.
+_MOST_OF_64 = 160
+"""Tokens that an expert is sent on average, up to which FP8 has tiles of 64 positions, and of 128 beyond.
 
-Predicted: to make them takes what their bytes take, a third of a product of 512 rows.
+As measured with 1,024 and 4,096 tokens of Qwen3-30B-A3B, 64 and 256 an expert, on an H200
+(`benchmarks/history/speed.md`).
 """
-GEMM_BY_DEFAULT = False
-"""True if `expert_gemm.cu` computes what it can: it waits for a first run on a GPU (benchmarks/TRIED.md)."""
+_LEAST_MANY = 48
+"""The same, beyond which `expert_gemm.cu` multiplies elements: predicted."""
+GEMM_OF_ELEMENTS = False
+"""True if it does: it is not timed yet with these (`benchmarks.experts --all-tiles`)."""
 _MOST_PACKETS = 4  # stages of packets
 
 
@@ -43,7 +46,7 @@ class Multiplier(Enum):
     STAYING = "packed_experts"
     """The kernel of packed weights: blocks stay and take tile after tile; few positions go by mma.sync."""
     GEMM = "expert_gemm"
-    """The kernel over elements for many positions, which packed weights become on the way."""
+    """The kernel over whole operands: FP8 as it is, of any number of positions; elements of many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,38 +146,30 @@ _FEW_OF_FP8 = ExpertTile(64, Multiplier.GEMM)
 
 
 def tiles_for(
-    formats: Collection[Format], *, hopper: bool, gemm: bool = GEMM_BY_DEFAULT
+    formats: Collection[Format], *, hopper: bool, elements: bool = GEMM_OF_ELEMENTS
 ) -> tuple[ExpertTile, ...]:
     """The tiles of products with matrices of these formats, the smallest first.
 
-    gemm  also those of `expert_gemm.cu`, whose sums of FP8 are others: so it has all of these
+    FP8 has those of `expert_gemm.cu` alone, since its sums are others than those of elements.
+
+    elements  also that of `expert_gemm.cu` for elements
     """
     if not hopper:
         return tuple(ExpertTile(rows) for rows in (16, 32, 64))
-    if gemm and formats and all(one.scaled for one in formats):
+    if any(one.scaled for one in formats):
         return _FEW_OF_FP8, GEMM_TILE
-    gemm = gemm and not any(one.scaled for one in formats)
-    many = (GEMM_TILE,) * gemm
     if all(one.packed for one in formats):
-        return (*(ExpertTile(rows, Multiplier.STAYING) for rows in (8, 16, 64, 128)), *many)
+        return tuple(ExpertTile(rows, Multiplier.STAYING) for rows in (8, 16, 64, 128))
+    many = (GEMM_TILE,) * (elements and all(one.plain for one in formats))
     return (ExpertTile(16), *(ExpertTile(rows, Multiplier.WGMMA) for rows in (32, 64, 128)), *many)
 
 
-def made_elements(formats: Collection[Format], mean: float, *, hopper: bool, gemm: bool) -> bool:
-    """Return True if packed matrices become elements where an expert is sent so many tokens on average."""
-    packed = any(one.packed for one in formats)
-    return packed and GEMM_TILE in tiles_for(formats, hopper=hopper, gemm=gemm) and mean > _LEAST_MADE
-
-
-def tile_for(tiles: Sequence[ExpertTile], mean: float, *, packed: bool) -> ExpertTile:
-    """The tile of these, the smallest first, that suits so many tokens of an expert on average.
-
-    packed  matrices are: to make elements of them has to be worthwhile
-    """
-    if GEMM_TILE in tiles and mean > (_LEAST_MADE if packed else _LEAST_MANY):
-        return GEMM_TILE
+def tile_for(tiles: Sequence[ExpertTile], mean: float) -> ExpertTile:
+    """The tile of these, the smallest first, that suits so many tokens of an expert on average."""
     if _FEW_OF_FP8 in tiles:
-        return _FEW_OF_FP8
+        return GEMM_TILE if GEMM_TILE in tiles and mean > _MOST_OF_64 else _FEW_OF_FP8
+    if GEMM_TILE in tiles and mean > _LEAST_MANY:
+        return GEMM_TILE
     for most, rows in _STAYING:
         staying = ExpertTile(rows, Multiplier.STAYING)
         if mean <= most and staying in tiles:
@@ -183,11 +178,19 @@ def tile_for(tiles: Sequence[ExpertTile], mean: float, *, packed: bool) -> Exper
     return next((tile for tile in others if mean <= tile.rows * _FILLED and not tile.stays), others[-1])
 
 
-def grouped_sources(
-    formats: Collection[Format], *, hopper: bool, gemm: bool = GEMM_BY_DEFAULT
-) -> list[Source]:
+def multipliers(format_: Format, *, hopper: bool) -> tuple[Multiplier, ...]:
+    """The files that have kernels of a format, on Hopper or on other GPUs."""
+    if not hopper:
+        return (Multiplier.MMA,)
+    if format_.scaled:
+        return (Multiplier.GEMM,)
+    lacking = Multiplier.GEMM if format_.packed else Multiplier.STAYING
+    return tuple(one for one in Multiplier if one is not lacking)
+
+
+def grouped_sources(formats: Collection[Format], *, hopper: bool) -> list[Source]:
     """The files of the kernels of matrices of these formats."""
-    files = dict.fromkeys(tile.by for tile in tiles_for(formats, hopper=hopper, gemm=gemm))
+    files = dict.fromkeys(tile.by for tile in tiles_for(formats, hopper=hopper))
     return [grouped_source(format_, by) for format_ in sorted(formats, key=str) for by in files]
 
 

@@ -11,18 +11,10 @@ from nightmill.worker.runners.gpu.kinds import layer_kinds
 from nightmill.worker.runners.gpu.shapes import Kind
 from nightmill.worker.runners.gpu.weights.layout import NO_NORM, NormWeight
 
-__all__ = ["Ending", "Norms", "only_rms_norms", "row_shape", "three_alike"]
+__all__ = ["Ending", "Norms", "only_rms_norms", "row_shape"]
 
 _MOST = 32_768  # elements of a row
 _PIECES = (1, 2, 4)  # kernels, by the pieces of 8 values that a thread has
-_ADDED = "PPPPfifPP"  # arguments of an addition
-
-THREE_AT_ONCE = False
-"""True if what a dense network, experts beside it and their router read is normed in one launch.
-
-Off until it was seen to be right and faster on a GPU (benchmarks/TRIED.md); tests and `benchmarks.engine
---three-norms` turn it on.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +24,6 @@ class Ending:
     factor  a float that is a weight, or ABSENT
     before  None: nothing is written to out; without a weight x is only rounded
     behind  x becomes before(x), too: norms stand behind what is added
-    beside  norms of x for others, and where they go: two, or none. They, and `before`, are RMS norms with one
-            eps (`three_alike`)
     """
 
     after: NormWeight = NO_NORM
@@ -41,16 +31,6 @@ class Ending:
     factor: Buffer = ABSENT
     before: NormWeight | None = NO_NORM
     behind: bool = False
-    beside: tuple[tuple[NormWeight, Buffer], ...] = ()
-
-    def takes(self, rows: int) -> bool:
-        """Return whether norms beside have room for so many rows; if not, they are for who needs them."""
-        return bool(self.beside) and rows <= min(out.shape[0] for _, out in self.beside)
-
-
-def three_alike(*norms: NormWeight) -> bool:
-    """Return whether one launch computes these norms of the same rows."""
-    return len(norms) == 3 and all(one.plain and one.eps == norms[0].eps for one in norms)
 
 
 class Norms:
@@ -61,22 +41,15 @@ class Norms:
         self._rms = _by_pieces(rms, "rms_norm", "PPPif")
         self._rounding = _by_pieces(rms, "rms_norm_fp8", "PPPPif")
         self._any: dict[int, KernelPair] = {}
-        self._three: dict[int, KernelPair] = {}
         if not only_rms_norms(spec):
-            self._any = _by_pieces(KernelPairs(device, source_of("residual")), "residual", _ADDED + "PPfiiPi")
-        if _norms_three(spec):
-            three = KernelPairs(device, source_of("three_norms"))
-            self._three = _by_pieces(three, "three_norms", _ADDED + "fPPPPPPi")
+            residual = KernelPairs(device, source_of("residual"))
+            self._any = _by_pieces(residual, "residual", "PPPPfifPPPPfiiPi")
 
     @staticmethod
     def sources(spec: ModelSpec, *, hopper: bool) -> list[Source]:
         """List the kernel files for a model."""
         names = ["rms_norm"] if only_rms_norms(spec) else ["rms_norm", "residual"]
-        return [source_of(name) for name in (*names, *(["three_norms"] if _norms_three(spec) else []))]
-
-    def takes_beside(self, *norms: NormWeight) -> bool:
-        """Return whether an addition may have the last two of these norms beside the first."""
-        return bool(self._three) and three_alike(*norms)
+        return [source_of(name) for name in names]
 
     @staticmethod
     def refusal(spec: ModelSpec) -> str | None:
@@ -100,31 +73,19 @@ class Norms:
     def add(
         self, added: Buffer | None, bias: Buffer, ending: Ending, x: Buffer, out: Buffer, rows: int
     ) -> None:
-        """Queue what `ending` says for added + bias; of norms beside, only where they have room for all rows.
+        """Queue what `ending` says for added + bias.
 
         added  float (rows, width); None: x stays as it is
         """
-        if not rows:
-            return
-        width, after, then = x.shape[1], ending.after, ending.before or NO_NORM
-        pieces, block = row_shape(width)
-        addition = (
-            (rows, 1), block, 0 if added is None else added.address, bias.address, after.weight.address,
-            after.bias.address, after.eps, after.centred, ending.scale, ending.factor.address, x.address,
-        )  # fmt: skip
-        if added is not None and ending.takes(rows):
-            given = ((then, out), *ending.beside)
-            places = (one.address for norm, to in given for one in (norm.weight, to))
-            self._three[pieces].of(rows)(*addition, then.eps, *places, width)
-            return
-        self._any[pieces].of(rows)(
-            *addition, then.weight.address, then.bias.address, then.eps, then.centred, ending.behind,
-            0 if ending.before is None else out.address, width,
-        )  # fmt: skip
-
-
-def _norms_three(spec: ModelSpec) -> bool:
-    return THREE_AT_ONCE and any(experts.beside is not None for experts in spec.experts)
+        if rows:
+            width, after, then = x.shape[1], ending.after, ending.before or NO_NORM
+            pieces, block = row_shape(width)
+            self._any[pieces].of(rows)(
+                (rows, 1), block, 0 if added is None else added.address, bias.address, after.weight.address,
+                after.bias.address, after.eps, after.centred, ending.scale, ending.factor.address, x.address,
+                then.weight.address, then.bias.address, then.eps, then.centred, ending.behind,
+                0 if ending.before is None else out.address, width,
+            )  # fmt: skip
 
 
 def _by_pieces(kernels: KernelPairs, name: str, arguments: str) -> dict[int, KernelPair]:

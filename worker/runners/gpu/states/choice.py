@@ -21,7 +21,7 @@ from nightmill.worker.runners.gpu.states.delta_net import DeltaNet
 from nightmill.worker.runners.gpu.states.mamba2 import Mamba
 from nightmill.worker.runners.gpu.states.operands import Mixer
 
-__all__ = ["StateMixers", "seen_with_drafts", "state_mixer"]
+__all__ = ["StateMixers", "state_mixer"]
 
 _LAUNCHERS: dict[type, Any] = {ShortConv: ShortConvolution, GatedDeltaNet: DeltaNet, Mamba2: Mamba}
 
@@ -86,28 +86,6 @@ def state_mixer(device: Device, mixer: MixerSpec, work: int, rows: int) -> Mixer
         case _:
             raise TypeError(f"{mixer.title} is no mixer with a state")
     return launcher
-
-
-_SEEN_WITH_DRAFTS = (GatedDeltaNet, Mamba2)
-"""Mixers whose texts, log-probabilities included, had the same bits with drafts on an H200 (2026-11-27)."""
-
-
-_SEEN_WITH_EXPERTS = False
-"""States of models with experts were seen, too; on the host's emulator of kernels they have the same bits."""
-_SEEN_WITHOUT_STATES = False
-"""So were log-probabilities of models without states; on the host's emulator they have the same bits."""
-
-
-def seen_with_drafts(spec: ModelSpec) -> bool:
-    """Return whether drafts were tried on a GPU with all that a model has.
-
-    With its states, which then may be taken back, and with log-probabilities behind guesses.
-    """
-    mixers = list(_mixers(spec))
-    if not mixers:
-        return _SEEN_WITHOUT_STATES
-    seen = _SEEN_WITH_EXPERTS or not spec.experts
-    return seen and all(isinstance(one, _SEEN_WITH_DRAFTS) for one in mixers)
 
 
 def _mixers(spec: ModelSpec) -> Iterator[MixerSpec]:

@@ -69,15 +69,6 @@ inline void barrier_arrive_after_copies(uint32_t barrier) { barrier_arrive(barri
 inline void barrier_wait(uint32_t barrier, int parity) {
     while (host::barriers.at(barrier).parity == parity) host::wait_a_turn();
 }
-inline void publish_to_bulk_copies() {}
-inline void bring_to_l2(const void*) {}
-inline void count_up(unsigned* count) {
-    ++*count;
-    host::happened();
-}
-inline void wait_for_count(const unsigned* count, unsigned least) {
-    while (*const_cast<const volatile unsigned*>(count) < least) host::wait_a_turn();
-}
 inline bool elected() { return host::lane() == 0; }
 inline void group_sync(int group) { host::meet(host::of_warpgroup[group], 128); }
 
