@@ -157,7 +157,8 @@ def tiles_of(formats: tuple[Format, Format], device: Device, *, all_tiles: bool)
     if not all_tiles:
         return own
     able = set.intersection(*(set(multipliers(one, hopper=device.hopper)) for one in formats))
-    every = [*own, *tiles_for([Format.F16], hopper=device.hopper, elements=True)]
+    elements, mixed = [Format.F16], [Format.F16, Format.Q4_K]
+    every = [*own, *(tile for one in (elements, mixed) for tile in tiles_for(one, hopper=device.hopper))]
     return tuple(tile for tile in dict.fromkeys(every) if tile.by in able)
 
 

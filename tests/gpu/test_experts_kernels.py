@@ -131,7 +131,7 @@ def test_whole_operands_have_the_same_bits(device: Device) -> None:
     """Of elements; more items than blocks, and outputs that fill no unit."""
     if not device.hopper:
         missing(Need.HOPPER)
-    tiles = [ExpertTile(16), *tiles_for([device.element.format], hopper=True, elements=True)]
+    tiles = [ExpertTile(16), *tiles_for([device.element.format], hopper=True)]
     tiles_agree(device, Experts(count=9, used=3, width=168), 328, None, 150, tiles)
     tiles_agree(device, Experts(count=30, used=2, width=512), 768, None, 3000, tiles)
 

@@ -98,12 +98,13 @@ def test_the_tile_is_the_one_that_was_measured_fastest() -> None:
     assert [one.rows for one in found] == [16, 16, 8, 64, 128]
     assert all(one.by is Multiplier.STAYING for one in found)
     assert tile_for(packed[:1], 512) == packed[0]
-    other = tiles_for([Format.F16], hopper=True, elements=True)
-    assert tiles_for([Format.F16], hopper=True) == other[:-1]
+    other = tiles_for([Format.F16], hopper=True)
     found = [tile_for(other, tokens / 16) for tokens in rows]
     assert [one.rows for one in found] == [16, 16, 16, 32, 128]
     assert found[-1] == GEMM_TILE
-    assert tile_for(other[:-1], 128) == ExpertTile(128, Multiplier.WGMMA)
+    mixed = tiles_for([Format.F16, Format.Q4_K], hopper=True)
+    assert mixed[:-1] == other[:-1]
+    assert tile_for(mixed, 128) == ExpertTile(128, Multiplier.WGMMA)
 
 
 def test_fp8_has_one_files_kernels_on_hopper_whose_sums_are_others() -> None:
@@ -119,7 +120,7 @@ def test_fp8_has_one_files_kernels_on_hopper_whose_sums_are_others() -> None:
 def test_blocks_over_whole_operands_are_given_what_they_take(kept: Format) -> None:
     claims = [
         f"Tile<{tile.rows}>::{name} == {value}"
-        for tile in tiles_for([kept], hopper=True, elements=True)
+        for tile in tiles_for([kept], hopper=True)
         if tile.by is Multiplier.GEMM
         for name, value in (
             ("BYTES", tile.shared(kept)), ("THREADS", tile.threads(kept)), ("BLOCKS", tile.blocks),
@@ -192,4 +193,5 @@ def test_wgmma_has_the_bits_of_mma(launched: set[str]) -> None:
     found = {rows: trial.check(x[:rows], logits[:rows]) for rows in (3, 20, 40, 70)}
     for rows in (20, 40, 70):
         assert_same(results(found[3], slice(None)), results(found[rows], slice(3)))
-    assert launched >= {f"hopper_{name}_{rows}" for name in ("two", "floats") for rows in (32, 64, 128)}
+    tiles = ("hopper_{}_32", "hopper_{}_64", "gemm_{}_128")
+    assert launched >= {tile.format(name) for name in ("two", "floats") for tile in tiles}

@@ -9,7 +9,7 @@ from nightmill.worker.runners.gpu.device.operands import PANEL_ROWS, Format
 from nightmill.worker.runners.gpu.device.sources import Source, source_of
 
 __all__ = [
-    "GEMM_OF_ELEMENTS", "GEMM_TILE", "ExpertTile", "Multiplier", "grouped_source", "grouped_sources",
+    "GEMM_TILE", "ExpertTile", "Multiplier", "grouped_source", "grouped_sources",
     "multipliers", "tile_for", "tiles_for",
 ]  # fmt: skip
 
@@ -19,7 +19,7 @@ _WIDE_STEP = 256
 _BOX = 64  # inputs
 _CHUNK = 256  # inputs of a stage of packets
 _GROUP = 32  # inputs with one scale
-_FILLED = 0.75  # of a tile
+_FILLED = 0.75  # of a tile; so `expert_gemm.cu` has elements of experts that are sent more than 48 tokens
 _STAYING = ((1.0, 16), (6.0, 8), (12.0, 16), (48.0, 64), (math.inf, 128))
 """Tokens that an expert is sent on average, up to which blocks that stay take tiles of so many rows.
 
@@ -31,10 +31,6 @@ _MOST_OF_64 = 160
 As measured with 1,024 and 4,096 tokens of Qwen3-30B-A3B, 64 and 256 an expert, on an H200
 (`benchmarks/history/speed.md`).
 """
-_LEAST_MANY = 48
-"""The same, beyond which `expert_gemm.cu` multiplies elements: predicted."""
-GEMM_OF_ELEMENTS = False
-"""True if it does: it is not timed yet with these (`benchmarks.experts --all-tiles`)."""
 _MOST_PACKETS = 4  # stages of packets
 
 
@@ -145,14 +141,10 @@ GEMM_TILE = ExpertTile(128, Multiplier.GEMM)
 _FEW_OF_FP8 = ExpertTile(64, Multiplier.GEMM)
 
 
-def tiles_for(
-    formats: Collection[Format], *, hopper: bool, elements: bool = GEMM_OF_ELEMENTS
-) -> tuple[ExpertTile, ...]:
+def tiles_for(formats: Collection[Format], *, hopper: bool) -> tuple[ExpertTile, ...]:
     """The tiles of products with matrices of these formats, the smallest first.
 
     FP8 has those of `expert_gemm.cu` alone, since its sums are others than those of elements.
-
-    elements  also that of `expert_gemm.cu` for elements
     """
     if not hopper:
         return tuple(ExpertTile(rows) for rows in (16, 32, 64))
@@ -160,22 +152,20 @@ def tiles_for(
         return _FEW_OF_FP8, GEMM_TILE
     if all(one.packed for one in formats):
         return tuple(ExpertTile(rows, Multiplier.STAYING) for rows in (8, 16, 64, 128))
-    many = (GEMM_TILE,) * (elements and all(one.plain for one in formats))
-    return (ExpertTile(16), *(ExpertTile(rows, Multiplier.WGMMA) for rows in (32, 64, 128)), *many)
+    many = GEMM_TILE if all(one.plain for one in formats) else ExpertTile(128, Multiplier.WGMMA)
+    return (ExpertTile(16), ExpertTile(32, Multiplier.WGMMA), ExpertTile(64, Multiplier.WGMMA), many)
 
 
 def tile_for(tiles: Sequence[ExpertTile], mean: float) -> ExpertTile:
     """The tile of these, the smallest first, that suits so many tokens of an expert on average."""
     if _FEW_OF_FP8 in tiles:
         return GEMM_TILE if GEMM_TILE in tiles and mean > _MOST_OF_64 else _FEW_OF_FP8
-    if GEMM_TILE in tiles and mean > _LEAST_MANY:
-        return GEMM_TILE
     for most, rows in _STAYING:
         staying = ExpertTile(rows, Multiplier.STAYING)
         if mean <= most and staying in tiles:
             return staying
-    others = [tile for tile in tiles if tile != GEMM_TILE] or tiles  # some experts are sent more
-    return next((tile for tile in others if mean <= tile.rows * _FILLED and not tile.stays), others[-1])
+    # Some experts are sent more.
+    return next((tile for tile in tiles if mean <= tile.rows * _FILLED and not tile.stays), tiles[-1])
 
 
 def multipliers(format_: Format, *, hopper: bool) -> tuple[Multiplier, ...]:
