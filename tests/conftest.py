@@ -48,10 +48,19 @@ gc.disable()  # until all tests are collected
 multiprocessing.set_forkserver_preload(["nightmill.jobs.client.client", "psycopg", "pytest"])
 
 _LONGEST_NAME = 20
-# Tests that start workers or wait for what hangs: begun last, one would keep its process for a minute.
+# Tests that start workers or wait for what hangs: begun last, one would keep its process for a minute. The
+# longest first.
 LONG = tuple(
     Path(__file__).parent / one
-    for one in ("integration/worker", "integration/server", "integration/test_packaging.py", "unit/campaign")
+    for one in (
+        "integration/test_installing.py",
+        "integration/test_packaging.py",
+        "acceptance",
+        "clients",
+        "integration/worker",
+        "integration/server",
+        "unit/campaign",
+    )
 )
 
 _SERVERS = {"redis_url", "redis_server", "postgres_server", "chromium"}
@@ -135,7 +144,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if processes == 1:
         return
-    long = [item for item in items if _is_below(item.path, *LONG)]
+    long = [item for folder in LONG for item in items if _is_below(item.path, folder)]
     short = [item for item in items if not _is_below(item.path, *LONG)]
     ordered: list[pytest.Item] = []
     for process in range(processes):

@@ -39,6 +39,10 @@ _LOCKS = {"Lock", "RLock", "Condition", "Semaphore", "BoundedSemaphore", "Barrie
 _FILE_LOCKS = {"flock", "lockf", "WeakFileLock", "FileLock"}
 _POOLS = {"ThreadPoolExecutor", "ProcessPoolExecutor"}
 _TIMEOUTS = {"timeout", "socket_timeout"}
+_OTHERS = {"Thread", "read", "select", "get", "shutdown", "accept", "poll"}
+_NAMES = (
+    _BOUNDED_BY.keys() | _ALWAYS | _NEED_TIMEOUT | _CLIENTS | _LOCKS | _FILE_LOCKS | _POOLS | _OTHERS
+)  # of whatever is judged at all
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -86,6 +90,8 @@ def _context_variables(tree: ast.Module) -> set[str]:
 
 
 def _may_block(call: ast.Call) -> bool:
+    if getattr(call.func, "attr", getattr(call.func, "id", None)) not in _NAMES:
+        return False
     whole = ast.unparse(call.func)
     of, _, name = whole.rpartition(".")
     if of.startswith("asyncio") or whole in ("os.path.join", "super().join"):

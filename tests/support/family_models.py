@@ -217,7 +217,11 @@ class _Noise:
                 self._scaled[deviation] = scaled.astype(np.float16)
         pool = self._scaled[deviation]
         start = int(self._rng.integers(len(pool)))
-        drawn = np.resize(np.roll(pool, -start), shape)
+        drawn, filled = np.empty(shape, pool.dtype), 0
+        while filled < drawn.size:
+            piece = pool[start : start + drawn.size - filled]
+            drawn.reshape(-1)[filled : filled + len(piece)] = piece
+            filled, start = filled + len(piece), 0
         return drawn.view(np.uint8) if self._kind is GGMLQuantizationType.BF16 else drawn
 
     def vector(self, shape: tuple[int, ...], mean: float, deviation: float) -> npt.NDArray[np.float32]:

@@ -146,7 +146,7 @@ def test_quotes_that_are_never_closed_hold_one_record_in_memory_not_the_file(
         return peak_bytes(cells)
 
     read(2_000)
-    assert peak(200_000) < 2 * peak(20_000)
+    assert peak(40_000) < 2 * peak(4_000)
 
 
 def test_a_fence_that_is_not_closed_is_read_in_one_pass() -> None:

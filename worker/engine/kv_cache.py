@@ -12,6 +12,7 @@ left, the one that lost its last owner first going first.
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 
 from nightmill.worker.engine.page_tables import PageNeeds
 from nightmill.worker.runners.base import PageKind
@@ -124,21 +125,18 @@ class PagePool:
         Raises CacheIntegrityError unless every page is exactly once free or owned, and owned as often as the
         tables name it.
         """
-        named = Counter(page for table in page_tables for page in table)
+        named = Counter(chain.from_iterable(page_tables))
         free = Counter([*self._empty, *self._idle])
-        for page in range(self.pages):
-            if free[page] > 1:
-                raise CacheIntegrityError(f"page {page} is {free[page]} times in the free list")
-            if free[page] != (self._owners[page] == 0):
-                where = "in" if free[page] else "missing from"
-                raise CacheIntegrityError(
-                    f"page {page} has {self._owners[page]} owners and is {where} the free list"
-                )
-            if named[page] != self._owners[page]:
-                raise CacheIntegrityError(
-                    f"page {page} has {self._owners[page]} owners and is in {named[page]} page tables"
-                )
-            if free[page] and self._kept[page] != (page in self._idle):
+        for page, (owners, kept) in enumerate(zip(self._owners, self._kept, strict=True)):
+            times, holders = free.get(page, 0), named.get(page, 0)
+            if times > 1:
+                raise CacheIntegrityError(f"page {page} is {times} times in the free list")
+            if times != (owners == 0):
+                where = "in" if times else "missing from"
+                raise CacheIntegrityError(f"page {page} has {owners} owners and is {where} the free list")
+            if holders != owners:
+                raise CacheIntegrityError(f"page {page} has {owners} owners and is in {holders} page tables")
+            if times and kept != (page in self._idle):
                 raise CacheIntegrityError(f"page {page} is free, and idle without being kept or the reverse")
         if strangers := sorted((named.keys() | free.keys()) - set(range(self.pages))):
             raise CacheIntegrityError(f"pages that do not exist are in use: {strangers}")

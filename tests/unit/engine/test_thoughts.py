@@ -1,5 +1,6 @@
 """What is asked of the answer acts on the answer, where the text begins with thoughts."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -61,13 +62,20 @@ def test_a_stop_string_that_has_a_mark_counts_in_thoughts() -> None:
     assert (one.text, one.stop_reason) == ("ab", StopReason.STOP_SEQUENCE)
 
 
+def in_one_engine(requests: Iterable[Request], depth: int = 1) -> list[Completion]:
+    """The texts of requests that are computed together, in their order."""
+    engine = make_engine(ScriptedRunner(depth=depth, slots=8, kv_pages=64))
+    asked = [replace(request, job_id=f"j{number}") for number, request in enumerate(requests)]
+    for one in asked:
+        engine.submit(one)
+    done = {one.job_id: one for one in run(engine)}
+    return [done[one.job_id] for one in asked]
+
+
 @pytest.mark.parametrize("depth", [1, 3])
 def test_nothing_ends_a_text_before_its_answer_has_so_many_tokens(depth: int) -> None:
-    for seed in range(40):
-        engine = make_engine(ScriptedRunner(depth=depth, kv_pages=64))
-        asked = make_request("j", (0, 1, 2), seed=seed, min_tokens=4, max_tokens=50)
-        engine.submit(replace(asked, markup=OPENED))
-        (one,) = run(engine)
+    asked = [make_request("j", (0, 1, 2), seed=seed, min_tokens=4, max_tokens=50) for seed in range(40)]
+    for one in in_one_engine((replace(each, markup=OPENED) for each in asked), depth):
         reply = read_reply(one.text, OPENED, None, "j")
         if one.stop_reason is StopReason.EOS:
             end = next(
@@ -80,11 +88,8 @@ def test_nothing_ends_a_text_before_its_answer_has_so_many_tokens(depth: int) ->
 def test_banned_runs_are_kept_from_the_answer_alone(depth: int) -> None:
     banned = ((A, B), (AB,))
     seen = 0
-    for seed in range(40):
-        engine = make_engine(ScriptedRunner(depth=depth, kv_pages=64))
-        asked = make_request("j", (0, 1, 2), seed=seed, max_tokens=40, ignore_eos=True)
-        engine.submit(replace(asked, markup=OPENED, banned=banned))
-        (one,) = run(engine)
+    asked = [make_request("j", (0, 1, 2), seed=seed, max_tokens=40, ignore_eos=True) for seed in range(40)]
+    for one in in_one_engine((replace(each, markup=OPENED, banned=banned) for each in asked), depth):
         tokens = list(one.token_ids)
         ends = [n + 1 for n in range(len(tokens)) if "é" in stable_prefix(tokens[: n + 1])]
         thoughts, answer = (tokens[: ends[0]], tokens[ends[0] :]) if ends else (tokens, [])
@@ -148,9 +153,11 @@ def done(request: Request, *others: Request, depth: int = 1, pages: int = 64) ->
 )
 def test_thoughts_are_closed_after_their_budget_and_an_answer_follows(markup: Markup, budget: int) -> None:
     closed = 0
-    for seed in range(30):
-        free = done(limited(seed, None, markup, max_tokens=40, ignore_eos=True)).token_ids
-        one = done(limited(seed, budget, markup, max_tokens=40, ignore_eos=True)).token_ids
+    unlimited, cut = (
+        in_one_engine(limited(seed, limit, markup, max_tokens=40, ignore_eos=True) for seed in range(30))
+        for limit in (None, budget)
+    )
+    for free, one in ((a.token_ids, b.token_ids) for a, b in zip(unlimited, cut, strict=True)):
         watch = TextWatch(PieceStream(), (), thinking=(*markup.thinking, markup.opened))
         assert one[:budget] == free[:budget]
         place = None

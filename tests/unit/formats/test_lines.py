@@ -110,7 +110,7 @@ def test_gzip_is_undone_and_progress_counts_the_packed_bytes(tmp_path: Path) -> 
 @pytest.mark.heavy
 def test_a_gzip_file_that_was_cut_short_is_an_error_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl.gz"
-    lines = b"".join(b'{"prompt": "%d"}\n' % (i * i) for i in range(100_000))
+    lines = b"".join(b'{"prompt": "%d"}\n' % (i * i) for i in range(20_000))
     path.write_bytes(gzip.compress(lines)[:-2000])
     with pytest.raises(BatchFileError, match=r"in\.jsonl\.gz: is a broken gzip file"):
         list(InputFile(path).rows())

@@ -16,11 +16,11 @@ def test_an_id_is_known_with_the_row_that_had_it_first(ids: list[str]) -> None:
         known.setdefault(custom_id, row)
 
 
-def test_a_hundred_thousand_ids_are_told_apart_in_a_few_bytes_each() -> None:
+def test_thousands_of_ids_are_told_apart_in_a_few_bytes_each() -> None:
     tracemalloc.start()
     seen = SeenIds()
-    assert all(seen.add(f"request-{row}", row) is None for row in range(1, 100_001))
+    assert all(seen.add(f"request-{row}", row) is None for row in range(1, 30_001))
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert all(seen.add(f"request-{row}", 0) == row for row in range(1, 100_001))
-    assert held <= 36 * 100_000
+    assert all(seen.add(f"request-{row}", 0) == row for row in range(1, 30_001))
+    assert held <= 36 * 30_000

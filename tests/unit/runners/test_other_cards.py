@@ -69,6 +69,7 @@ def real(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RecordedDriver:
     return install_uncompiled(monkeypatch, tmp_path, HOPPER)
 
 
+@pytest.mark.heavy
 def test_each_family_is_computed_or_refused_before_it_is_loaded(
     real: RecordedDriver, loaded: list[Source]
 ) -> None:

@@ -206,6 +206,7 @@ def test_cards_that_cannot_be_pretended_are_refused(monkeypatch: pytest.MonkeyPa
     assert known_card("RTX4090") is KNOWN_CARDS["rtx4090"] and known_card(None) is None
 
 
+@pytest.mark.heavy
 def test_tests_of_a_gpu_are_run_as_the_card_that_a_variable_names() -> None:
     """Although no variable of Nightmill's reaches a test: they would be run on the GPU itself, unnoticed."""
     found = subprocess.run(

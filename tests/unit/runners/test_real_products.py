@@ -106,8 +106,9 @@ def test_the_room_for_elements_that_is_planned_takes_every_matrix_of_a_model(
     launchers: RecordedLaunchers,
 ) -> None:
     planned = {
-        (Unpacked.workspace(spec, IN_FILE), product)
+        (size, product)
         for spec in typed_specs()
+        for size in [Unpacked.workspace(spec, IN_FILE)]
         for product in products_in(spec)
         if all(Format[part.format].packed for part in product.parts)
     }

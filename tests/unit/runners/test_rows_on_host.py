@@ -31,6 +31,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     monkeypatch.setattr(on_gpu, "ROWS", (1, 7))
     monkeypatch.setattr(on_gpu, "WIDTHS", (8, 2056, 4104))
     monkeypatch.setattr(on_gpu, "CONTEXT", 100)
+    monkeypatch.setattr(rotation_on_gpu, "ROWS", (1, 7, 65))
     return run_rows_on_host(monkeypatch, folder)
 
 
@@ -117,7 +118,11 @@ def test_what_is_done_to_heads(launched: set[str], kind: str, style: RopeStyle) 
 
 @pytest.mark.parametrize("heads", [(3, 1, 40), (4, 2, 512)], ids=str)
 @pytest.mark.parametrize("kind", rotation_on_gpu.OTHERS)
-def test_heads_that_a_layer_does_not_make(launched: set[str], kind: str, heads: tuple[int, int, int]) -> None:
+def test_heads_that_a_layer_does_not_make(
+    launched: set[str], kind: str, heads: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Positions up to 40,000 are for `test_what_is_done_to_heads`: a table of so many takes seconds here."""
     device: Any = HostDevice()
+    monkeypatch.setattr(rotation_on_gpu, "CONTEXT", 2000)
     rotation_on_gpu.test_heads_that_a_layer_does_not_make(device, kind, heads)
     assert launched == {"qkv_rope_write", "rope_table"}

@@ -47,7 +47,7 @@ def made(*drawn: tuple[dict[str, Any], set[int], int]) -> Any:
     return rows(*filled, vocab=VOCAB)
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=200)
 @given(st.lists(cases, min_size=1, max_size=4))
 def test_every_accepted_value_draws_a_possible_token_of_any_finite_logits(drawn: list[Any]) -> None:
     logits = np.array([values for values, *_ in drawn], dtype=np.float32)

@@ -119,7 +119,7 @@ def plain(files: dict[str, GgufFile]) -> dict[str, dict[str, Completion]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     slots=st.integers(1, 12), pages=st.integers(17, 60), spare=st.sampled_from([0, 1, 40, 200]),
     depth=st.integers(1, 3), sharing=st.booleans(), steps_between=st.integers(0, 4),

@@ -117,7 +117,10 @@ def kept(table: Table, rows: list[InputRow], format: FileFormat, path: Path) -> 
     return parquet.read_table(path)
 
 
-@pytest.mark.parametrize("write", [write_parquet, write_arrow, write_stream, None])
+@pytest.mark.parametrize(
+    "write",
+    [*(pytest.param(by, marks=pytest.mark.heavy) for by in (write_parquet, write_arrow, write_stream)), None],
+)
 @pytest.mark.parametrize("format", [FileFormat.PARQUET, FileFormat.ARROW])
 def test_types_come_back_as_they_were(
     write: Callable[[Path, Any], Path] | None, format: FileFormat, tmp_path: Path
@@ -146,6 +149,7 @@ def test_types_come_back_as_they_were(
     assert found.column_names[len(typed.column_names)] == "answer"
 
 
+@pytest.mark.heavy  # a process reads the file
 def test_values_of_types_are_written_as_people_do(tmp_path: Path) -> None:
     text = "{{ id }} {{ small }} {{ day }} {{ price }} {{ flag }} {{ tags | json }} {{ kind }}"
     first = rows_of(write_parquet(tmp_path / "in.parquet", TYPED), text)[0]

@@ -51,6 +51,8 @@ _ACTIVATIONS = {
     (Activation.RELU_SQUARED, False): ops.relu_squared,
     (Activation.CLAMPED_SWIGLU, True): ops.clamped_swiglu,
 }
+# What `ops.rows_are_independent` found, by shape and layout of the matrix, for all models of this process.
+_TILED: dict[tuple[tuple[int, ...], bool, str], bool] = {}
 Trace = Callable[[str, npt.NDArray[Any]], None]
 
 
@@ -87,7 +89,6 @@ class ReferenceModel:
         else:
             self._embedding = file.array("token_embd.weight")
             self._head = (self._embedding if spec.tied_head else file.array("output.weight")).T
-        self._tiled: dict[tuple[tuple[int, ...], bool], bool] = {}
         ropes = spec.ropes
         self._frequencies = {rope: rope.frequencies() for rope in ropes}
 
@@ -341,10 +342,10 @@ class ReferenceModel:
         self, x: ops.FloatArray, weight: FloatArray, bias: FloatArray | None = None
     ) -> ops.FloatArray:
         """A product in tiles of rows, but where a trial has shown that this BLAS needs none."""
-        kind = weight.shape, weight.flags.c_contiguous
-        if kind not in self._tiled:
-            self._tiled[kind] = not ops.rows_are_independent(weight)
-        return ops.linear(x, weight, bias, tiled=self._tiled[kind])
+        kind = weight.shape, weight.flags.c_contiguous, weight.dtype.char
+        if kind not in _TILED:
+            _TILED[kind] = not ops.rows_are_independent(weight)
+        return ops.linear(x, weight, bias, tiled=_TILED[kind])
 
     def _report(self, stage: str, values: npt.NDArray[Any]) -> None:
         if self._trace is not None:

@@ -49,9 +49,10 @@ class KernelCompileError(RunnerError):
     """nvcc refused a kernel."""
 
 
+@cache
 def kernel_directory() -> Path:
     """Return the folder of the kernel files."""
-    return package_directory() / "_cuda"
+    return (package_directory() / "_cuda").resolve()
 
 
 @cache
@@ -181,9 +182,12 @@ def included_files(source: Path) -> dict[Path, bytes]:
 
 
 def _included(name: str, folder: Path) -> Path:
-    """The file that nvcc takes: in the folder of the one that includes it, or else in `cuda/`."""
-    beside = (folder / name).resolve()
-    return beside if beside.is_file() else (kernel_directory() / name).resolve()
+    """The file that nvcc takes: in the folder of the one that includes it, or else in `cuda/`.
+
+    `folder` is resolved. Symbolic links are not followed anew for each line: that took most of the time.
+    """
+    beside = Path(os.path.normpath(folder / name))
+    return beside if beside.is_file() else Path(os.path.normpath(kernel_directory() / name))
 
 
 def _run_compiler(source: Path, options: Sequence[str], arch: str, nvcc: str) -> bytes:

@@ -1,6 +1,7 @@
 """The kernel files, and what nvcc is told about a model when it compiles them."""
 
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,13 @@ Source = tuple[Path, tuple[str, ...]]
 
 def source_of(name: str, *options: str) -> Source:
     """The kernel file of that name in `cuda/` or a folder of it, with options for nvcc."""
-    (path,) = kernel_directory().rglob(f"{name}.cu")
-    return path, options
+    return _kernel_file(kernel_directory(), name), options
+
+
+@cache
+def _kernel_file(directory: Path, name: str) -> Path:
+    (path,) = directory.rglob(f"{name}.cu")
+    return path
 
 
 def for_element(source: Source, element: Element, kv: KvFormat = KvFormat.ELEMENT) -> Source:
