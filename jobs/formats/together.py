@@ -30,7 +30,7 @@ class FilesTogether(InputFile):
         self.format = parts[0].format
         self._name = self.path.name
         self._position = 0
-        self._stream = None
+        self._stream = self._fingerprint = None
         self._read: list[InputFile] = []
         for part in parts:
             if part.format is not self.format:

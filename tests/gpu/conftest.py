@@ -14,6 +14,7 @@ from nightmill.worker.runners.gpu.device import compiler
 from nightmill.worker.runners.gpu.device.device import Device, device_count
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.waits import BOUNDED_WAITS
+from nightmill.worker.runners.gpu.products import chooser
 from nightmill.worker.runners.gpu.runner import CudaRunner
 from nightmill.worker.runners.kv_format import KvFormat
 from tests.support.cuda_runners import ON_GPU, cuda_runner, pretended_card
@@ -49,10 +50,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def kernels() -> Iterator[None]:
-    """Built as NIGHTMILL_TEST_KERNELS says."""
+    """Built as NIGHTMILL_TEST_KERNELS says; each start times all ways to multiply."""
     options = BUILDS[os.environ.get("NIGHTMILL_TEST_KERNELS", "service")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiler, "COMMON_OPTIONS", (*compiler.COMMON_OPTIONS, *options))
+        patch.setattr(chooser, "choices_file", lambda device, beside: None)
         yield
 
 

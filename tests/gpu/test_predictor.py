@@ -39,10 +39,9 @@ WISHES: tuple[dict[str, Any], ...] = (
 
 @pytest.fixture(autouse=True)
 def sized(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cases in sizes that there are kernels for, also those of FP8."""
+    """Cases in sizes that there are kernels for."""
     for name in predictors.CASES:
-        keys, spec = (GPU_HYBRID_FILES | GPU_EXPERT_FILES)[name]
-        monkeypatch.setitem(predictors.CASES, name, (keys, with_shared_experts_of_48(spec)))
+        monkeypatch.setitem(predictors.CASES, name, (GPU_HYBRID_FILES | GPU_EXPERT_FILES)[name])
 
 
 def with_shared_experts_of_48(spec: ModelSpec) -> ModelSpec:
@@ -124,11 +123,13 @@ WEIGHTS = [WeightsFormat.ELEMENT, WeightsFormat.FILE, WeightsFormat.FP8]
 @pytest.mark.parametrize(("weights", "kv"), [*((one, KvFormat.ELEMENT) for one in WEIGHTS),
                                              (WeightsFormat.ELEMENT, KvFormat.FP8)])  # fmt: skip
 def test_drafts_by_the_block_change_no_bit(
-    name: str, weights: WeightsFormat, kv: KvFormat, tmp_path: Path
+    name: str, weights: WeightsFormat, kv: KvFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that guesses at random, and one that knows the model."""
     if weights is WeightsFormat.FP8:
         need_fp8()
+        keys, spec = predictors.CASES[name]
+        monkeypatch.setitem(predictors.CASES, name, (keys, with_shared_experts_of_48(spec)))
     precision = Precision(weights=weights, kv=kv)
     for tensors, share in ((None, 0.0), (predictors.alike_tensors(predictors.predicting(name)), 0.5)):
         file = predictors.opened(tmp_path, name, tensors)

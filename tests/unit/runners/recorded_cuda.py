@@ -25,6 +25,7 @@ import pytest
 from nightmill.worker.runners.gpu import self_test
 from nightmill.worker.runners.gpu.device import compiler as compilers
 from nightmill.worker.runners.gpu.device import functions
+from nightmill.worker.runners.gpu.products import chooser
 from tests.unit.runners.recorded_kernels import Kernel, compile_recorded, kernels_of, nvcc_is_there
 
 # Of a block, by compute capability; (8, 0) stands for all from there on: 8.6, 8.9 and 12.0 have least.
@@ -76,6 +77,7 @@ class RecordedDriver:
                     patch.setitem(sys.modules, name, _module(name))
             if parent:
                 patch.setattr(sys.modules[parent], module.__name__.rpartition(".")[2], module, raising=False)
+        patch.setattr(chooser, "choices_file", lambda device, beside: None)  # each start times all
         if not nvcc_is_there():
             patch.setattr(compilers, "find_nvcc", lambda: "")
             patch.setattr(compilers, "compiler_version", lambda nvcc: "")
@@ -136,7 +138,7 @@ class RecordedDriver:
                 target[...] = self._last in self.odd
 
         ticks = self._ticks
-        driver.init = _nothing
+        driver.init, driver.get_driver_version = _nothing, lambda: 13_000
         driver.Device, driver.Event = Device, Event
         driver.Stream = lambda: SimpleNamespace(handle=7, synchronize=_nothing)
         driver.Memcpy2D = _Copy

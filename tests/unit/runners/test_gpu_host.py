@@ -15,6 +15,7 @@ from nightmill.worker.runners.gpu.products.clock import Choices, KernelClock, ne
 from nightmill.worker.runners.gpu.products.elements.hopper_gemm import TILES, Tile
 from nightmill.worker.runners.gpu.products.elements.hopper_qkv import QKV_TILES
 from nightmill.worker.runners.gpu.products.elements.hopper_split import SPLIT_TILES, SplitTile, split_tiles
+from nightmill.worker.runners.gpu.products.remembered import RememberedChoices
 from nightmill.worker.runners.gpu.shapes import MANY_ROWS, Kind, first_sum, padded_rows
 from tests.unit.runners.recorded_cuda import DriverError, RecordedDriver
 
@@ -62,8 +63,10 @@ def test_results_of_a_tile_fill_its_buffers_a_whole_number_of_times(kind: Kind, 
 class NumbersClock:
     """Of ways that are numbers, the largest is the fastest; notes what is timed."""
 
-    def __init__(self) -> None:
+    def __init__(self, remembered: RememberedChoices | None = None, *, steady: bool = True) -> None:
         self.timed: list[list[int]] = []
+        self.remembered = remembered or RememberedChoices()
+        self.steady = steady
 
     def ranked(
         self, ways: Sequence[Callable[[int], None]], beside: Callable[[], None], *, loaded: bool = False

@@ -155,6 +155,7 @@ class CudaRunner:
             self._build(file, spec, precision, sizes)
             if launching.graphs and spec.encoder is None:  # which draws nothing
                 self._capture_all()
+            self._keep_choices()
             self._progress(StartStep.SELF_TEST, "")
             checked = list(checked_products(self.device, self._model, spec, file))
             check_products(self.device, checked, lambda news: self._progress(StartStep.SELF_TEST, news))
@@ -351,6 +352,11 @@ class CudaRunner:
         """A kernel is compiled; called on threads that compile."""
         log.info("%s", news)
         self._progress(StartStep.COMPILING, news)
+
+    def _keep_choices(self) -> None:
+        """So that the next start need not time them."""
+        if self._products is not None:
+            self._products.clock.remembered.save()
 
     def _tune_many_rows(self, least: int) -> None:
         """Choose how steps of over `least` tokens are multiplied: of the most there can be, a half ..."""

@@ -74,6 +74,11 @@ class Shape:
     format: Format = Format.F16
     pitch: int | None = None
 
+    @property
+    def title(self) -> str:
+        """The product without its rows, for a person, as `swiglu 4,864 x 896, f16`."""
+        return f"{self.kind.value} {self.outputs:,} x {self.inputs:,}, {self.format.value[0]}"
+
 
 def _always(shape: Shape) -> bool:
     return True

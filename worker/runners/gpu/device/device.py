@@ -114,6 +114,7 @@ class Device:
             self.features = features_of(self.compute_capability)
             self.multiprocessors: int = handle.get_attribute(cuda.device_attribute.MULTIPROCESSOR_COUNT)
             self.total_memory: int = handle.total_memory()
+            self.driver_version: int = cuda.get_driver_version()
             self._taken_before = 0  # bytes of the memory that are not to be had, beside what is allocated
             if pretended is not None:
                 self._pretend(pretended)

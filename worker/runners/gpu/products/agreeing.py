@@ -70,9 +70,10 @@ class Agreement:
                 found.append(one)
                 self._agree.add(_key(one, shape))
                 continue
-            product = f"{shape.kind.value} {shape.outputs:,} x {shape.inputs:,}, {shape.format.value[0]}"
-            self.left_out.setdefault(product, set()).add(one.name)
-            log.info("%s with %d rows: %s gives other bits and is left out", product, shape.rows, one.name)
+            self.left_out.setdefault(shape.title, set()).add(one.name)
+            log.info(
+                "%s with %d rows: %s gives other bits and is left out", shape.title, shape.rows, one.name
+            )
         return found or [reference]
 
     def _run(self, one: Candidate, shape: Shape, x: Buffer, weight: Matrix, y: Buffer) -> int:

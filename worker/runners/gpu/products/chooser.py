@@ -8,7 +8,9 @@ from nightmill.worker.runners.gpu.device.operands import Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.products.agreeing import Agreement
 from nightmill.worker.runners.gpu.products.clock import Choices, KernelClock
 from nightmill.worker.runners.gpu.products.elements.format import ElementProducts
+from nightmill.worker.runners.gpu.products.elements.library import library_release
 from nightmill.worker.runners.gpu.products.packed.format import PackedProducts
+from nightmill.worker.runners.gpu.products.remembered import RememberedChoices, choices_file
 from nightmill.worker.runners.gpu.shapes import (
     Candidate,
     Kernel,
@@ -42,7 +44,7 @@ class Product:
         """By padded rows."""
         self._choices: Choices[Candidate] = Choices(
             clock, lambda rows: candidates(shape(rows)), lambda one, rows: one.suits(shape(rows)),
-            lambda one, rows: agreement.trusts(one, shape(rows)),
+            lambda one, rows: agreement.trusts(one, shape(rows)), (shape(1).title, _name),
         )  # fmt: skip
 
     def __call__(self, x: Buffer, weight: Matrix, y: Buffer, rows: int) -> None:
@@ -106,7 +108,9 @@ class Products:
         self._launchers = [one for one in (elements, packed, rounded) if one is not None]
         self.takes_packed = packed is not None and packed.multiplies
         """True if kernels multiply packed weights as they are."""
-        self.clock = KernelClock(device, elements.scratch, ElementProducts.workspace())
+        beside = f"{device.element.name}, KV {device.kv.name}, cuBLASLt {library_release()}"
+        remembered = RememberedChoices(choices_file(device, beside))
+        self.clock = KernelClock(device, elements.scratch, ElementProducts.workspace(), remembered)
         self._agreement = Agreement(device, self._reference)
         self._packed = packed
         self._format = device.element.format
@@ -128,7 +132,7 @@ class Products:
     def tuned(self) -> dict[str, dict[int, str]]:
         """The fastest kernel by the number of rows, by product (`swiglu 4864 x 896, f16`); for a person."""
         return {
-            f"{kind.value} {outputs:,} x {inputs:,}, {weights.value[0]}": product.tuned
+            Shape(1, outputs, inputs, kind, weights).title: product.tuned
             for (kind, outputs, inputs, weights), product in self._known.items()
         }
 
@@ -152,3 +156,8 @@ class Products:
         if not found:
             raise CudaError(f"no kernel computes the product {shape}: sizes are multiples of 8")
         return found
+
+
+def _name(candidate: Candidate) -> str:
+    """A name that no other candidate has."""
+    return f"{candidate.name} {candidate.algorithm.hex()}".rstrip()

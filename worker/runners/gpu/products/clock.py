@@ -8,6 +8,7 @@ import numpy as np
 
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.graphs import Graph
+from nightmill.worker.runners.gpu.products.remembered import RememberedChoices
 from nightmill.worker.runners.gpu.shapes import MANY_ROWS, padded_rows
 
 __all__ = ["Choices", "KernelClock", "nearest"]
@@ -17,6 +18,7 @@ Tried = TypeVar("Tried")
 _TIMED_RUNS = 8
 _FINALISTS, _RETRIALS = 4, 2
 _CLOSE = 1.15  # times the least time: clocks do not change by more within milliseconds
+_STEADY = 1.05  # the same, of two measurements of one way, where nobody else uses the GPU
 _NEARBY = 1.25  # times the rows, or a part of them: up to MANY_ROWS, what is best further away is not so here
 _SHORTLIST = 6  # ways that are tried at sizes near one where all were
 _OCCUPYING_FILLS = 12  # of 32 MiB, 10 us each on an H200
@@ -32,9 +34,15 @@ class KernelClock:
     """Times launches.
 
     scratch, size  address and bytes of memory that may be overwritten at any time, 32 MiB or so
+    remembered     what was found at earlier starts
     """
 
-    def __init__(self, device: Device, scratch: int, size: int) -> None:
+    def __init__(
+        self, device: Device, scratch: int, size: int, remembered: RememberedChoices | None = None
+    ) -> None:
+        self.remembered = remembered or RememberedChoices()
+        self.steady = False
+        """The best of the last ranking took as long when it was measured once more."""
         self._device = device
         self._scratch, self._size = scratch, size
         self._started, self._ended = device.event(timing=True), device.event(timing=True)
@@ -67,7 +75,9 @@ class KernelClock:
             close = _best_of(times)
             for index in close if len(close) > 1 else ():
                 times[index] = min(times[index], self._seconds(graphs[index]))
-        return [int(index) for index in np.argsort(times)]
+        order = [int(index) for index in np.argsort(times)]
+        self._look_again(times[order[0]], self._seconds(graphs[order[0]]))
+        return order
 
     def _under_load(self, graphs: Sequence[Graph]) -> list[int]:
         self._replayed(graphs[0], _WARM_SECONDS, self._seconds(graphs[0]))
@@ -77,7 +87,12 @@ class KernelClock:
             self._replayed(graphs[index], _LOAD_SECONDS, times[index])
             alone[index] = self._replayed(graphs[index], _LOAD_TIMED_SECONDS, times[index])
         others = [int(index) for index in np.argsort(times) if index not in alone]
-        return sorted(alone, key=lambda index: alone[index]) + others
+        best, *rest = sorted(alone, key=lambda index: alone[index])
+        self._look_again(alone[best], self._replayed(graphs[best], _LOAD_TIMED_SECONDS, times[best]))
+        return [best, *rest, *others]
+
+    def _look_again(self, first: float, second: float) -> None:
+        self.steady = max(first, second) <= _STEADY * min(first, second)
 
     def _repeated(self, run: Callable[[int], None], beside: Callable[[], None], runs: int) -> Graph:
         """A graph of so many calls."""
@@ -131,6 +146,7 @@ class Choices(Generic[Tried]):
     every   all ways that there are for so many rows, the best guess first
     suits   whether what was found for other rows can compute so many
     trusts  whether it may be taken although nothing was timed near so many rows
+    what    is computed, and the name of a way: what the fastest is remembered by. None: it is not
 
     Of all ways at the first size between two powers of two, the best few are tried at the other sizes there.
     """
@@ -139,8 +155,10 @@ class Choices(Generic[Tried]):
         self, clock: KernelClock, every: Callable[[int], Sequence[Tried]],
         suits: Callable[[Tried, int], bool] = lambda kernel, rows: True,
         trusts: Callable[[Tried, int], bool] = lambda kernel, rows: True,
+        what: tuple[str, Callable[[Tried], str]] | None = None,
     ) -> None:  # fmt: skip
         self._clock = clock
+        self._what = what
         self._every = every
         self._suits = suits
         self._trusts = trusts
@@ -173,10 +191,16 @@ class Choices(Generic[Tried]):
         """Time the kernels for so many rows, by `runs(kernel)(turn)`; returns False if that is done.
 
         worthy  those that may be chosen, one at least
+
+        One that was the fastest at an earlier start is not timed, but run once.
         """
         rows = padded_rows(rows)
         if rows in self._tuned:
             return False
+        if (known := self._remembered(rows)) is not None and worthy([known])[0] is known:
+            runs(known)(0)  # what is made or loaded at a first call is now
+            self._tuned[rows] = known
+            return True
         octave = (rows - 1).bit_length()
         few = [kernel for kernel in self._shortlist if octave == self._octave and self._suits(kernel, rows)]
         kernels = worthy(few or self._every(rows))
@@ -185,4 +209,14 @@ class Choices(Generic[Tried]):
         if not few:
             self._octave, self._shortlist = octave, ranked[:_SHORTLIST]
         self._tuned[rows] = ranked[0]
+        if self._what is not None and self._clock.steady:
+            what, name = self._what
+            self._clock.remembered.note(what, rows, name(ranked[0]))
         return True
+
+    def _remembered(self, rows: int) -> Tried | None:
+        if self._what is None:
+            return None
+        what, name = self._what
+        known = self._clock.remembered.find(what, rows)
+        return next((one for one in self._every(rows) if name(one) == known), None)

@@ -32,6 +32,7 @@ def _any_number(rows: int) -> bool:
 class _Choice:
     """A kernel, and whether it is worth timing for so many rows."""
 
+    name: str
     kernel: _QkvKernel
     suits: Callable[[int], bool] = _any_number
 
@@ -52,21 +53,24 @@ class Qkv:
         self._made = None if heads == attention.heads + 2 * attention.kv_heads else made
         self.product = products.of(Kind.PLAIN, heads * attention.head_dim, weight.columns, weight.format)
         self._rotation = rotation
-        self._every = [_Choice(self._apart)]
+        self._every = [_Choice("apart", self._apart)]
         if HopperQkv.suits(attention, weight.format, hopper=device.hopper):
             fused = HopperQkv(device, attention, rotation.table)
-            self._every += [_Choice(partial(fused.run, tile)) for tile in fused.tiles]
+            self._every += [_Choice(f"fused {tile.name}", partial(fused.run, tile)) for tile in fused.tiles]
         suits = PackedQkv.suits(attention, weight.formats, device.kv, hopper=device.hopper)
         self.takes_packed = suits and products.takes_packed
         """True if a kernel multiplies and rotates with packed weights."""
         if self.takes_packed:
             packed = PackedQkv(device, attention, weight.formats, rotation.table)
             tiles = (tile for tile in packed.tiles if tile.takes(weight.columns))
-            self._every += [_Choice(partial(packed.run, tile), tile.worthwhile) for tile in tiles]
+            self._every += [
+                _Choice(f"packed {tile.name}", partial(packed.run, tile), tile.worthwhile) for tile in tiles
+            ]
         self._choices: Choices[_Choice] = Choices(
             products.clock,
             lambda rows: [one for one in self._every if one.suits(rows)],
             lambda one, rows: one.suits(rows),
+            what=(f"qkv of {attention} x {weight.columns}, {weight.formats}", lambda one: one.name),
         )
         self._kernels: dict[int, _QkvKernel] = {}
         """By padded rows."""
