@@ -26,11 +26,13 @@ from benchmarks.common.steps import FILL, Steps
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.runners.base import StepBatch
+from nightmill.worker.runners.gpu.decode_graphs import decode_shape
 from nightmill.worker.runners.gpu.device.graphs import Graph
 from nightmill.worker.runners.gpu.kv_cache import PAGE, kinds_layout
 from nightmill.worker.runners.gpu.memory import RunnerSizes
-from nightmill.worker.runners.gpu.runner import CudaRunner, Launching, decode_shape
+from nightmill.worker.runners.gpu.runner import CudaRunner, Launching
 from nightmill.worker.runners.gpu.step_inputs import StepInputs, StepShape
+from nightmill.worker.runners.gpu.steps import padded_lengths
 from tests.support.limits import BYTES_PER_S, FLOPS
 
 PROMPT = 1024  # tokens of each sequence in the prefill step
@@ -76,7 +78,7 @@ def prepared(runner: CudaRunner, batch: StepBatch) -> tuple[StepInputs, StepShap
     size = len(batch.slots)
     if len(batch.tokens) == batch.drawn:
         runner._model.tune(size, size)
-        pieces = runner._decode_pieces(batch, size)
+        pieces = runner._plans.pieces(padded_lengths(batch, size), np.arange(size, dtype=np.int32))
         shape = decode_shape(size, rooms := tuple(map(len, pieces)))
         inputs = runner._steps.write_padded(0, batch, size, pieces, rooms)
     else:

@@ -25,6 +25,7 @@ from nightmill.worker.runners.base import (
     UNMASKED,
     mask_words,
 )
+from nightmill.worker.runners.gpu import decode_graphs
 from nightmill.worker.runners.gpu import runner as runners
 from nightmill.worker.runners.gpu.device.operands import Buffer
 from nightmill.worker.runners.gpu.products.elements import few_rows
@@ -184,7 +185,7 @@ def run_on_host(patch: pytest.MonkeyPatch, folder: Path, *, few: bool = False) -
     for module in (memory, few_rows):
         patch.setattr(module, "Module", HostModule)
     patch.setattr(runners, "Device", _Device)
-    patch.setattr(runners, "Graph", _Graph)
+    patch.setattr(decode_graphs, "Graph", _Graph)
     patch.setattr(runners, "Sampler", _Sampler)
     patch.setattr(runners, "arithmetic_of", lambda *_: _ARITHMETIC)
     patch.setattr(runners, "compile_all", lambda *_, **__: None)

@@ -31,12 +31,12 @@ from nightmill.worker.runners.base import (
 from nightmill.worker.runners.gpu.activations import LOGIT_ROWS, Activations
 from nightmill.worker.runners.gpu.arithmetic import arithmetic_of
 from nightmill.worker.runners.gpu.attention.choice import Attentions
-from nightmill.worker.runners.gpu.attention.plans import Rooms
 from nightmill.worker.runners.gpu.catalogue import check_spec, sources_for
+from nightmill.worker.runners.gpu.decode_graphs import DecodeGraphs
 from nightmill.worker.runners.gpu.device.chosen import FIRST_GPU, ChosenGpu
 from nightmill.worker.runners.gpu.device.compiler import compile_all
 from nightmill.worker.runners.gpu.device.device import Device
-from nightmill.worker.runners.gpu.device.graphs import Graph, bucket_of, buckets
+from nightmill.worker.runners.gpu.device.graphs import buckets
 from nightmill.worker.runners.gpu.device.operands import ABSENT
 from nightmill.worker.runners.gpu.feed_forward import ExpertLaunchers
 from nightmill.worker.runners.gpu.kv_cache import PAGE, KvCache, kinds_layout
@@ -63,13 +63,13 @@ from nightmill.worker.runners.gpu.sampling.slots import SlotTable
 from nightmill.worker.runners.gpu.self_test import check_products, checked_products
 from nightmill.worker.runners.gpu.shapes import MANY_ROWS
 from nightmill.worker.runners.gpu.states.memory import States
-from nightmill.worker.runners.gpu.step_inputs import Division, StepInputs, StepShape
-from nightmill.worker.runners.gpu.steps import PADDING, StepBuffers, drawing_rows, padded_lengths
+from nightmill.worker.runners.gpu.step_inputs import StepInputs, StepShape
+from nightmill.worker.runners.gpu.steps import StepBuffers, drawing_rows
 from nightmill.worker.runners.gpu.weights.choice import choose_weights
 from nightmill.worker.runners.gpu.weights.layout import padded_vocab
 from nightmill.worker.runners.starting import Progress, StartStep, no_progress
 
-__all__ = ["CudaRunner", "Launching", "decode_shape"]
+__all__ = ["CudaRunner", "Launching"]
 
 log = logging.getLogger(__name__)
 
@@ -139,11 +139,7 @@ class CudaRunner:
         self._report = report
         self._progress = progress
         self._pending: deque[_PendingLaunch] = deque()
-        self._graphs: dict[tuple[int, Rooms], Graph] = {}
-        """Whole decode steps, by sequences, and pieces of their contexts."""
-        self._rarer_graphs: dict[tuple[int, Rooms, bool, bool], Graph] = {}
-        """Those without their draws, which are launched apart, and those in which a sequence has several
-        tokens; captured when such a step first comes. By size, rooms, whether it draws, whether it has."""
+        self._graphs: DecodeGraphs | None = None
         self._waits_for_masks = False
         self._tune = launching.tune
         self._turn = 0
@@ -264,8 +260,10 @@ class CudaRunner:
         self._slots.admit(batch.admissions, turn)
         self._states.begin(batch, turn)
         self._waits_for_masks = len(masked_draws(batch.draws)) > 0
-        replays = self._graphs and len(batch.slots) == batch.drawn == len(batch.draws)
-        launch = self._replay(turn, batch) if replays else self._launch_kernels(turn, batch)
+        if self._graphs is not None and len(batch.slots) == batch.drawn == len(batch.draws):
+            launch = self._replay(self._graphs, turn, batch)
+        else:
+            launch = self._launch_kernels(turn, batch)
         self._states.save(batch.snapshots, turn)
         if self._predictor is not None:
             launch = replace(launch, batch=batch)
@@ -335,13 +333,9 @@ class CudaRunner:
 
     def close(self) -> None:
         """Release the GPU; safe to call twice."""
-        graphs = [*self._graphs.values(), *self._rarer_graphs.values()]
-        if graphs and not self.device.lost:
-            self.device.synchronize()
-            for graph in graphs:
-                graph.close()
-        self._graphs.clear()
-        self._rarer_graphs.clear()
+        if self._graphs is not None:
+            self._graphs.close()
+            self._graphs = None
         self._pending.clear()
         if self._products is not None:
             self._products.close()
@@ -355,7 +349,7 @@ class CudaRunner:
 
     def _keep_choices(self) -> None:
         """So that the next start need not time them."""
-        if self._products is not None:
+        if self._tune and self._products is not None:
             self._products.clock.remembered.save()
 
     def _tune_many_rows(self, least: int) -> None:
@@ -374,68 +368,27 @@ class CudaRunner:
     def _capture_all(self) -> None:
         """Every batch size, with every number of pieces that its contexts may be shared out in."""
         began, free = time.monotonic(), self.device.free_memory()
+        self._graphs = graphs = DecodeGraphs(self.device, self._model, self._plans, self._steps, self.slots)
         for size in reversed(buckets(self.slots)):
             if self._tune:
                 self._progress(StartStep.TUNING, f"{size:,} rows")
                 self._tune_rows(size, size)
             self._progress(StartStep.CAPTURING, f"{size:,} sequences")
-            for rooms in self._plans.rooms(size):
-                self._graphs[size, rooms] = self._capture(size, rooms, draws=True)
+            graphs.capture(size, self._turn)
         self.device.synchronize()
         self._report(
-            f"captured {len(self._graphs)} decode graphs in {time.monotonic() - began:.1f} s; they take "
+            f"captured {len(graphs.usual)} decode graphs in {time.monotonic() - began:.1f} s; they take "
             f"{(free - self.device.free_memory()) >> 20:,} MiB"
         )
 
-    def _decode_pieces(self, batch: StepBatch, size: int) -> list[IntArray]:
-        """Divide the contexts of a decode step, padded to `size`, into pieces, by plan."""
-        lengths = padded_lengths(batch, size)
-        return self._plans.pieces(lengths, np.arange(size, dtype=np.int32))
-
-    def _capture(self, size: int, rooms: Rooms, *, draws: bool, again: bool = False) -> Graph:
-        """Capture a decode step of `size` tokens, after one run in the open, which loads what it needs.
-
-        rooms  for pieces of contexts
-        draws  with its draws
-        again  a sequence may have several of the tokens
-        """
-        pieces = self._plans.least_pieces(rooms, size)
-        self.device.synchronize()  # the host's copy of the inputs is still those of the run before
-        inputs = self._steps.write_padded(self._turn, PADDING, size, pieces, rooms)
-        shape = decode_shape(size, rooms, again=again)
-        self._queue(inputs, shape, draws=draws)
-        return Graph(self.device, lambda: self._queue(inputs, shape, draws=draws))
-
-    def _queue(self, inputs: StepInputs, shape: StepShape, *, draws: bool) -> None:
-        """Queue a step, kernel by kernel, with its draws or without."""
-        self._model.forward(inputs, shape)
-        if draws:
-            self._model.draw(inputs, shape)
-
-    def _replay(self, turn: int, batch: StepBatch) -> _PendingLaunch:
+    def _replay(self, graphs: DecodeGraphs, turn: int, batch: StepBatch) -> _PendingLaunch:
         """Queue a step in which every token was drawn or guessed, and is followed by a draw."""
-        size = min(bucket_of(len(batch.slots)), self.slots)
-        again = len(np.unique(batch.slots)) < len(batch.slots)
-        pieces = self._decode_pieces(batch, size)
-        rooms = self._plans.room(size, pieces)
         adjusted, logprobs = self._slots.adjusts(batch.draws), wants_logprobs(batch.draws)
         apart = adjusted or logprobs or self._waits_for_masks
-        graph = None if apart or again else self._graphs.get((size, rooms))
-        if graph is None:
-            graph = self._rarer_graph(size, rooms, not apart, again)
-        inputs = self._steps.write_padded(turn, batch, size, pieces, rooms, again=again)
-        shape = decode_shape(size, rooms, again=again)
-        graph.launch()
+        inputs, shape = graphs.launch(turn, batch, draws=not apart, next_turn=self._turn)
         if apart and not self._waits_for_masks:
             self._model.draw(inputs, shape, adjusted=adjusted, logprobs=logprobs)
         return _PendingLaunch(turn, batch.draws, inputs, shape, adjusted, logprobs)
-
-    def _rarer_graph(self, size: int, rooms: Rooms, draws: bool, again: bool) -> Graph:
-        key = size, rooms, draws, again
-        if key not in self._rarer_graphs:
-            self._rarer_graphs[key] = self._capture(size, rooms, draws=draws, again=again)
-            self.device.synchronize()
-        return self._rarer_graphs[key]
 
     def _launch_kernels(self, turn: int, batch: StepBatch) -> _PendingLaunch:
         """Queue a step of any composition."""
@@ -477,13 +430,3 @@ class CudaRunner:
             again=shape.again, further=tuple(further),
         )  # fmt: skip
         return self._tail.write(turn, own, sizes, tiles, pieces), sizes
-
-
-def decode_shape(size: int, rooms: Rooms, *, again: bool = False) -> StepShape:
-    """Return the shape of a decode step that is replayed."""
-    first, *others = rooms
-    further = tuple(Division(0, room) for room in others)
-    return StepShape(
-        tokens=size, sequences=size, drawn=size, draws=size, tiles=0, pieces=first, again=again,
-        further=further,
-    )  # fmt: skip
