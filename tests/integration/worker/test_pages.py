@@ -61,6 +61,7 @@ NOT_RUN = [
     'relevance = jobs.rerank("What grinds grain?", ["a mill", "a river"])  # one for each, in their order',
     "curl http://localhost:8000/v1/rerank -H 'Content-Type: application/json' -d '{",
     "nightmill benchmark                 # the bundled model: whether the card computes right",
+    "python -m benchmarks.cards q05.gguf --rows 1 8 64 --card rtx3090 --card rtx4090",
 ]
 ROWS = (
     '{"custom_id": "q-1", "prompt": "1", "max_tokens": 4}\n{"prompt": 2}\n{"prompt": "3", "max_tokens": 4}\n'
