@@ -2,9 +2,11 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import nightmill.worker.app
 import nightmill.worker.link.process
+from nightmill.jobs.base.arithmetic import DIGITS
 from nightmill.jobs.base.settings import Settings
 from nightmill.worker.assembly.model import OpenModel
 from nightmill.worker.assembly.sizes import max_sequences
@@ -41,7 +43,8 @@ def engine_on(
     token_budget: int = 16384,
     interactive: int = 0,
 ) -> Engine:
-    """The real engine, scheduler and detokenizer on a runner of one's own."""
+    """The real engine, scheduler and detokenizer on a runner of one's own, whose texts are of this file."""
+    runner.arithmetic = replace(runner.arithmetic, model=model.file.digest()[:DIGITS])
     return Engine(
         runner,
         Detokenizer(
