@@ -84,10 +84,14 @@ class BatchReader:
         return record, found
 
     def arithmetic(self, name: str) -> str | None:
-        """Return the arithmetic of the row that succeeded first; None if none has, or it was not recorded."""
+        """Return the arithmetic of the row that was computed first; None if none was, or it was not recorded.
+
+        Answers that were there already (`--reuse`) may be of any file.
+        """
+        computed = JobRow.state == JobState.SUCCEEDED, JobRow.reused_from.is_(None)
         first = (
             select(JobRow.arithmetic)
-            .where(JobRow.batch == name, JobRow.finished_at.is_not(None), JobRow.state == JobState.SUCCEEDED)
+            .where(JobRow.batch == name, JobRow.finished_at.is_not(None), *computed)
             .order_by(JobRow.finished_at)
             .limit(1)
         )

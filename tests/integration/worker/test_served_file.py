@@ -5,12 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from sqlalchemy import update
 
 from nightmill.jobs.base.contract import StopReason, WorkerState
 from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import SettingsError
 from nightmill.jobs.formats import InputFile
 from nightmill.jobs.sql.claims import Claims, Outcome
+from nightmill.jobs.sql.tables import JobRow
 from nightmill.worker.commands.served_file import ServedFile
 from tests.unit.engine.scripted import ARITHMETIC
 
@@ -117,6 +119,9 @@ def test_a_file_does_not_go_on_with_a_batch_that_another_of_its_name_has_answere
         second.check_name("own", source, rows, batch.name)
     second.check_name("own", source, rows, "another")
     second.check_name("other", source, {"model": "other"}, None)
+    with sqlite_client.database.write() as connection:  # as with --reuse any, of whatever file that was
+        connection.execute(update(JobRow).where(JobRow.id == claim.job_id).values(reused_from="9" * 32))
+    second.check_name("own", source, rows, None)
 
 
 def test_a_file_is_read_once_for_its_name_and_again_if_it_changes(
