@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nightmill.worker.runners.gpu.device.arena import Arena
 from nightmill.worker.runners.gpu.device.compiler import compile_kernels
 from nightmill.worker.runners.gpu.device.device import (
-    Arena,
     CudaError,
     Device,
     DeviceLostError,

@@ -9,7 +9,8 @@ import numpy as np
 from nightmill.worker.model.spec import NO_FEED_FORWARD, Experts, LayerSpec, ModelSpec
 from nightmill.worker.runners.base import FOUND
 from nightmill.worker.runners.gpu.attention.latent_rows import LatentRoom
-from nightmill.worker.runners.gpu.device.device import Arena, Device, aligned
+from nightmill.worker.runners.gpu.device.arena import Arena, aligned
+from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import BYTE, ELEMENT, FLOAT, INT, Buffer
 from nightmill.worker.runners.gpu.experts.room import ExpertRoom
 from nightmill.worker.runners.gpu.kinds import kinds_of, mixer_sizes

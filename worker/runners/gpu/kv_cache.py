@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from nightmill.worker.model.spec import Attention, LatentAttention, Mixer, ModelSpec
-from nightmill.worker.runners.gpu.device.device import Arena, Device, aligned
+from nightmill.worker.runners.gpu.device.arena import Arena, aligned
+from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, Buffer
 from nightmill.worker.runners.kv_format import KvFormat
 from nightmill.worker.runners.page_layout import LayerPart, PageLayout, page_layout

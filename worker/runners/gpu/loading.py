@@ -26,7 +26,8 @@ from nightmill.worker.model.spec import (
     Role,
     Weight,
 )
-from nightmill.worker.runners.gpu.device.device import Arena, Device
+from nightmill.worker.runners.gpu.device.arena import Arena
+from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, FLOAT, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.precision import Precision

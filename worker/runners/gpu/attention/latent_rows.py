@@ -6,7 +6,8 @@ import numpy as np
 
 from nightmill.worker.model.rope import RopeStyle
 from nightmill.worker.model.spec import LatentAttention, ModelSpec
-from nightmill.worker.runners.gpu.device.device import Device, aligned
+from nightmill.worker.runners.gpu.device.arena import aligned
+from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import KernelPairs
 from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, FLOAT, Buffer
 from nightmill.worker.runners.gpu.device.sources import Source, source_of

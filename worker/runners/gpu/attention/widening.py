@@ -6,7 +6,8 @@ from nightmill.worker.model.spec import Attention, ModelSpec
 from nightmill.worker.runners.base import IntArray
 from nightmill.worker.runners.gpu.attention.prompts import WidePages, wide_pages
 from nightmill.worker.runners.gpu.attention.scores import FAST_HEADS
-from nightmill.worker.runners.gpu.device.device import Arena, Device, aligned
+from nightmill.worker.runners.gpu.device.arena import Arena, aligned
+from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import Module
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, INT, Buffer
 from nightmill.worker.runners.gpu.device.sources import Source, by_head, source_of

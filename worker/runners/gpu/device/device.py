@@ -31,7 +31,6 @@ from nightmill.worker.runners.kv_format import KvFormat
 
 log = logging.getLogger(__name__)
 
-_ALIGNMENT = 256
 # What the driver says once the context is beyond repair (CUDA 13.0, cuda.h: errors 700 to 720, 214, 220).
 _STICKY = (
     "illegal memory access",
@@ -337,31 +336,6 @@ class Device:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-class Arena:
-    """One allocation, given out from `base` on in pieces of 256-byte alignment; nothing is given back."""
-
-    def __init__(self, device: Device, size: int, purpose: str) -> None:
-        self.size = size
-        self.used = 0
-        self._purpose = purpose
-        self.base = device.allocate(size, purpose)
-
-    def take(self, size: int) -> int:
-        """The address of `size` bytes. Raises DeviceMemoryError where the arena was planned too small."""
-        start = self.used
-        self.used = start + aligned(size)
-        if self.used > self.size:
-            raise DeviceMemoryError(
-                f"the memory for {self._purpose} was planned too small: {self.used:,} of {self.size:,} bytes"
-            )
-        return self.base + start
-
-
-def aligned(size: int) -> int:
-    """`size` rounded up to what an arena gives out."""
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def device_count() -> int:

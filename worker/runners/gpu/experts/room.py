@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from nightmill.worker.model.spec import Experts, ModelSpec
-from nightmill.worker.runners.gpu.device.device import aligned
+from nightmill.worker.runners.gpu.device.arena import aligned
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, FP8, INT, Buffer
 from nightmill.worker.runners.gpu.shapes import padded_rows
 from nightmill.worker.runners.gpu.weights.router import router_rows

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from nightmill.worker.runners.base import DRAW, IntArray
-from nightmill.worker.runners.gpu.device.device import Device, aligned
+from nightmill.worker.runners.gpu.device.arena import aligned
+from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import KernelPairs, blocks_for
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, INT, Buffer
 from nightmill.worker.runners.gpu.device.sources import Source, members, source_of

@@ -1,7 +1,8 @@
 """Mamba-2 (Granite 4, Nemotron)."""
 
 from nightmill.worker.model.spec import Mamba2
-from nightmill.worker.runners.gpu.device.device import Device, aligned
+from nightmill.worker.runners.gpu.device.arena import aligned
+from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import KernelPairs
 from nightmill.worker.runners.gpu.device.operands import FLOAT, Buffer
 from nightmill.worker.runners.gpu.device.sources import Source, source_of

@@ -10,7 +10,8 @@ import numpy as np
 
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.base import NO_SNAPSHOT, StepBatch
-from nightmill.worker.runners.gpu.device.device import Arena, Device, aligned
+from nightmill.worker.runners.gpu.device.arena import Arena, aligned
+from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import Module
 from nightmill.worker.runners.gpu.device.sources import Source, source_of
 from nightmill.worker.runners.gpu.states.operands import LayerStates

@@ -16,7 +16,7 @@ from nightmill.worker.model.spec import (
     Shape,
     Weight,
 )
-from nightmill.worker.runners.gpu.device.device import aligned
+from nightmill.worker.runners.gpu.device.arena import aligned
 from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, FLOAT, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.states.operands import MixerWeights
