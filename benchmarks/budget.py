@@ -29,8 +29,9 @@ from nightmill.worker.runners.base import StepBatch
 from nightmill.worker.runners.gpu.decode_graphs import decode_shape
 from nightmill.worker.runners.gpu.device.graphs import Graph
 from nightmill.worker.runners.gpu.kv_cache import PAGE, kinds_layout
+from nightmill.worker.runners.gpu.launches import Launching
 from nightmill.worker.runners.gpu.memory import RunnerSizes
-from nightmill.worker.runners.gpu.runner import CudaRunner, Launching
+from nightmill.worker.runners.gpu.runner import CudaRunner
 from nightmill.worker.runners.gpu.step_inputs import StepInputs, StepShape
 from nightmill.worker.runners.gpu.steps import padded_lengths
 from tests.support.limits import BYTES_PER_S, FLOPS
@@ -87,7 +88,8 @@ def prepared(runner: CudaRunner, batch: StepBatch) -> tuple[StepInputs, StepShap
             len(batch.tokens), size, 0, len(batch.draws), first, groups=groups, further=tuple(further)
         )
         inputs = runner._steps.write(0, batch, shape, tiles, pieces)
-    return inputs, shape, runner._tail_of(0, batch, shape)
+    tail = None if runner._tail is None else runner._tail.write(0, batch, shape)
+    return inputs, shape, tail
 
 
 def timed(runner: CudaRunner, launch: Callable[[], None]) -> tuple[float, int]:

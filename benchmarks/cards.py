@@ -32,8 +32,9 @@ from nightmill.worker.runners.base import StepBatch
 from nightmill.worker.runners.gpu.device.chosen import ChosenGpu
 from nightmill.worker.runners.gpu.device.known_cards import KNOWN_CARDS, known_card
 from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
+from nightmill.worker.runners.gpu.launches import Launching
 from nightmill.worker.runners.gpu.memory import RunnerSizes
-from nightmill.worker.runners.gpu.runner import CudaRunner, Launching
+from nightmill.worker.runners.gpu.runner import CudaRunner
 
 CARDS = ("rtx3090", "a100", "rtx4090", "rtx5090")
 ITSELF = "itself"

@@ -35,8 +35,9 @@ from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec, Pooling
 from nightmill.worker.runners.base import Runner
 from nightmill.worker.runners.gpu.device.chosen import ChosenGpu
+from nightmill.worker.runners.gpu.launches import Launching
 from nightmill.worker.runners.gpu.memory import RunnerSizes
-from nightmill.worker.runners.gpu.runner import CudaRunner, Launching
+from nightmill.worker.runners.gpu.runner import CudaRunner
 from tests.support.engines import NoText
 from tests.support.limits import Limit
 

@@ -9,8 +9,9 @@ from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device.chosen import ChosenGpu
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.known_cards import KnownCard, known_card
+from nightmill.worker.runners.gpu.launches import Launching
 from nightmill.worker.runners.gpu.memory import RunnerSizes
-from nightmill.worker.runners.gpu.runner import CudaRunner, Launching
+from nightmill.worker.runners.gpu.runner import CudaRunner
 from tests.support.needs import Need, missing
 
 __all__ = ["ON_GPU", "cuda_runner", "need_fp8", "pretended_card"]

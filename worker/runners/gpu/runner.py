@@ -10,7 +10,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,6 @@ from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.base import (
     FOUND,
-    DrawArray,
     Drawn,
     IntArray,
     PageKind,
@@ -40,6 +39,7 @@ from nightmill.worker.runners.gpu.device.graphs import buckets
 from nightmill.worker.runners.gpu.device.operands import ABSENT
 from nightmill.worker.runners.gpu.feed_forward import ExpertLaunchers
 from nightmill.worker.runners.gpu.kv_cache import PAGE, KvCache, kinds_layout
+from nightmill.worker.runners.gpu.launches import USUAL_LAUNCHING, Launching, PendingLaunch
 from nightmill.worker.runners.gpu.layers import Launchers, bind_layers
 from nightmill.worker.runners.gpu.loading import load_predictor, load_weights
 from nightmill.worker.runners.gpu.memory import RunnerSizes, allowed, spare_pages
@@ -63,44 +63,18 @@ from nightmill.worker.runners.gpu.sampling.slots import SlotTable
 from nightmill.worker.runners.gpu.self_test import check_products, checked_products
 from nightmill.worker.runners.gpu.shapes import MANY_ROWS
 from nightmill.worker.runners.gpu.states.memory import States
-from nightmill.worker.runners.gpu.step_inputs import StepInputs, StepShape
-from nightmill.worker.runners.gpu.steps import StepBuffers, drawing_rows
+from nightmill.worker.runners.gpu.step_inputs import StepShape
+from nightmill.worker.runners.gpu.steps import StepBuffers
+from nightmill.worker.runners.gpu.tail import TailSteps
 from nightmill.worker.runners.gpu.weights.choice import choose_weights
 from nightmill.worker.runners.gpu.weights.layout import padded_vocab
 from nightmill.worker.runners.starting import Progress, StartStep, no_progress
 
-__all__ = ["CudaRunner", "Launching"]
+__all__ = ["CudaRunner"]
 
 log = logging.getLogger(__name__)
 
 _MOST_ROWS = 65_535  # of a grid: attention has a row of blocks for each piece of a context, and of a prompt
-
-
-@dataclass(frozen=True, slots=True)
-class _PendingLaunch:
-    """A launch that was not collected yet."""
-
-    turn: int
-    draws: DrawArray
-    inputs: StepInputs
-    shape: StepShape
-    adjusted: bool  # the logits of some draws are
-    logprobs: bool  # some draws want log-probabilities
-    sums: int = 0  # embeddings that are complete
-    batch: StepBatch | None = None  # what the block that predicts further tokens is to follow
-    guesses: int = 0  # sequences behind whose draws is guessed
-
-
-@dataclass(frozen=True, slots=True)
-class Launching:
-    """Settings for the launching of steps.
-
-    graphs  replay decode steps from CUDA graphs
-    tune    time the algorithms of products at start-up, else take the library's first guess
-    """
-
-    graphs: bool = True
-    tune: bool = True
 
 
 class CudaRunner:
@@ -119,7 +93,7 @@ class CudaRunner:
 
     def __init__(
         self, file: GgufFile, spec: ModelSpec, sizes: RunnerSizes, *, gpu: ChosenGpu = FIRST_GPU,
-        precision: Precision = HALF, launching: Launching = Launching(),
+        precision: Precision = HALF, launching: Launching = USUAL_LAUNCHING,
         report: Callable[[str], None] = log.info, progress: Progress = no_progress,
     ) -> None:  # fmt: skip
         slots, max_tokens = sizes.slots, sizes.max_tokens
@@ -138,7 +112,7 @@ class CudaRunner:
         self._context = min(sizes.context, spec.context_length)
         self._report = report
         self._progress = progress
-        self._pending: deque[_PendingLaunch] = deque()
+        self._pending: deque[PendingLaunch] = deque()
         self._graphs: DecodeGraphs | None = None
         self._waits_for_masks = False
         self._tune = launching.tune
@@ -216,9 +190,10 @@ class CudaRunner:
         self._slots = SlotTable(device, sampler, slots=slots, vocab=spec.vocab, depth=self.depth)
         self._masks = MaskBuffers(device, vocab=spec.vocab, rows=LOGIT_ROWS, depth=self.depth)
         self._steps = StepBuffers(device, bounds, padding_page=pages - 1, depth=self.depth)
-        self._tail: StepBuffers | None = None
+        self._tail: TailSteps | None = None
         if takes_tail(spec, precision):
-            self._tail = StepBuffers(device, bounds.tail, padding_page=pages - 1, depth=self.depth)
+            buffers = StepBuffers(device, bounds.tail, padding_page=pages - 1, depth=self.depth)
+            self._tail = TailSteps(buffers, self._plans, slots)
         embedding = Embedding(device, spec.vocab, spec.embedding_scale)
         given = None if spec.layer_inputs is None else LayerInputRows(device, spec)
         sizing = Sizing(
@@ -306,7 +281,7 @@ class CudaRunner:
             guesses = self._predictor.told(launch.turn, launch.guesses, count)
         return Drawn(self._drawn[launch.turn][:count].copy(), found, sums, guesses)
 
-    def _return_tokens(self, launch: _PendingLaunch) -> None:
+    def _return_tokens(self, launch: PendingLaunch) -> None:
         """Queue the guesses behind what the newest launch draws, and the copies of all that it gives."""
         if count := len(launch.draws):
             self.device.copy_out(self._drawn[launch.turn][:count], self._model.drawn.address)
@@ -381,16 +356,16 @@ class CudaRunner:
             f"{(free - self.device.free_memory()) >> 20:,} MiB"
         )
 
-    def _replay(self, graphs: DecodeGraphs, turn: int, batch: StepBatch) -> _PendingLaunch:
+    def _replay(self, graphs: DecodeGraphs, turn: int, batch: StepBatch) -> PendingLaunch:
         """Queue a step in which every token was drawn or guessed, and is followed by a draw."""
         adjusted, logprobs = self._slots.adjusts(batch.draws), wants_logprobs(batch.draws)
         apart = adjusted or logprobs or self._waits_for_masks
         inputs, shape = graphs.launch(turn, batch, draws=not apart, next_turn=self._turn)
         if apart and not self._waits_for_masks:
             self._model.draw(inputs, shape, adjusted=adjusted, logprobs=logprobs)
-        return _PendingLaunch(turn, batch.draws, inputs, shape, adjusted, logprobs)
+        return PendingLaunch(turn, batch.draws, inputs, shape, adjusted, logprobs)
 
-    def _launch_kernels(self, turn: int, batch: StepBatch) -> _PendingLaunch:
+    def _launch_kernels(self, turn: int, batch: StepBatch) -> PendingLaunch:
         """Queue a step of any composition."""
         drawn, pooled = batch.drawn, int(batch.pools["rows"].sum())
         tiles, pieces, ((first, cut, groups), *further) = self._plans.divide(turn, batch)
@@ -409,24 +384,11 @@ class CudaRunner:
             further=tuple(further),
         )
         inputs = self._steps.write(turn, batch, shape, tiles, pieces)
-        tail = self._tail_of(turn, batch, shape)
+        tail = None if self._tail is None else self._tail.write(turn, batch, shape)
         adjusted, logprobs = self._slots.adjusts(batch.draws), wants_logprobs(batch.draws)
         self._model.forward(inputs, shape, tail)
         self._pooled.add(turn, batch.pools, self._model.normed(shape), len(batch.draws), self._model.residual)
         if not self._waits_for_masks:
             self._model.draw(inputs, shape, adjusted=adjusted, logprobs=logprobs)
         sums = int(batch.pools["ends"].sum())
-        return _PendingLaunch(turn, batch.draws, inputs, shape, adjusted, logprobs, sums)
-
-    def _tail_of(self, turn: int, batch: StepBatch, shape: StepShape) -> tuple[StepInputs, StepShape] | None:
-        """Queue the copy of the rows that draw, for layers that these alone go through; None: all rows do."""
-        own = drawing_rows(batch, self.slots) if self._tail is not None and shape.gathers else None
-        if self._tail is None or own is None:
-            return None
-        tiles, pieces, ((first, cut, _), *further) = self._plans.divide(turn, own)
-        rows = len(own.tokens)
-        sizes = StepShape(
-            tokens=rows, sequences=rows, drawn=own.drawn, draws=0, tiles=first, pieces=cut,
-            again=shape.again, further=tuple(further),
-        )  # fmt: skip
-        return self._tail.write(turn, own, sizes, tiles, pieces), sizes
+        return PendingLaunch(turn, batch.draws, inputs, shape, adjusted, logprobs, sums)
