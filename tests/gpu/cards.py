@@ -2,7 +2,8 @@
 
 Needs a Hopper GPU, which is taken for each card in turn. Each part has a minute (`--seconds`); what passed
 before it was cut counts. The output of tests that failed is shown; at the end comes a table. Exit code 1 if
-a test failed, or if a part has none. `--collect` counts the tests of each part, and needs no GPU.
+a test failed, if a part has none, or if it was cut before any had ended. `--collect` counts the tests of
+each part, and needs no GPU.
 """
 
 import argparse
@@ -89,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for part in parts:
         for card in options.card or CARDS:
             counts, note, seconds = run_part(part, card, options.seconds)
-            failed += counts["FAILED"] + counts["ERROR"] + (note == "failed")
+            failed += counts["FAILED"] + counts["ERROR"] + (note == "failed" or not any(counts.values()))
             rows.append(
                 f"{part.name:14} {card:8} {counts['PASSED']:5} passed {counts['FAILED'] + counts['ERROR']:4} "
                 f"failed {counts['SKIPPED']:4} skipped {seconds:6.1f} s  {note}"

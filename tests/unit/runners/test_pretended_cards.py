@@ -249,10 +249,18 @@ def test_the_list_of_tests_as_other_cards_names_files_that_are_there() -> None:
 
 
 @pytest.mark.heavy
-def test_a_part_without_tests_fails(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("seconds", "note"),
+    [
+        pytest.param("250", "failed", id="no tests"),
+        pytest.param("0.1", "cut after 0 s", id="cut before the first"),
+    ],
+)
+def test_a_part_of_which_nothing_ran_fails(
+    seconds: str, note: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its `-k` fits nothing any more: it would pass with nothing run."""
+    """As when its `-k` fits nothing any more: it would pass with nothing run."""
     empty = cards.TestedPart("delta", ("test_states_kernels",), "no_such_test")
     monkeypatch.setattr(cards, "PARTS", (empty,))
-    assert cards.main(["--card", "rtx3090", "delta"]) == 1 and "failed" in capsys.readouterr().out
+    assert cards.main(["--card", "rtx3090", "--seconds", seconds, "delta"]) == 1
+    assert capsys.readouterr().out.rstrip().endswith(f" s  {note}")
