@@ -19,11 +19,17 @@ from nightmill.jobs.formats.plain import ROW_KEYS
 from nightmill.jobs.formats.rows import RowError, printable
 from nightmill.jobs.request.fields import FIELDS, FieldKind
 
-DELIMITERS = ",;\t"
+DELIMITERS = ",;\t|"
+AS_UTF8 = "save the file as UTF-8, or convert it: iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW"
+"""The remedy for files in another encoding, mostly that of Excel's plain CSV."""
+UTF_16_AS_UTF8 = "save it as UTF-8, or convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW"
+AS_TEMPLATE = "--template, or template= in Python"
+"""The option that takes tables of any columns."""
 KINDS = {name: field.kind for name, field in FIELDS.items()} | {"messages": FieldKind.OBJECT}
 """Types of cells by column; others contain text."""
 _INDEX = re.compile(r"__index_level_\d+__")  # pandas' names in typed tables
 _UNNAMED = re.compile(r"|Unnamed: \d+")
+_SEP = re.compile(r"sep=(.)", re.IGNORECASE)  # Excel's own first line, which names the delimiter
 _FLAGS = {"true": True, "false": False, "1": True, "0": False}
 _EXACT_FLOATS = 2.0**53  # largest whole number that survives a floating-point column
 
@@ -35,9 +41,9 @@ def read_csv(stream: TextIO, label: str) -> Iterator[tuple[int, JsonObject | Row
     `label` for the file, if the columns are not those of plain rows.
     """
     lines = _Lines(stream)
-    header = next(iter(lines), "")
-    delimiter = max(DELIMITERS, key=lambda mark: len(ROW_KEYS & set(_cells(header, mark))))
-    columns = _cells(header, delimiter)
+    header, delimiters = _first_line(lines, DELIMITERS)
+    delimiter = max(delimiters, key=lambda mark: len(ROW_KEYS & set(_cells(header, mark))))
+    columns = _named(_cells(header, delimiter), label)
     index = check_columns(columns, label, index_columns(columns, text=True))
     for number, cells in _records(lines, delimiter, len(columns)):
         if isinstance(cells, RowError):
@@ -49,22 +55,53 @@ def read_csv(stream: TextIO, label: str) -> Iterator[tuple[int, JsonObject | Row
 
 
 def read_cells(
-    stream: TextIO, delimiter: str | None = None
+    stream: TextIO, label: str, delimiter: str | None = None
 ) -> tuple[list[str], Iterator[tuple[int, list[str] | RowError]]]:
     """The columns of any CSV, and (1-based record number, its cells); the text is decoded as for `read_csv`.
 
     delimiter  by default whichever the header has most of
+
+    Raises BatchFileError, with `label` for the file, for names that are not UTF-8.
     """
     lines = _Lines(stream)
-    delimiters = DELIMITERS if delimiter is None else delimiter
-    start = next(iter(lines), "")
+    start, delimiters = _first_line(lines, DELIMITERS if delimiter is None else delimiter)
     chosen = max(delimiters, key=lambda mark: len(_cells(start, mark)))
     try:
         # A quoted name may go on in the next line.
         header = next(csv.reader(chain([start], lines), delimiter=chosen, strict=True), [])
     except csv.Error:
         header = _cells(start, chosen)
-    return [name.strip() for name in header], _records(lines, chosen, len(header))
+    names = _named([name.strip() for name in header], label)
+    return names, _records(lines, chosen, len(names))
+
+
+def _first_line(lines: "_Lines", delimiters: str) -> tuple[str, str]:
+    """The line of the columns' names, and the possible delimiters. Lines before it may be empty, and one may
+    name the delimiter, as Excel's do."""
+    for line in lines:
+        if found := _SEP.fullmatch(line.strip(" \r\n")):
+            delimiters = found[1]
+        elif line.strip(" \r\n"):
+            return line, delimiters
+    return "", delimiters
+
+
+def _named(names: list[str], label: str) -> list[str]:
+    """Names of columns without the empty ones at their end, which have no values either.
+
+    Raises BatchFileError for names that are not UTF-8.
+    """
+    if any(map(_has_other_bytes, names)):
+        raise BatchFileError(f"{label}: the names of its columns hold bytes that are not UTF-8; {AS_UTF8}")
+    return _without_tail(names, 0)
+
+
+def _without_tail(cells: list[str], width: int) -> list[str]:
+    """Cells without the empty ones at their end that are beyond a width."""
+    last = len(cells)
+    while last > width and not cells[last - 1].strip():
+        last -= 1
+    return cells[:last]
 
 
 def _records(lines: "_Lines", delimiter: str, width: int) -> Iterator[tuple[int, list[str] | RowError]]:
@@ -83,6 +120,7 @@ def _records(lines: "_Lines", delimiter: str, width: int) -> Iterator[tuple[int,
             continue
         if cells or lines.cut:
             number += 1
+            cells = _without_tail(cells, width)
             yield number, _fault(cells, width, cut=lines.cut) or cells
 
 
@@ -137,20 +175,31 @@ def _broken(error: csv.Error) -> RowError:
     if isinstance(error, _LongRecordError) or "field limit" in str(error):
         message = f"has more than {LINE_LIMIT} characters; shorten its cells, or close their quotes"
         return RowError(RowCode.TOO_LONG, message)
+    if "unexpected end of data" in str(error):
+        message = "a cell's quote is not closed, so that all lines behind it are part of it; close it"
+        return RowError(RowCode.INVALID_CSV, message)
     return RowError(RowCode.INVALID_CSV, f"is not CSV: {error}; double the quotes within quoted cells")
 
 
 def _fault(cells: list[str], width: int, *, cut: bool) -> RowError | None:
     if cut:
         return RowError(RowCode.TOO_LONG, f"has more than {LINE_LIMIT} characters; shorten its prompt")
-    if any("\udc80" <= c <= "\udcff" for cell in cells if not cell.isascii() for c in cell):
-        return RowError(RowCode.INVALID_ENCODING, "holds bytes that are not UTF-8; save the file as UTF-8")
+    if any(map(_has_other_bytes, cells)):
+        return RowError(RowCode.INVALID_ENCODING, f"holds bytes that are not UTF-8; {AS_UTF8}")
     if len(cells) != width:
-        return RowError(
-            RowCode.INVALID_CSV,
-            f"has {len(cells)} cells for {width} columns; quote cells that hold the delimiter",
+        found = f"has {len(cells)} cell{'s' * (len(cells) != 1)} for {width} column{'s' * (width != 1)}"
+        remedy = (
+            "quote cells that hold the delimiter"
+            if len(cells) > width
+            else "quote cells that hold line ends, and write the delimiters of empty ones"
         )
+        return RowError(RowCode.INVALID_CSV, f"{found}; {remedy}")
     return None
+
+
+def _has_other_bytes(cell: str) -> bool:
+    """True if a text that was decoded with `surrogateescape` holds bytes that are not UTF-8."""
+    return not cell.isascii() and any("\udc80" <= c <= "\udcff" for c in cell)
 
 
 def _from_text(column: str, cell: str) -> Any:
@@ -230,7 +279,11 @@ def column_fault(
     can."""
     known = ", ".join(sorted(keys))
     if not {"prompt", "messages"} & set(columns):
-        return f"has no column prompt or messages; known are {known}"
+        named = next((f"{{{{ {name} }}}}" for name in columns if name), "{{ column }}")
+        return (
+            "has no column prompt or messages; a template makes prompts of any columns "
+            f"({AS_TEMPLATE}, such as 'Classify: {printable(named)}'); known are {known}"
+        )
     seen = set[str]()
     for column in columns:
         if column in index:

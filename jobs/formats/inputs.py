@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, cast
 from nightmill.jobs.base.contract import JsonObject, Prompt
 from nightmill.jobs.base.stepping import exhaust
 from nightmill.jobs.errors import BatchFileError, BatchFileUnavailableError, EmptyBatchFileError, RowCode
-from nightmill.jobs.formats.csvfile import read_csv
+from nightmill.jobs.formats.csvfile import UTF_16_AS_UTF8, read_csv
 from nightmill.jobs.formats.jsonlines import read_objects
 from nightmill.jobs.formats.openai import openai_job
 from nightmill.jobs.formats.parquet import read_parquet
@@ -41,6 +41,19 @@ ENDINGS = (*_JSON_SUFFIXES, *_CSV_SUFFIXES, *_PARQUET_SUFFIXES, ".arrow", ".feat
 _ROWS_TO_LOOK_AT = 100  # searched for a valid row that shows which JSON format it is
 _HASHED_AT_ONCE = 1 << 20  # bytes
 _NAME_IT = "name it .jsonl, .csv, .tsv or .parquet"
+_UNREADABLE = {
+    b"\x28\xb5\x2f\xfd": "packed with zstd; unpack it (zstd -d FILE)",
+    b"\xfd7zXZ\x00": "packed with xz; unpack it (xz -dk FILE)",
+    **{b"BZh%d1AY&SY" % level: "packed with bzip2; unpack it (bzip2 -dk FILE)" for level in range(1, 10)},
+    b"\x04\x22\x4d\x18": "packed with lz4; unpack it (lz4 -d FILE)",
+    b"7z\xbc\xaf\x27\x1c": "a 7z archive; unpack it, and name a file of it",
+    b"PK\x03\x04": "a ZIP archive or a workbook; unpack it, or save the sheet as CSV in UTF-8",
+    b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1": "a workbook of old Excel; save the sheet as CSV in UTF-8",
+    b"FEA1\x00\x00": "Feather of version 1; write it with version 2, as pandas and Polars do",
+    b"Obj\x01": "Avro; write it as Parquet",
+    b"SQLite format 3\x00": "a database of SQLite; name its rows with --query and --from",
+}
+"""What formats that are not read begin with, and what to do about them."""
 GZIP = b"\x1f\x8b"
 """The first bytes of a gzip file."""
 _OPENAI_KEYS = frozenset({"method", "url", "body"})
@@ -219,6 +232,9 @@ class InputFile:
             start = stream.read(64)
         if start.startswith(GZIP):
             raise BatchFileError(f"{self.label}: is packed with gzip; unpack it")
+        for magic, what in _UNREADABLE.items():
+            if start.startswith(magic):
+                raise BatchFileError(f"{self.label}: is {what}")
         return start
 
     def _table_format(self, start: bytes) -> FileFormat | None:
@@ -238,7 +254,7 @@ class InputFile:
         if (table := self._table_format(start)) is not None:
             return table
         if start.startswith((b"\xff\xfe", b"\xfe\xff")):
-            raise BatchFileError(f"{self.label}: is UTF-16; save it as UTF-8")
+            raise BatchFileError(f"{self.label}: is UTF-16; {UTF_16_AS_UTF8}")
         if start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
             raise BatchFileError(
                 f"{self.label}: is one JSON list; write one object on each line, e.g. with "

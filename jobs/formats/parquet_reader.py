@@ -81,15 +81,18 @@ class ParquetReader:
         expansion: Expansion,
         program: Path = PROGRAM,
         wanted: Mapping[str, Any] | None = None,
+        described: str = "Parquet",
     ) -> None:
         """Start the process.
 
-        program  the script that it runs
-        wanted   arguments of the script besides the limits
+        program    the script that it runs
+        wanted     arguments of the script besides the limits
+        described  the format, for messages
 
         Raises MissingExtraError without pyarrow, NightmillError if no process can start.
         """
         self._label = label
+        self._described = described
         self._expansion = expansion
         found = importlib.util.find_spec("pyarrow")
         if found is None or found.origin is None:
@@ -201,12 +204,12 @@ class ParquetReader:
 
     def _too_much(self, said: str) -> BatchFileError:
         return BatchFileError(
-            f"{self._label}: {said}, which is too much for a Parquet file of {self._size:,} bytes; write it "
-            "with smaller pages and row groups, divide it, or hand it in as JSON lines"
+            f"{self._label}: {said}, which is too much for a {self._described} file of {self._size:,} bytes; "
+            "write it with smaller pages and row groups, divide it, or hand it in as JSON lines"
         )
 
     def _broken(self, said: str) -> BatchFileError:
-        return BatchFileError(f"{self._label}: cannot be read or written as Parquet: {said}")
+        return BatchFileError(f"{self._label}: cannot be read as {self._described}: {said}")
 
 
 def _read_other(found: dict[str, Any]) -> Any:

@@ -6,6 +6,7 @@ key and for the server.
 """
 
 import asyncio
+import codecs
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -18,8 +19,9 @@ from urllib.parse import parse_qsl
 from starlette.requests import ClientDisconnect, Request
 
 from nightmill.jobs.base.contract import JsonObject
+from nightmill.jobs.base.printable import printable
 from nightmill.jobs.base.times import parse_moment
-from nightmill.jobs.errors import InvalidRequestError
+from nightmill.jobs.errors import InvalidRequestError, RowCode
 from nightmill.jobs.formats.jsonlines import LINE_LIMIT, parse_object
 from nightmill.jobs.request.prompts import json_type
 from nightmill.jobs.server.errors import HttpError, invalid
@@ -77,6 +79,9 @@ class Bodies:
         """Read and parse a body of this media type; `said` names the expected type."""
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != kind:
             raise HttpError(415, f"{said}, with Content-Type: {kind}", code="unsupported_media_type")
+        if (packed := request.headers.get("content-encoding", "identity").strip().lower()) != "identity":
+            said = f"bodies packed as {printable(packed, 20)} are not read; {said} without Content-Encoding"
+            raise HttpError(415, said, code="unsupported_media_type")
         announced = request.headers.get("content-length", "")
         if announced.isdigit() and (len(announced) > 20 or int(announced) > MOST_BYTES):
             raise _too_large()
@@ -126,10 +131,13 @@ class Bodies:
 
 
 def _made(make: Callable[[JsonObject], R], body: bytearray) -> R:
+    body = body.removeprefix(codecs.BOM_UTF8)
+    if not body.strip():
+        raise HttpError(400, "the body: is empty; send one JSON object", code=str(RowCode.INVALID_JSON))
     try:
         found = parse_object(body)
     except InvalidRequestError as error:
-        said = str(error).partition("; ")[0]
+        said = str(error).partition("; ")[0].replace(" of the line", "")
         raise HttpError(400, f"the body: {said}; send one JSON object", code=str(error.code)) from None
     return make(found)
 

@@ -5,6 +5,7 @@ Errors become responses only here. A response describes the fault of the request
 """
 
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -178,20 +179,47 @@ async def answer_error(request: Request, error: Exception) -> Response:
         asked = f"{request.method} {printable(request.url.path, _LONGEST_PATH)}"
         found = HttpError(
             error.status_code,
-            f"there is no {asked}; GET /openapi.json lists what there is",
+            f"there is no {asked}; {_remedy(request)}",
             code="unknown_url",
             headers=headers,
         )
     return found.response(request.url.path)
 
 
+def _remedy(request: Request) -> str:
+    """Say what was probably meant by a path or a method that there is not."""
+    methods = _methods(request, request.scope["path"])
+    if methods:
+        return f"this path takes {', '.join(sorted(methods - {'HEAD'}))}"
+    path = re.sub("//+", "/", request.scope["path"])
+    bare = re.sub("^(/v1)+(?=/|$)", "", path).rstrip("/")
+    for meant in (f"/v1{bare}", bare):
+        # Not for the names in a path, which may be anything.
+        if meant != request.scope["path"] and request.method in _methods(request, meant, fixed=True):
+            end = "/v1" if meant.startswith("/v1") else "the host and its port"
+            shown = printable(meant, _LONGEST_PATH)
+            return f"it is {request.method} {shown} (a client's base URL ends in {end})"
+    return "GET /openapi.json lists what there is"
+
+
 def _allowed(request: Request) -> str:
     """Return all methods of this path: Starlette names only those of the first matching route."""
-    path = request.scope["path"]
+    return ", ".join(sorted(_methods(request, request.scope["path"])))
+
+
+def _methods(request: Request, path: str, *, fixed: bool = False) -> set[str]:
+    """Return all methods of a path.
+
+    fixed  of routes without parameters alone
+    """
     routes = [
-        route for route in request.app.routes if isinstance(route, Route) and route.path_regex.match(path)
+        route
+        for route in request.app.routes
+        if isinstance(route, Route)
+        and route.path_regex.match(path)
+        and not (fixed and route.param_convertors)
     ]
-    return ", ".join(sorted({method for route in routes for method in route.methods or ()}))
+    return {method for route in routes for method in route.methods or ()}
 
 
 def handlers() -> dict[Any, Any]:

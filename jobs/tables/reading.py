@@ -3,10 +3,13 @@
 import base64
 import io
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
+from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.errors import BatchFileError, EmptyBatchFileError
-from nightmill.jobs.formats.csvfile import index_columns, read_cells, say_ignored
+from nightmill.jobs.formats.csvfile import UTF_16_AS_UTF8, index_columns, read_cells, say_ignored
 from nightmill.jobs.formats.inputs import NOTHING_SAID, InputFile
 from nightmill.jobs.formats.jsonlines import read_objects
 from nightmill.jobs.formats.parquet import UNREADABLE
@@ -78,7 +81,7 @@ class TableFile(InputFile):
                 yield from read_objects(stream)
                 return
             text = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
-            names, records = read_cells(text, self._delimiter)
+            names, records = read_cells(text, self.label, self._delimiter)
             for number, cells in records:
                 if isinstance(cells, RowError):
                     yield number, cells
@@ -86,8 +89,7 @@ class TableFile(InputFile):
                     yield number, {name: cell for name, cell in zip(names, cells, strict=True) if cell != ""}
 
     def _typed_records(self) -> Iterator[Record]:
-        wanted = {"columns": self.table.wanted}
-        with ParquetReader(self.path, self.label, Expansion(), _PROGRAM, wanted) as reader:
+        with self._reader(self.table.wanted) as reader:
             total = int(reader.header()["rows"])
             number = 0
             for rows in reader.rows():
@@ -97,13 +99,20 @@ class TableFile(InputFile):
                 if total > 0:
                     self._note_share(number / total)
 
+    def _reader(self, wanted: list[str] | None) -> ParquetReader:
+        """Start reading columns of a typed file, or its schema alone."""
+        what = "Arrow" if self.format is FileFormat.ARROW else "Parquet"
+        return ParquetReader(
+            self.path, self.label, Expansion(), _PROGRAM, {"columns": wanted}, described=what
+        )
+
     @property
     def _delimiter(self) -> str | None:
         return "\t" if self._name.lower().removesuffix(".gz").endswith(".tsv") else None
 
     def _columns(self) -> Columns:
         if self.format in (FileFormat.PARQUET, FileFormat.ARROW):
-            with ParquetReader(self.path, self.label, Expansion(), _PROGRAM, {"columns": None}) as reader:
+            with self._reader(None) as reader:
                 schema = base64.b64decode(reader.header()["schema"])
             arrow = pyarrow()
             columns = Columns.of_schema(arrow.ipc.read_schema(arrow.py_buffer(schema)), self.label)
@@ -112,12 +121,35 @@ class TableFile(InputFile):
         if self.format is FileFormat.CSV:
             return self._csv_columns()
         with self._open() as stream:
-            return Columns(kinds_of((record for _, record in read_objects(stream)), self.label))
+            return Columns(self._json_kinds(stream))
+
+    def _json_kinds(self, stream: BinaryIO) -> dict[str, str]:
+        """Kinds by column of JSON lines. Raises BatchFileError if no line can be read."""
+        fault: RowError | None = None
+        count = 0
+
+        def records() -> Iterator[JsonObject | RowError]:
+            nonlocal fault, count
+            for number, record in read_objects(stream):
+                count = number
+                if fault is None and isinstance(record, RowError):
+                    fault = replace(
+                        record, message=f"line {number} {record.message.removeprefix('the line ')}"
+                    )
+                yield record
+
+        kinds = kinds_of(records(), self.label)
+        if not count:
+            raise EmptyBatchFileError(f"{self.label}: holds no rows; write one row on each line")
+        if not kinds:
+            said = "its objects have no keys" if fault is None else fault.message
+            raise BatchFileError(f"{self.label}: holds no row that can be read; {said}")
+        return kinds
 
     def _csv_columns(self) -> Columns:
         with self._open() as stream:
             text = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
-            names, _ = read_cells(text, self._delimiter)
+            names, _ = read_cells(text, self.label, self._delimiter)
             text.detach()
         index = index_columns(names, text=True)
         kept = [name for name in names if name not in index]
@@ -128,7 +160,7 @@ class TableFile(InputFile):
     def _table_format(self, start: bytes) -> FileFormat | None:
         name = self._name.lower().removesuffix(".gz")
         if start.startswith(_UTF16):
-            raise BatchFileError(f"{self.label}: is UTF-16; save it as UTF-8")
+            raise BatchFileError(f"{self.label}: is UTF-16; {UTF_16_AS_UTF8}")
         if name.endswith(_ARROW_SUFFIXES):
             return FileFormat.ARROW
         return super()._table_format(start)

@@ -320,7 +320,7 @@ def test_rows_of_standard_input_are_the_same_batch_as_long_as_they_are_the_same(
     assert (other["rows"], len(cli_client.list_batches())) == (4, 2)
     for options, said in (
         ((), "standard input: has no known format; name it .jsonl, .csv, .tsv or .parquet, or say which"),
-        (("--format", "parquet"), "standard input: cannot be read or written as Parquet"),
+        (("--format", "parquet"), "standard input: cannot be read as Parquet"),
     ):
         refused = run("batch", "submit", "-", *options, stdin="prompt\none\n")
         assert refused.exit_code == 1 and said in refused.stderr and "/" not in refused.stderr

@@ -1,5 +1,6 @@
 """Files of lines, whatever their bytes: encodings, line ends, broken and hostile JSON, gzip."""
 
+import bz2
 import gzip
 import json
 from pathlib import Path
@@ -142,10 +143,26 @@ def test_the_fingerprint_follows_the_content(tmp_path: Path) -> None:
         ("in.json", b'[{"prompt": "a"}]', "jq -c"),
         ("in.txt", b"hello", "has no known format"),
         ("in.jsonl.gz", b"not gzip", "is a broken gzip file"),
-        ("in.csv", b"question\nwhat?\n", "has no column prompt or messages"),
+        (
+            "in.csv",
+            b"question\nwhat?\n",
+            "template= in Python, such as 'Classify: {{ question }}')",
+        ),
+        ("in.csv", "prompt;Gr\xf6\xdfe\n".encode("cp1252"), "iconv -f WINDOWS-1252 -t UTF-8"),
+        ("in.csv", b"\n;;\n", "has no column prompt or messages"),
+        ("in.csv.zst", b"\x28\xb5\x2f\xfd\0", "is packed with zstd; unpack it (zstd -d FILE)"),
+        ("in.xz", b"\xfd7zXZ\0", "is packed with xz; unpack it"),
+        ("in.csv", bz2.compress(b"prompt\na\n"), "is packed with bzip2; unpack it"),
+        (
+            "in.csv",
+            b"PK\3\4{",
+            "is a ZIP archive or a workbook; unpack it, or save the sheet as CSV",
+        ),
+        ("in.xls", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "is a workbook of old Excel; save the sheet as CSV"),
+        ("in.db", b"SQLite format 3\0", "is a database of SQLite; name its rows with --query and --from"),
         ("in.csv", b"prompt,colour\na,b\n", "column 'colour' is not supported"),
         ("in.csv", b"prompt,prompt\na,b\n", "is there twice"),
-        ("in.parquet", b"PAR1 not really", "cannot be read or written as Parquet"),
+        ("in.parquet", b"PAR1 not really", "cannot be read as Parquet"),
     ],
 )
 def test_a_file_that_is_none_names_itself_and_the_remedy(

@@ -62,7 +62,7 @@ def test_empty_cells_are_absent_and_empty_lines_are_not_counted(tmp_path: Path) 
     ]
 
 
-@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+@pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_the_delimiter_is_found_in_the_header(tmp_path: Path, delimiter: str, end: str) -> None:
     text = f"\ufeffprompt{delimiter}max_tokens{end}a, b; c{delimiter}3"
@@ -91,6 +91,28 @@ def test_a_bad_record_is_an_error_of_its_own_and_the_next_one_is_read(
     assert [row.prompt for row in rows] == ["x", None, "y"]
     assert rows[1].error is not None
     assert (rows[1].number, rows[1].error.code, rows[1].error.field) == (2, code, field)
+
+
+@pytest.mark.parametrize("first", ["", "\r\n", "\ufeffsep=;\r\n", "SEP=;\n\n"])
+def test_excels_first_line_and_empty_cells_at_the_ends_of_lines_do_not_count(
+    tmp_path: Path, first: str
+) -> None:
+    rows = csv_rows(tmp_path, f"{first}prompt;max_tokens;;\r\na,b;3;;\r\nc;4\r\nd;5; ;;;;\r\ne;6;;f\r\n")
+    assert [(row.prompt, row.error and row.error.code) for row in rows] == [
+        ("a,b", None),
+        ("c", None),
+        ("d", None),
+        (None, "invalid_csv"),
+    ]
+
+
+def test_cells_that_lack_and_quotes_that_stay_open_have_remedies_of_their_own(tmp_path: Path) -> None:
+    rows = csv_rows(tmp_path, 'prompt,max_tokens,seed\na,1\nb,1,2,c\n"d,1,2\ne,1,2\n')
+    assert [row.error and row.error.message for row in rows] == [
+        "has 2 cells for 3 columns; quote cells that hold line ends, and write the delimiters of empty ones",
+        "has 4 cells for 3 columns; quote cells that hold the delimiter",
+        "a cell's quote is not closed, so that all lines behind it are part of it; close it",
+    ]
 
 
 def test_messages_that_are_no_json_are_refused_by_name(tmp_path: Path) -> None:

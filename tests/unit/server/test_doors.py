@@ -1,5 +1,6 @@
 """Who gets in, with what, and what everybody is told."""
 
+import gzip
 import json
 import socket
 import sys
@@ -165,7 +166,8 @@ def test_without_its_extra_the_command_names_it(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (b"", "is not JSON"),
+        (b"", "is empty; send one JSON object"),
+        (b"\xef\xbb\xbf", "is empty"),
         (b"[]", "is a list"),
         (b"{", "is not JSON"),
         (b'{"a": NaN}', "NaN is not JSON"),
@@ -183,6 +185,17 @@ def test_bodies_that_are_no_objects(server: Server, body: bytes, said: str) -> N
         assert str(error_of(answer)["message"]).startswith("the body: ")
 
 
+def test_a_byte_order_mark_is_passed_over_and_a_packed_body_named(server: Server) -> None:
+    with server.http() as http:
+        json_type = {"Content-Type": "application/json"}
+        answer = http.post("/v1/completions", content=b'\xef\xbb\xbf{"prompt": 5}', headers=json_type)
+        assert (answer.status_code, error_of(answer)["param"]) == (400, "prompt")
+        packed = json_type | {"Content-Encoding": "gzip"}
+        answer = http.post("/v1/completions", content=gzip.compress(b"{}"), headers=packed)
+        assert (answer.status_code, error_of(answer)["code"]) == (415, "unsupported_media_type")
+        assert "bodies packed as gzip are not read; send JSON without Cont" in error_of(answer)["message"]
+
+
 def test_other_types_methods_and_paths(server: Server) -> None:
     with server.http() as http:
         for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
@@ -197,6 +210,17 @@ def test_other_types_methods_and_paths(server: Server) -> None:
             assert (answer.status_code, error_of(answer)["code"]) == (status, "unknown_url")
             assert error_of(answer)["message"].startswith(f"there is no {shown}")
             assert "secret" not in answer.text and len(answer.text) < 500
+        for path, remedy in (
+            ("/chat/completions", "it is POST /v1/chat/completions (a client's base URL ends in /v1)"),
+            ("/v1/v1/chat/completions", "it is POST /v1/chat/completions (a client's base URL ends in /v1)"),
+            ("/v1/chat/completions/", "it is POST /v1/chat/completions (a client's base URL ends in /v1)"),
+            ("/v1//embeddings", "it is POST /v1/embeddings (a client's base URL ends in /v1)"),
+            ("/v1/tokenize", "it is POST /tokenize (a client's base URL ends in the host and its port)"),
+            ("/v1/models", "this path takes GET"),
+            ("/v1/jobs/abc", "this path takes DELETE, GET"),
+            ("/v1/moderations", "GET /openapi.json lists what there is"),
+        ):
+            assert error_of(http.post(path, json={}))["message"] == f"there is no POST {path}; {remedy}"
         assert "POST" in http.get("/v1/completions").headers["allow"]
         assert error_of(http.get("/v1/models/../../etc/passwd"))["type"] == "not_found_error"
 

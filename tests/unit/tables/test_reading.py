@@ -232,14 +232,44 @@ def test_a_megabyte_in_a_cell_is_a_cell(tmp_path: Path) -> None:
         ("in.csv", "x,,y\n1,2,3\n", "column 2 has no name; give it one"),
         ("in.csv", "x,y\n", "holds no rows"),
         ("in.jsonl", '[{"x": 1}]', "is one JSON list"),
+        (
+            "in.jsonl",
+            '{\n  "x": 1\n}\n',
+            "holds no row that can be read; line 1 is not JSON: .* each line",
+        ),
+        ("in.jsonl", "{}\n\n{}\n", "holds no row that can be read; its objects have no keys"),
+        ("in.feather", "FEA1\0\0\0\0", "is Feather of version 1; write it with version 2"),
+        ("in.arrow", "ARROW1\0\0 not really", "cannot be read as Arrow"),
+        (
+            "in.csv",
+            "x;Gr\udcf6\udcdfe\n1;2\n",
+            "its columns hold bytes that are not UTF-8; .* iconv",
+        ),
     ],
 )
 def test_a_table_that_cannot_be_one_is_refused_whole(
     name: str, text: str, fault: str, tmp_path: Path
 ) -> None:
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_text(text, "utf-8", "surrogateescape")
     with pytest.raises(BatchFileError, match=fault):
         rows_of(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "id;x;\r\n1;a,b;\r\n",
+        "\ufeffsep=;\r\nid;x\r\n1;a,b\r\n",
+        "id|x\n1|a,b|\n",
+        "\n  \nid;x;;;;\n1;a,b\n",
+    ],
+)
+def test_a_sheet_is_read_as_spreadsheets_write_it(text: str, tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text(text)
+    file = TableFile(tmp_path / "in.csv", options=options())
+    assert list(file.table.columns.kinds) == ["id", "x"]
+    (row,) = file.rows()
+    assert (said(row), row.kept) == (["a,b"], {"id": "1", "x": "a,b"})
 
 
 def test_utf_16_is_refused(tmp_path: Path) -> None:

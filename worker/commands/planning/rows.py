@@ -7,11 +7,13 @@ from dataclasses import asdict, dataclass, field
 from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.base.printable import printable
 from nightmill.jobs.commands.printing import counted
-from nightmill.jobs.formats import InputFile, InputRow
+from nightmill.jobs.formats import FileFormat, InputFile, InputRow
 from nightmill.jobs.request.spec import JobSpec
 
 SHOWN_ROWS = 20
 _LONGEST_LINE = 1000
+_BY_LINE = (FileFormat.OPENAI, FileFormat.JSONL)
+"""Formats whose rows are counted by lines; those of CSV may have several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,7 @@ def describe_rows(file: InputFile, rows: int, good: int, bad: Sequence[BadRow]) 
     name = printable(file.path)
     yield f"{name}: {counted(rows, 'row')} ({file.format}), {good:,} good, {len(bad):,} bad"
     for row in bad[:SHOWN_ROWS]:
-        yield f"  {_describe_row(row)}"
+        yield f"  {_describe_row(row, 'line' if file.format in _BY_LINE else 'row')}"
     if len(bad) > SHOWN_ROWS:
         yield f"  ... and {len(bad) - SHOWN_ROWS:,} more: --json lists all"
     for code, count in bad_by_code(bad).items():
@@ -136,6 +138,6 @@ def _describe_loads(found: CheckedRows) -> Iterator[str]:
     yield "note: no time is estimated for several models: plan with --model FILE, one after another"
 
 
-def _describe_row(row: BadRow) -> str:
+def _describe_row(row: BadRow, what: str) -> str:
     name = "" if row.custom_id is None else f" {row.custom_id!r}"
-    return printable(f"line {row.line}{name}: {row.message} [{row.code}]", _LONGEST_LINE)
+    return printable(f"{what} {row.line}{name}: {row.message} [{row.code}]", _LONGEST_LINE)
