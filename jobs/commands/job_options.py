@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from nightmill.jobs.base.times import parse_moment
+from nightmill.jobs.commands.options import text_of
 from nightmill.jobs.errors import InvalidRequestError
-from nightmill.jobs.formats.jsonlines import parse_value
+from nightmill.jobs.formats.jsonlines import LINE_LIMIT, parse_value
 from nightmill.jobs.request.fields import FIELDS, OF_A_BATCH, PARAMETERS, FieldKind
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -43,15 +45,24 @@ def given(options: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _json(text: str) -> Any:
+def _json(value: str) -> Any:
     try:
-        return parse_value(text)
+        return parse_value(_text(value))
     except InvalidRequestError as error:
         said = str(error).removesuffix("; write one JSON object on each line")  # the remedy for files
+        if not value.startswith("@") and len(value) < _LONGEST_NAME and Path(value).is_file():
+            said = f"{value!r} is a file; write @{value}"
         raise click.BadParameter(said) from None
 
 
+def _text(value: str) -> str:
+    return text_of(value, LINE_LIMIT)
+
+
 _NAMES = {AT: "--at"}
+_LONGEST_NAME = 255  # of a file
+_TEXTS: dict[str, dict[str, Any]] = {"grammar": {"type": _text, "metavar": "TEXT|@FILE"}}
+"""Texts that may have a file of their own."""
 _KINDS: dict[FieldKind, dict[str, Any]] = {
     FieldKind.INTEGER: {"type": int},
     FieldKind.NUMBER: {"type": float},
@@ -60,8 +71,8 @@ _KINDS: dict[FieldKind, dict[str, Any]] = {
     FieldKind.TEXTS: {"multiple": True},
     FieldKind.INTEGERS: {"multiple": True, "type": int},
     FieldKind.MOMENT: {"metavar": "TIME"},
-    FieldKind.OBJECT: {"type": _json, "metavar": "JSON"},
-    FieldKind.OBJECTS: {"type": _json, "metavar": "JSON"},
+    FieldKind.OBJECT: {"type": _json, "metavar": "JSON|@FILE"},
+    FieldKind.OBJECTS: {"type": _json, "metavar": "JSON|@FILE"},
 }
 
 
@@ -75,4 +86,4 @@ def _job_option(name: str, defaults: bool) -> Callable[[Command], Command]:
     # Without the option, the job's default applies.
     if field.kind is FieldKind.FLAG and field.default is None:
         option = f"{option}/--no-{option.removeprefix('--')}"
-    return click.option(option, name, help=says, **_KINDS[field.kind])
+    return click.option(option, name, help=says, **_TEXTS.get(name, _KINDS[field.kind]))

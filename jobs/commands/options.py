@@ -1,5 +1,6 @@
 """Shared parts of commands that load quickly: options, an exit code, groups with whole sentences."""
 
+from pathlib import Path
 from typing import Any, get_args
 
 import click
@@ -15,6 +16,28 @@ LOG_FORMAT: dict[str, Any] = {
 INTERRUPTED = 130
 """Exit code after Ctrl-C, like that of a command ended by SIGINT."""
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+
+
+def text_of(value: str, most: int) -> str:
+    """A text, or with @ that of a file, without the line end that editors add; @@ begins a text with @.
+
+    most  characters that are read, and no more
+
+    Raises click.BadParameter.
+    """
+    if not value.startswith("@"):
+        return value
+    if value.startswith("@@"):
+        return value[1:]
+    path = Path(value[1:])
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            text = file.read(most)
+    except UnicodeDecodeError:
+        raise click.BadParameter(f"{path} is not UTF-8; save it as that") from None
+    except OSError as error:
+        raise click.BadParameter(f"{path}: {error.strerror or error}") from None
+    return text.removesuffix("\n")
 
 
 class CommandGroup(click.Group):

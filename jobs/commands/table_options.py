@@ -3,11 +3,11 @@
 import csv
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from nightmill.jobs.commands.options import text_of
 from nightmill.jobs.formats.places import Opened
 from nightmill.jobs.formats.together import open_input
 from nightmill.jobs.request.template import MAX_CHARACTERS, Empty
@@ -17,21 +17,9 @@ from nightmill.jobs.tables.together import open_table
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-def _text(_: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """A text, or with @ that of a file; @@ is for a text that begins with @."""
-    if value is None or not value.startswith("@"):
-        return value
-    if value.startswith("@@"):
-        return value[1:]
-    path = Path(value[1:])
-    try:
-        with path.open(encoding="utf-8") as file:
-            text = file.read(MAX_CHARACTERS + 2)
-    except UnicodeDecodeError:
-        raise click.BadParameter(f"{path} is not UTF-8; save it as that", param=parameter) from None
-    except OSError as error:
-        raise click.BadParameter(f"{path}: {error.strerror or error}", param=parameter) from None
-    return text.removesuffix("\n")  # which editors add
+def _text(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
+    """A text, or with @ that of a file."""
+    return None if value is None else text_of(value, MAX_CHARACTERS + 2)
 
 
 def _names(_: click.Context, parameter: click.Parameter, value: tuple[str, ...]) -> str | list[str] | None:

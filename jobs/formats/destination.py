@@ -102,6 +102,8 @@ class Destination:
         self._check_name()
         with writing(self._label):
             self._target = Path(os.path.realpath(self.path))
+            if not self._target.parent.exists():
+                raise self._refusal(f"there is no folder {self._target.parent}: make it, or name another")
             self._check_kind()
             self._partial = partial_of(self._target)
             self._check_apart()
@@ -127,8 +129,9 @@ class Destination:
                 )
             if not self._overwrite:
                 raise self._refusal(
-                    f"is there already, and is not of batch {batch!r}: name another file, remove this one, "
-                    "or give --overwrite (overwrite=True)"
+                    f"is there already, and is not of batch {batch!r}: a changed input, template, model or "
+                    "parameter is another batch; name another file, remove this one, or give --overwrite "
+                    "(overwrite=True)"
                 )
             if fingerprint is not None and _digest(self._target) == fingerprint:
                 raise self._refusal(f"holds the prompts of batch {batch!r}: name another file")

@@ -8,12 +8,14 @@ import hashlib
 import os
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
+from urllib.parse import unquote
 
 from nightmill.jobs.errors import BatchFileError, BatchFileUnavailableError
 from nightmill.jobs.formats.inputs import ENDINGS, InputFile, Record
 from nightmill.jobs.formats.rows import FileFormat
 
 _MAGIC = "*?["
+_NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 _MOST_FILES = 10_000
 
 
@@ -104,6 +106,24 @@ def base_of(path: Path) -> Path:
     while has_magic(str(path)) and not path.is_dir():
         path = path.parent
     return path
+
+
+def partitions_of(files: Sequence[Path], base: Path) -> list[dict[str, str | None]]:
+    """Return what the folders of each file say of all its rows, as Hive and Spark name them: `KEY=VALUE`.
+
+    Nothing if the folders of some have other keys. `base` is the folder of all files.
+    """
+    named = [
+        [folder.split("=", 1) for folder in file.relative_to(base).parts[:-1] if "=" in folder]
+        for file in files
+    ]
+    keys = {tuple(key for key, _ in folders) for folders in named}
+    if len(keys) > 1 or "" in keys.pop():
+        return [{} for _ in files]
+    return [
+        {unquote(key): None if value == _NO_VALUE else unquote(value) for key, value in folders}
+        for folders in named
+    ]
 
 
 def is_together(path: str | Path) -> bool:

@@ -1,7 +1,7 @@
 """The columns of a table, their kinds, and what of them comes back."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nightmill.jobs.base.contract import JsonObject
@@ -41,6 +41,14 @@ class Columns:
         names = [name for name in schema.names if name not in index]
         check_names(names, label)
         return cls({one.name: str(one.type) for one in schema if one.name not in index}, schema, index)
+
+    def beside(self, names: Collection[str]) -> "Columns":
+        """These columns, and behind them texts of other names."""
+        schema = self.schema
+        if schema is not None:
+            for name in names:
+                schema = schema.append(pyarrow().field(name, pyarrow().string()))
+        return replace(self, kinds={**self.kinds, **dict.fromkeys(names, TEXT)}, schema=schema)
 
     def shape(self, options: TableOptions) -> Shape:
         """Derive the columns of results. Raises InvalidParameterError for columns that are not there."""

@@ -2,7 +2,7 @@
 
 import base64
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
@@ -43,12 +43,22 @@ class TableFile(InputFile):
         options: TableOptions,
         label: str | None = None,
         name: str | None = None,
+        partition: Mapping[str, str | None] | None = None,
     ) -> None:
+        """Open a file.
+
+        partition  columns that the names of its folders give, with their value in all rows; one that the file
+                   has itself is the file's
+        """
         super().__init__(path, format, label=label, name=name)
         if self.format is FileFormat.OPENAI:
             self.format = FileFormat.JSONL
         with self._errors():
-            self.table = Table(self._columns(), options)
+            columns = self._columns()
+            self._partition = {
+                key: value for key, value in (partition or {}).items() if key not in columns.kinds
+            }
+            self.table = Table(columns.beside(self._partition), options)
 
     def rows(self, defaults: JobSpec = NOTHING_SAID) -> Iterator[InputRow]:
         """Every row, its prompt made by the template; `defaults` hold for all."""
@@ -73,6 +83,10 @@ class TableFile(InputFile):
             )
 
     def _records(self) -> Iterator[Record]:
+        for number, record in self._own_records():
+            yield number, record if isinstance(record, RowError) else {**record, **self._partition}
+
+    def _own_records(self) -> Iterator[Record]:
         if self.format in (FileFormat.PARQUET, FileFormat.ARROW):
             yield from self._typed_records()
             return
@@ -89,7 +103,7 @@ class TableFile(InputFile):
                     yield number, {name: cell for name, cell in zip(names, cells, strict=True) if cell != ""}
 
     def _typed_records(self) -> Iterator[Record]:
-        with self._reader(self.table.wanted) as reader:
+        with self._reader([name for name in self.table.wanted if name not in self._partition]) as reader:
             total = int(reader.header()["rows"])
             number = 0
             for rows in reader.rows():

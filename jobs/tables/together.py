@@ -7,7 +7,7 @@ from typing import Any
 from nightmill.jobs.errors import BatchFileError, InvalidParameterError
 from nightmill.jobs.formats.inputs import InputFile
 from nightmill.jobs.formats.rows import FileFormat, printable
-from nightmill.jobs.formats.together import FilesTogether, files_of, is_together
+from nightmill.jobs.formats.together import FilesTogether, base_of, files_of, is_together, partitions_of
 from nightmill.jobs.tables.columns import Columns, Table
 from nightmill.jobs.tables.kinds import TEXT, joined
 from nightmill.jobs.tables.memory import TableItems
@@ -51,7 +51,11 @@ def open_table(
     """Open a file, a folder of files or a pattern as a table. Raises what `TableFile` raises."""
     if not is_together(path):
         return TableFile(path, format, options=options, label=label)
-    parts = [TableFile(one, format, options=options) for one in files_of(path, label)]
+    files = files_of(path, label)
+    parts = [
+        TableFile(one, format, options=options, partition=partition)
+        for one, partition in zip(files, partitions_of(files, base_of(Path(path))), strict=True)
+    ]
     return TableFiles(path, parts, options, label)
 
 

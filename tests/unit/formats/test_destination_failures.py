@@ -100,7 +100,7 @@ def test_other_names_of_a_file_that_is_begun_anew_keep_its_content(tmp_path: Pat
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BatchFileError, match=r"none/out\.jsonl: cannot be written: No such file"):
+    with pytest.raises(BatchFileError, match=r"none/out\.jsonl: there is no folder .*/none: make it"):
         Destination(tmp_path / "none" / "out.jsonl", FileFormat.JSONL)
     with pytest.raises(BatchFileError, match="cannot be written: Not a directory"):
         (tmp_path / "file").touch()

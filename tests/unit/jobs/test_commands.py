@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -39,6 +40,29 @@ def test_what_help_shows_as_json_is_json_that_the_option_takes() -> None:
     assert shown.keys() == {"--response-format", "--chat-template-kwargs", "--logit-bias"}
     for name, example in shown.items():
         JobSpec.defaults({name.strip("-").replace("-", "_"): example})
+
+
+def test_json_and_grammars_may_be_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    enqueue = main.get_command(click.Context(main), "enqueue")
+    assert enqueue is not None
+    Path("schema.json").write_text('\ufeff{"type":\n "object"}\n')
+    Path("rules.gbnf").write_text('root ::= "a"\n')
+    Path("latin.json").write_bytes(b'{"a": "\xe4"}')
+    arguments = ["--json-schema", "@schema.json", "--grammar", "@rules.gbnf", "--metadata", '{"a": 1}', "p"]
+    found = enqueue.make_context("enqueue", list(arguments)).params
+    assert found["json_schema"] == {"type": "object"}
+    assert (found["grammar"], found["metadata"]) == ('root ::= "a"', {"a": 1})
+    for value, said in (
+        ("schema.json", "'schema.json' is a file; write @schema.json"),
+        ("@none.json", "none.json: No such file or directory"),
+        ("@rules.gbnf", "is not JSON: Expecting value at character 1"),
+        ("@latin.json", "latin.json is not UTF-8; save it as that"),
+        ("@.", ".: Is a directory"),
+    ):
+        with pytest.raises(click.BadParameter) as caught:
+            enqueue.make_context("enqueue", ["--json-schema", value, "p"])
+        assert caught.value.message == said
 
 
 def test_an_unknown_command_is_none() -> None:

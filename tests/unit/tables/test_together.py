@@ -71,6 +71,44 @@ def test_a_folder_is_its_files_in_the_order_of_their_names(folder: Path) -> None
         table(f"{folder}/*.csv")
 
 
+@pytest.mark.heavy  # each Parquet file is read by a process
+@pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])
+def test_folders_that_are_named_as_partitions_give_columns(tmp_path: Path, ending: str) -> None:
+    for folder, word in (("day=2/kind=a%2Fb", "x"), ("day=__HIVE_DEFAULT_PARTITION__/kind=c", "y")):
+        (tmp_path / folder).mkdir(parents=True)
+        part = tmp_path / folder / f"part.{ending}"
+        match ending:
+            case "csv":
+                part.write_text(f"word\n{word}\n")
+            case "jsonl":
+                part.write_text(json.dumps({"word": word}))
+            case _:
+                parquet.write_table(pyarrow.table({"word": [word]}), part)
+    options = TableOptions.of({"template": "{{ word }} {{ kind }} {{ day }}", "empty": "keep"})
+    assert options is not None
+    source = open_table(tmp_path, options=options)
+    assert prompts(source) == [(1, "x a/b 2"), (2, "y c ")]
+    assert source.table.shape.kept == (("word", "string"), ("day", "string"), ("kind", "string"))
+    assert [row.kept for row in source.rows()] == [
+        {"word": "x", "day": "2", "kind": "a/b"},
+        {"word": "y", "kind": "c"},
+    ]
+
+
+def test_a_partition_is_no_column_where_the_file_has_it_or_other_files_lack_it(tmp_path: Path) -> None:
+    for day in "12":
+        (tmp_path / f"days/day={day}").mkdir(parents=True)
+        (tmp_path / f"days/day={day}/a.csv").write_text(f"word,day\nx,{day}0\n")
+    assert [row.kept for row in table(tmp_path / "days").rows()] == [
+        {"word": "x", "day": "10"},
+        {"word": "x", "day": "20"},
+    ]
+    (tmp_path / "mixed/day=1").mkdir(parents=True)
+    for name in ("a.csv", "day=1/b.csv"):
+        (tmp_path / "mixed" / name).write_text("word\nx\n")
+    assert [row.kept for row in table(tmp_path / "mixed").rows()] == [{"word": "x"}] * 2
+
+
 def test_the_fingerprint_is_of_names_and_contents_and_changes_are_seen(
     csv_folder: Path, tmp_path: Path
 ) -> None:
