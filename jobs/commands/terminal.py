@@ -76,8 +76,15 @@ def plain(value: object) -> str:
 
 
 def confirm(question: str) -> None:
-    """Ask; raises click.Abort unless the answer is yes."""
-    click.confirm(printable(question), abort=True)
+    """Ask on stderr; raises click.Abort unless the answer is yes, click.UsageError if there is none."""
+    try:
+        agreed = click.confirm(printable(question), err=True)
+    except click.Abort:
+        if sys.stdin.isatty():
+            raise
+        raise click.UsageError("standard input has no answer: give --yes to go on") from None
+    if not agreed:
+        raise click.Abort
 
 
 def table(

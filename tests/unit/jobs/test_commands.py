@@ -8,9 +8,11 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from nightmill.jobs.commands.main import main
 from nightmill.jobs.commands.options import first_sentence
+from nightmill.jobs.commands.terminal import confirm
 from nightmill.jobs.request.spec import JobSpec
 from tests.support.servers import clean_environment
 
@@ -63,6 +65,21 @@ def test_json_and_grammars_may_be_in_files(tmp_path: Path, monkeypatch: pytest.M
         with pytest.raises(click.BadParameter) as caught:
             enqueue.make_context("enqueue", ["--json-schema", value, "p"])
         assert caught.value.message == said
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "said"),
+    [("y\n", 0, ""), ("n\n", 1, "Aborted!"), ("", 2, "answer: give --yes")],
+)
+def test_a_question_that_nobody_answers_names_the_option(answer: str, code: int, said: str) -> None:
+    @click.command()
+    def delete() -> None:
+        confirm("Delete 60 rows?")
+        click.echo("{}")
+
+    result = CliRunner().invoke(delete, input=answer)
+    assert (result.exit_code, result.stdout) == (code, "{}\n" if code == 0 else "")
+    assert "Delete 60 rows? [y/N]" in result.stderr and said in result.stderr
 
 
 def test_an_unknown_command_is_none() -> None:
