@@ -10,7 +10,7 @@ from nightmill.jobs.client.client import Client
 from nightmill.jobs.commands.options import json_option
 from nightmill.jobs.commands.printing import counted
 from nightmill.jobs.commands.terminal import LiveLine, ProgressLine, echo, echo_json
-from nightmill.jobs.formats.places import STANDARD, brought_to
+from nightmill.jobs.formats.places import STANDARD, STDOUT, brought_to
 from nightmill.jobs.tables.into import UsersTable
 
 INTO_OPTION = click.option(
@@ -65,7 +65,7 @@ def _write_command(kind: str, help_text: str) -> click.Command:
             echo_json({"path": path, "rows": rows, "unfinished": left}, err=piped)
             return
         more = f"; not done yet: {counted(left, 'row')}" if left else ""
-        echo(f"{printable(path)}: {counted(rows, 'row')}{more}", err=piped)
+        echo(f"{printable(STDOUT if piped else path)}: {counted(rows, 'row')}{more}", err=piped)
 
     return click.command(kind, help=help_text)(write)
 

@@ -36,14 +36,19 @@ class UsersDatabase:
         try:
             parsed = make_url(url)
         except (ArgumentError, ValueError):
-            raise BatchFileError(f"{self.label}: is not the URL of a database") from None
+            raise BatchFileError(
+                f"{self.label}: is not the URL of a database; write sqlite:////FOLDER/FILE or "
+                "postgresql://USER:PASSWORD@HOST/NAME"
+            ) from None
         self.is_sqlite = parsed.get_backend_name() == "sqlite"
         if not self.is_sqlite and parsed.get_backend_name() != "postgresql":
             raise BatchFileError(
                 f"{self.label}: cannot be reached from here; known are postgresql:// and sqlite:///"
             )
         if self.is_sqlite and not Path(parsed.database or "").is_file():
-            raise BatchFileError(f"{self.label}: there is no such file")
+            raise BatchFileError(
+                f"{self.label}: there is no such file; an empty one (touch FILE) is an empty database"
+            )
         if parsed.drivername == "postgresql":
             parsed = parsed.set(drivername="postgresql+psycopg")
         self._url = parsed

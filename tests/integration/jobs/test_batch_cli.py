@@ -189,7 +189,7 @@ def test_results_and_errors_are_written_whole_in_the_order_of_the_file(
     }
     assert [json.loads(line)["text"] for line in output.open()] == ["text of one", "text of three"]
     piped = run("batch", "results", "night", "-o", "-")
-    assert (piped.stdout, piped.stderr) == (output.read_text(), "-: 2 rows\n")
+    assert (piped.stdout, piped.stderr) == (output.read_text(), "standard output: 2 rows\n")
     errors = tmp_path / "errors.jsonl"
     assert run("batch", "errors", "night", "-o", errors).stdout == f"{errors}: 1 row\n"
     assert json.loads(errors.read_text())["line"] == 2

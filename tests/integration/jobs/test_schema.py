@@ -267,6 +267,16 @@ def test_a_configured_database_without_tables_says_how_to_make_them(empty_databa
     assert str(caught.value) == f"the database at {where} has no Nightmill tables: run `nightmill migrate`"
 
 
+def test_a_look_at_a_file_that_is_not_there_does_not_make_it(tmp_path: Path) -> None:
+    mistaken = Database(Settings(database_url=f"sqlite:///{tmp_path}/mistaken.db"))
+    with pytest.raises(SchemaError, match=r"mistaken\.db has no Nightmill tables: run `nightmill migrate`"):
+        mistaken.ensure_schema()
+    assert not list(tmp_path.iterdir())
+    mistaken.migrate()
+    mistaken.ensure_schema()
+    mistaken.close()
+
+
 def test_a_database_of_another_version_is_refused_by_programs(empty_database: Database) -> None:
     empty_database.migrate()
     _set_revision(empty_database, "9999")
