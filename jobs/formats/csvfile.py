@@ -23,7 +23,7 @@ DELIMITERS = ",;\t|"
 AS_UTF8 = "save the file as UTF-8, or convert it: iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW"
 """The remedy for files in another encoding, mostly that of Excel's plain CSV."""
 UTF_16_AS_UTF8 = "save it as UTF-8, or convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW"
-AS_TEMPLATE = "--template, or template= in Python"
+AS_TEMPLATE = "--template, or template= of jobs.submit_batch"
 """The option that takes tables of any columns."""
 KINDS = {name: field.kind for name, field in FIELDS.items()} | {"messages": FieldKind.OBJECT}
 """Types of cells by column; others contain text."""

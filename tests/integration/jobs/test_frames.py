@@ -154,7 +154,7 @@ def test_one_column_of_prompts_is_an_iterable(sqlite_client: Client) -> None:
         (b"prompt", "prompts: is a single bytes; give an iterable of prompts or rows, such as a list"),
         ({"prompt": "one"}, "prompts: is a single dict; give an iterable of prompts or rows"),
         (7, "prompts: int is neither an iterable of prompts nor a table; collect a lazy table, and give"),
-        (Polars([{"text": "one"}]), "prompts: the table has no column prompt or messages; known are"),
+        (Polars([{"text": "one"}]), "prompts: the table has no column prompt or messages; a template"),
         (Polars([{"prompt": "one", "label": 1}]), "prompts: the table column 'label' is not supported"),
         (Stream([{"prompt": "one", "label": 1}]), "prompts: the table column 'label' is not supported"),
     ],

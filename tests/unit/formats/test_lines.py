@@ -146,7 +146,7 @@ def test_the_fingerprint_follows_the_content(tmp_path: Path) -> None:
         (
             "in.csv",
             b"question\nwhat?\n",
-            "template= in Python, such as 'Classify: {{ question }}')",
+            "template= of jobs.submit_batch, such as 'Classify: {{ question }}')",
         ),
         ("in.csv", "prompt;Gr\xf6\xdfe\n".encode("cp1252"), "iconv -f WINDOWS-1252 -t UTF-8"),
         ("in.csv", b"\n;;\n", "has no column prompt or messages"),
