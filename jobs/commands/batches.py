@@ -17,7 +17,7 @@ from nightmill.jobs.commands.limit_options import budget, limit_options, limits_
 from nightmill.jobs.commands.on_end import on_end_options, run_on_end, words_of
 from nightmill.jobs.commands.options import CommandGroup, json_option
 from nightmill.jobs.commands.over_http import describe_http, http_batch, http_values
-from nightmill.jobs.commands.printing import counted, describe_status, say_if_nobody_serves
+from nightmill.jobs.commands.printing import as_argument, counted, describe_status, say_if_nobody_serves
 from nightmill.jobs.commands.progress import EXIT_FAILED, BatchProgress, logged_errors
 from nightmill.jobs.commands.query_options import AFTER_OPTION, check_alone, input_named, query_options
 from nightmill.jobs.commands.requeueing import extend, retry
@@ -136,9 +136,9 @@ def submit(
     else:
         echo(describe_status(status))
         if not status.state.final:
-            echo(f"Next: nightmill batch status {printable(made.name)}")
+            echo(f"Next: nightmill batch status {as_argument(made.name)}")
         elif status.unsuccessful:
-            echo(f"Next: nightmill batch errors {printable(made.name)} -o FILE")
+            echo(f"Next: nightmill batch errors {as_argument(made.name)} -o FILE")
     if status.state.final:
         raise SystemExit(EXIT_CODES[status.state])
 

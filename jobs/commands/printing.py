@@ -1,6 +1,7 @@
 """Printing of jobs and batches, for people or as JSON for programs."""
 
 import json
+import shlex
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -182,6 +183,11 @@ def prompt_line(job: Job) -> str:
     return printable(" ".join(str(text)[: 10 * _LONGEST_LINE].split()), _LONGEST_LINE)
 
 
+def as_argument(name: str) -> str:
+    """Format a name for a command line that people copy into a shell."""
+    return shlex.quote(printable(name))
+
+
 def counted(number: int, noun: str) -> str:
     """Format a number with its noun: 1 row, 2,000 rows, 2 batches."""
     ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
@@ -250,7 +256,7 @@ def describe_status(status: BatchStatus, price_per_kwh: float | None = None) -> 
         for kind in kinds:
             say("", kind)
         if not status.state.final or StopReason.BUDGET in status.stop_reasons:
-            say("", f"to go on: nightmill batch budget {status.name} with a higher limit")
+            say("", f"to go on: nightmill batch budget {as_argument(status.name)} with a higher limit")
     if status.wakes_at is not None:
         say("sleeps", f"until {describe_moment(status.wakes_at)}, when the hours of its workers begin")
     if status.rows_before is not None:

@@ -23,7 +23,7 @@ from nightmill.jobs.commands.job_options import AT, BATCH_OPTIONS, given, job_op
 from nightmill.jobs.commands.limit_options import limit_options, limits_taken
 from nightmill.jobs.commands.on_end import on_end_options, run_on_end, words_of
 from nightmill.jobs.commands.options import INTERRUPTED, LOG_FORMAT, json_option
-from nightmill.jobs.commands.printing import counted, describe_status
+from nightmill.jobs.commands.printing import as_argument, counted, describe_status
 from nightmill.jobs.commands.progress import BatchProgress, log_of_command, logged_errors
 from nightmill.jobs.commands.query_options import (
     AFTER_OPTION,
@@ -254,7 +254,7 @@ def run(
         echo(describe_status(status, client.settings.price_per_kwh), err=piped)
         written, failed = (printable(place.label) for place in places)
         if errors is None:
-            failed = f"nightmill batch errors {printable(batch.name)} -o FILE"
+            failed = f"nightmill batch errors {as_argument(batch.name)} -o FILE"
         if table_of_results is not None:
             written = ", ".join([*([] if output is None else [written]), printable(table_of_results.label)])
         echo(f"Results: {written}; errors: {failed}", err=piped)

@@ -118,10 +118,10 @@ def test_submit_exits_like_watch_where_nothing_is_left_to_run(
 ) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": 1}\n{"prompt": 2}\n')
-    refused = run("batch", "submit", bad, "--name", "bad")
-    assert (refused.exit_code, refused.stdout.splitlines()[0]) == (4, "bad: failed")
-    assert refused.stdout.endswith("Next: nightmill batch errors bad -o FILE\n")
-    assert run("batch", "submit", bad, "--name", "bad", "--json").exit_code == 4
+    refused = run("batch", "submit", bad, "--name", "bad one")
+    assert (refused.exit_code, refused.stdout.splitlines()[0]) == (4, "bad one: failed")
+    assert refused.stdout.endswith("Next: nightmill batch errors 'bad one' -o FILE\n")
+    assert run("batch", "submit", bad, "--name", "bad one", "--json").exit_code == 4
     assert run("batch", "submit", file, "--name", "night").exit_code == 0
     finish(cli_client, "night")
     assert run("batch", "submit", file, "--name", "night").exit_code == 3
