@@ -40,6 +40,8 @@ ENDINGS = (*_JSON_SUFFIXES, *_CSV_SUFFIXES, *_PARQUET_SUFFIXES, ".arrow", ".feat
 """Endings of the names of inputs, before `.gz`."""
 _ROWS_TO_LOOK_AT = 100  # searched for a valid row that shows which JSON format it is
 _HASHED_AT_ONCE = 1 << 20  # bytes
+STDIN = "standard input"
+"""What people call an input that has no name."""
 _NAME_IT = "name it .jsonl, .csv, .tsv or .parquet"
 _UNREADABLE = {
     b"\x28\xb5\x2f\xfd": "packed with zstd; unpack it (zstd -d FILE)",
@@ -261,8 +263,10 @@ class InputFile:
                 f"`jq -c '.[]' {self._name} > rows.jsonl`"
             )
         if not name.endswith(_JSON_SUFFIXES) and b"{" not in start:
-            option = ", or say which it has (--format)" if self._trusted else ""
-            raise BatchFileError(f"{self.label}: has no known format; {_NAME_IT}{option}")
+            remedy = f"{_NAME_IT}, or say which it has (--format)" if self._trusted else _NAME_IT
+            if self.label == STDIN:
+                remedy = "say which it has (--format csv, or jsonl)"
+            raise BatchFileError(f"{self.label}: has no known format; {remedy}")
         with self._open() as stream:
             objects = (record for _, record in islice(read_objects(stream), _ROWS_TO_LOOK_AT))
             first = next((record for record in objects if isinstance(record, dict)), {})

@@ -15,14 +15,14 @@ from typing import Protocol
 
 from nightmill.jobs.errors import BatchFileError
 from nightmill.jobs.formats.copying import PIECE, copy
-from nightmill.jobs.formats.inputs import InputFile
+from nightmill.jobs.formats.inputs import STDIN, InputFile
 from nightmill.jobs.formats.remote import RemoteFile, is_remote
 from nightmill.jobs.formats.rows import FileFormat
 from nightmill.jobs.formats.shards import IntoFolder, is_folder
 from nightmill.jobs.formats.together import open_input
 
 STANDARD = "-"
-STDIN, STDOUT = "standard input", "standard output"
+STDOUT = "standard output"
 _ENDINGS = {FileFormat.CSV: ".csv", FileFormat.PARQUET: ".parquet", FileFormat.ARROW: ".arrow"}
 _GZIP = b"\x1f\x8b"
 

@@ -319,7 +319,7 @@ def test_rows_of_standard_input_are_the_same_batch_as_long_as_they_are_the_same(
     other = json.loads(run(*submit, stdin=file.read_text() + '{"prompt": "4"}\n').stdout)
     assert (other["rows"], len(cli_client.list_batches())) == (4, 2)
     for options, said in (
-        ((), "standard input: has no known format; name it .jsonl, .csv, .tsv or .parquet, or say which"),
+        ((), "standard input: has no known format; say which it has (--format csv, or jsonl)"),
         (("--format", "parquet"), "standard input: cannot be read as Parquet"),
     ):
         refused = run("batch", "submit", "-", *options, stdin="prompt\none\n")
