@@ -87,7 +87,9 @@ async def score(
     **settings: Unpack[JobSettings],
 ) -> Scores:
     """Compute how likely each text is after a prompt. See Client.score."""
-    settings["score"] = texts
+    from nightmill.jobs.client.computing import to_score
+
+    settings["score"] = to_score(texts)
     job_id = await enqueue(prompt, **settings)
     await wait(job_id, timeout=timeout)
     return scores_of(await get(job_id))

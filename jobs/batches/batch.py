@@ -41,7 +41,7 @@ from nightmill.jobs.errors import (
     WaitTimeoutError,
 )
 from nightmill.jobs.formats import Destination, FileFormat
-from nightmill.jobs.formats.frames import arrow_table, pandas_frame
+from nightmill.jobs.formats.frames import arrow_table, pandas_frame, with_pandas
 from nightmill.jobs.formats.layout import Layout
 from nightmill.jobs.formats.places import OnThisDisk, OutputTarget, spool
 from nightmill.jobs.formats.shards import IntoFolder, is_folder
@@ -183,6 +183,7 @@ class Batch:
     def to_pandas(self, *, errors: bool = False) -> Any:
         """Return the same as `to_arrow` as a pandas.DataFrame; raises MissingExtraError without pandas."""
         if self.shape is not None:
+            with_pandas()
             return self.to_arrow(errors=errors).to_pandas()
         return pandas_frame(*self._rows_and_columns(errors))
 

@@ -5,11 +5,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Unpack
 
 from nightmill.jobs.base.contract import Prompt
+from nightmill.jobs.errors import InvalidParameterError
 from nightmill.jobs.formats.frames import Prompts
 from nightmill.jobs.reply.embeddings import Embedding
 from nightmill.jobs.reply.job import Job, embedding_of, relevance_in, scores_of
 from nightmill.jobs.reply.logprobs import Scores
 from nightmill.jobs.request.fields import JobSettings
+
+
+def to_score(texts: Sequence[str]) -> Sequence[str]:
+    """Return texts that are to be scored. Raises InvalidParameterError for none, as a job would generate."""
+    if not texts:
+        raise InvalidParameterError("score: there is no text; give at least one", field="score")
+    return texts
 
 
 class Computations(ABC):
@@ -47,7 +55,7 @@ class Computations(ABC):
         Keywords are those of `enqueue`; `logprobs=N` adds the likeliest tokens at each position. Raises
         InvalidRequestError, WaitTimeoutError, and ScoreError if the job ended otherwise.
         """
-        settings["score"] = texts
+        settings["score"] = to_score(texts)
         job_id = self.enqueue(prompt, **settings)
         self.wait(job_id, timeout=timeout)
         return scores_of(self.get(job_id))

@@ -111,10 +111,7 @@ def arrow_table(rows: Iterable[JsonObject], columns: Mapping[str, str]) -> Any:
 
 def pandas_frame(rows: Iterable[JsonObject], columns: Mapping[str, str]) -> Any:
     """Build a pandas.DataFrame with these columns; raises MissingExtraError without pandas."""
-    try:
-        import pandas
-    except ImportError as error:
-        raise MissingExtraError(f"to_pandas needs pandas: {pip_install('pandas')}") from error
+    pandas = with_pandas()
     kept = list(rows)
     return pandas.DataFrame(
         {
@@ -122,6 +119,15 @@ def pandas_frame(rows: Iterable[JsonObject], columns: Mapping[str, str]) -> Any:
             for name, kind in columns.items()
         }
     )
+
+
+def with_pandas() -> Any:
+    """Return the module; raises MissingExtraError without it."""
+    try:
+        import pandas
+    except ImportError as error:
+        raise MissingExtraError(f"to_pandas needs pandas: {pip_install('pandas')}") from error
+    return pandas
 
 
 def _pyarrow() -> Any:

@@ -183,6 +183,8 @@ def no_value(column: str) -> EmptyColumnError:
 def listed(columns: Collection[str]) -> str:
     """A clause that names the columns there are, or the first of many."""
     names = list(columns)
+    if not names:
+        return "there are none"
     more = f" and {len(names) - _MOST_LISTED:,} more" if len(names) > _MOST_LISTED else ""
     return f"there are {', '.join(_shown(name) for name in names[:_MOST_LISTED])}{more}"
 

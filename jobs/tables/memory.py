@@ -10,7 +10,7 @@ from decimal import Decimal
 from typing import Any
 
 from nightmill.jobs.base.contract import JsonObject
-from nightmill.jobs.errors import BatchFileError, InvalidRequestError
+from nightmill.jobs.errors import BatchFileError, EmptyBatchFileError, InvalidRequestError
 from nightmill.jobs.formats.jsonlines import LINE_LIMIT, read_objects
 from nightmill.jobs.formats.rows import InputRow
 from nightmill.jobs.request.prompts import json_type
@@ -82,7 +82,10 @@ class _Spooled:
     def __init__(self, items: Iterable[Any]) -> None:
         with _disk():
             self._file = tempfile.TemporaryFile("w+b", prefix="nightmill-")  # noqa: SIM115 - closed with its last reader
+        self._rows = 0
         self.kinds = kinds_of(self._written(items), "table")
+        if not self._rows:
+            raise EmptyBatchFileError("table: holds no rows; give a mapping of columns to values for each")
         with _disk():
             self._file.flush()
 
@@ -105,6 +108,7 @@ class _Spooled:
                 raise InvalidRequestError(said, field="table") from None
             with _disk():
                 self._file.write(line.encode() + b"\n")
+            self._rows = number
             yield json.loads(line)
 
 

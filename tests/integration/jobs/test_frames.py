@@ -10,7 +10,7 @@ import pytest
 
 from nightmill.jobs.base.contract import StopReason
 from nightmill.jobs.client.client import Client
-from nightmill.jobs.errors import InvalidRequestError, MissingExtraError
+from nightmill.jobs.errors import InvalidParameterError, InvalidRequestError, MissingExtraError
 from nightmill.jobs.sql.claims import Claims
 from tests.integration.jobs.batches.rows import finish, jobs_of
 
@@ -214,6 +214,12 @@ def test_results_and_errors_come_back_as_columns(sqlite_client: Client) -> None:
     assert batch.to_arrow(errors=True).column("code").to_pylist() == ["deadline", "invalid_value"]
 
 
+def test_nothing_to_score_queues_nothing(sqlite_client: Client) -> None:
+    with pytest.raises(InvalidParameterError, match="score: there is no text; give at least one"):
+        sqlite_client.score("Once", [])
+    assert not sqlite_client.list_jobs()
+
+
 def test_no_results_are_columns_without_rows(sqlite_client: Client) -> None:
     table = sqlite_client.submit_batch(["one"]).to_arrow()
     assert (table.num_rows, table.num_columns) == (0, 17)
@@ -226,6 +232,9 @@ def test_what_is_not_installed_is_named_with_its_extra(
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(MissingExtraError, match=r"to_pandas needs pandas: pip install .*\[pandas\]"):
         batch.to_pandas()
+    table = sqlite_client.submit_batch([{"a": 1}], template="{{ a }}")
+    with pytest.raises(MissingExtraError, match="to_pandas needs pandas"):
+        table.to_pandas()
     stream = Stream(ROWS)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(MissingExtraError, match=r"need pyarrow: pip install .*\[parquet\]"):

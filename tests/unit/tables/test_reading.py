@@ -352,6 +352,13 @@ def test_python_rows_have_values_of_json() -> None:
             rows_of(bad)
 
 
+def test_python_rows_that_are_none_are_named_as_that() -> None:
+    with pytest.raises(EmptyBatchFileError, match="table: holds no rows; give a mapping"):
+        rows_of([])
+    with pytest.raises(InvalidParameterError, match="there is no column 'x'; there are none"):
+        rows_of([{}])
+
+
 def test_the_index_of_a_frame_is_no_column(tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text(",x\n0,a\n")
     with pytest.warns(IgnoredColumnWarning):
