@@ -273,7 +273,8 @@ class Broker(Forkable):
             if _is_loading(error):
                 raise BrokerUnreachableError(f"the broker at {where} takes nothing yet: {said}") from error
             if _is_refusal(error):
-                raise BrokerError(f"the broker at {where} refused a command: {said}") from error
+                remedy = _remedy(error)
+                raise BrokerError(f"the broker at {where} refused a command: {said}{remedy}") from error
             raise BrokerUnreachableError(
                 f"the broker at {where} does not answer: {said}. Check that Redis runs and that "
                 "NIGHTMILL_BROKER_URL is right"
@@ -292,6 +293,18 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def _is_loading(error: BaseException) -> bool:
     return any(isinstance(cause, redis.exceptions.BusyLoadingError) for cause in _causes(error))
+
+
+def _remedy(error: BaseException) -> str:
+    """Say what to do about a refusal, if a setting is at fault."""
+    for cause in _causes(error):
+        if isinstance(cause, redis.exceptions.AuthenticationError):
+            return ". Check user and password in NIGHTMILL_BROKER_URL"
+        if isinstance(cause, redis.exceptions.NoPermissionError):
+            return ". Give its user the rights that docs/operations.md lists"
+        if isinstance(cause, redis.exceptions.ResponseError) and "DB index" in str(cause):
+            return ". Check the number at the end of NIGHTMILL_BROKER_URL"
+    return ""
 
 
 def _is_refusal(error: BaseException) -> bool:

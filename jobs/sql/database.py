@@ -265,8 +265,10 @@ class Database(Forkable):
         try:
             lock = path.with_name(f"{path.name}.migrate.lock").open("w")
         except OSError as error:
+            remedy = "" if path.parent.exists() else f". There is no folder {path.parent}: make it"
             raise DatabaseUnreachableError(
-                f"the database at {self.settings.safe_database_url} cannot be opened: {error}"
+                f"the database at {self.settings.safe_database_url} cannot be opened: "
+                f"{error.strerror or error}{remedy}"
             ) from error
         with lock:
             self._take_turn(lock)

@@ -90,8 +90,17 @@ def test_a_connection_that_is_refused_is_not_called_silent(postgres_settings: Se
     [
         (redis.exceptions.ClusterDownError("CLUSTERDOWN Hash slot not served"), BrokerError, "refused"),
         (redis.exceptions.OutOfMemoryError("OOM command not allowed"), BrokerError, "refused a command: OOM"),
-        (redis.exceptions.NoPermissionError("NOPERM no key"), BrokerError, "refused a command: NOPERM"),
-        (redis.exceptions.AuthenticationError("WRONGPASS"), BrokerError, "refused a command: WRONGPASS"),
+        (
+            redis.exceptions.NoPermissionError("NOPERM no key"),
+            BrokerError,
+            "NOPERM no key. Give its user the",
+        ),
+        (redis.exceptions.AuthenticationError("WRONGPASS"), BrokerError, "WRONGPASS. Check user and pass"),
+        (
+            redis.exceptions.ResponseError("DB index is out of range"),
+            BrokerError,
+            "range. Check the number at",
+        ),
         (redis.exceptions.BusyLoadingError("loading"), BrokerUnreachableError, "takes nothing yet: loading"),
         (redis.exceptions.ConnectionError("refused"), BrokerUnreachableError, "does not answer"),
         (redis.exceptions.TimeoutError("slow"), BrokerUnreachableError, "does not answer"),

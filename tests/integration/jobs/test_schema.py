@@ -18,7 +18,7 @@ from sqlalchemy import inspect, text
 from nightmill.jobs.base.contract import StopReason
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.client.client import Client
-from nightmill.jobs.errors import DatabaseBusyError, DatabaseError, SchemaError
+from nightmill.jobs.errors import DatabaseBusyError, DatabaseError, DatabaseUnreachableError, SchemaError
 from nightmill.jobs.reply.job import Answer
 from nightmill.jobs.reply.logprobs import TokenLogprob, pack
 from nightmill.jobs.sql import database as database_module
@@ -275,6 +275,11 @@ def test_a_look_at_a_file_that_is_not_there_does_not_make_it(tmp_path: Path) -> 
     mistaken.migrate()
     mistaken.ensure_schema()
     mistaken.close()
+    nowhere = Database(Settings(database_url=f"sqlite:///{tmp_path}/none/jobs.db"))
+    with pytest.raises(
+        DatabaseUnreachableError, match=r"cannot be opened: .*\. There is no folder .*/none: make"
+    ):
+        nowhere.migrate()
 
 
 def test_a_database_of_another_version_is_refused_by_programs(empty_database: Database) -> None:
