@@ -33,7 +33,8 @@ def extend(name: str, max_tokens: int, deadline: str | None, as_json: bool) -> N
       nightmill batch extend tonight --max-tokens 4096
     """
     with Client() as client:
-        _say(client.get_batch(name).extend(max_tokens, **given({"deadline": deadline})), name, as_json)
+        done = client.get_batch(name).extend(max_tokens, **given({"deadline": deadline}))
+        _say(done, name, as_json, "none was cut at a lower limit")
 
 
 def _where(_: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, list[str]]:
@@ -80,14 +81,17 @@ def retry(
     with Client() as client:
         found = client.get_batch(name)
         options = given({"deadline": deadline} | changes)
-        _say(found.retry(where=where, new_seeds=new_seeds, **options), name, as_json)
+        done = found.retry(where=where, new_seeds=new_seeds, **options)
+        _say(done, name, as_json, "no such row has ended without an answer")
 
 
-def _say(done: QueuedAgain, name: str, as_json: bool) -> None:
+def _say(done: QueuedAgain, name: str, as_json: bool, none: str) -> None:
+    """Print how many rows were queued again, or why `none` was."""
     if as_json:
         echo_json({"queued": done.rows, "refused": done.refused, "reason": done.reason})
         return
-    echo(f"{printable(name)}: {counted(done.rows, 'row')} queued again")
+    why = "" if done.rows or done.refused else f": {none}"
+    echo(f"{printable(name)}: {counted(done.rows, 'row')} queued again{why}")
     if done.refused:
         echo_err(
             f"{counted(done.refused, 'row')} cannot have these parameters, and stay as they are: "

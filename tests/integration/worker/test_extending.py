@@ -65,9 +65,11 @@ def test_extended_and_reused_rows_equal_those_of_one_go_and_verify(
         shown = run("show", extended.id)
         assert "before extend        max_tokens 8, ended succeeded (length) at " in shown
         assert "after 8 tokens, the text begins with its text" in shown
+        less = run("batch", "extend", "steps", "--max-tokens", "2")
+        assert less == "steps: 0 rows queued again: none was cut at a lower limit\n"
         assert (
             run("batch", "retry", "steps", "--where", "state=failed,code=error")
-            == "steps: 0 rows queued again\n"
+            == "steps: 0 rows queued again: no such row has ended without an answer\n"
         )
         refused = CliRunner().invoke(main, ["batch", "retry", "steps", "--where", "failed"])
         assert (refused.exit_code, "'failed' is not NAME=VALUE" in refused.output) == (2, True)
