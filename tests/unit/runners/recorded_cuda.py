@@ -178,8 +178,8 @@ class RecordedDriver:
         driver.cuGraphGetNodes = lambda graph, most: (0, [], 1)
         driver.cuGraphInstantiate = lambda graph, flags: (0, "executable")
         for name in (
-            "cuModuleUnload", "cuStreamBeginCapture", "cuGraphDestroy", "cuGraphExecDestroy", "cuGraphLaunch",
-            "cuGraphUpload",
+            "cuModuleUnload", "cuFuncLoad", "cuStreamBeginCapture", "cuGraphDestroy", "cuGraphExecDestroy",
+            "cuGraphLaunch", "cuGraphUpload",
         ):  # fmt: skip
             setattr(driver, name, lambda *arguments: (0,))
         return driver

@@ -147,7 +147,8 @@ class CudaRunner:
         self.predicts = sizes.predicts and can_predict(spec, precision)
         sources = sources_for(spec, precision, hopper=device.hopper, predicts=self.predicts)
         self._progress(StartStep.COMPILING, "")
-        compile_all(sources, device.architecture, report=self._compiled)  # each is then in the cache
+        made = compile_all(sources, device.architecture, report=self._compiled)
+        device.cubins = dict(zip(sources, made, strict=True))  # so that none is read again for each module
         self._progress(StartStep.STARTING, "planning the memory")
         free = device.free_memory()
         attentions = Attentions(device, spec, max_context=context)
@@ -211,6 +212,7 @@ class CudaRunner:
         self._drawn = [device.pinned(self.max_draws, np.int32) for _ in range(self.depth)]
         self._found = [device.pinned(self.max_draws, FOUND) for _ in range(self.depth)]
         self._done: list[Any] = [device.event() for _ in range(self.depth)]
+        device.cubins.clear()
         if self._tune:
             self._tune_many_rows(MANY_ROWS if spec.encoder is None else LOGIT_ROWS)
 
