@@ -63,6 +63,9 @@ def serve(
     """
     try:
         engine = build()
+    except (BrokenPipeError, ConnectionResetError):  # nobody is told of the progress any more
+        log.warning("the worker has ended before its engine was built: this process ends, too")
+        return 1
     except Exception as error:
         if not isinstance(error, NightmillError):
             log.critical("the engine could not be built", exc_info=True)

@@ -185,6 +185,18 @@ def test_an_engine_that_was_started_ahead_ends_where_nothing_is_to_be_served(wai
     assert taken.host._process.wait(240) == 0, "it went on, and failed"
 
 
+def test_an_engine_whose_worker_ends_while_it_is_built_ends_in_a_sentence(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    ahead = EngineAhead.start()
+    ahead.begin(Settings(model=demo_model(), reference=True))
+    assert ahead.connection.poll(240)
+    ahead.connection.close()
+    assert ahead.host._process.wait(240) == 1
+    said = capfd.readouterr().err
+    assert "Traceback" not in said and "the worker has ended before its engine was built" in said
+
+
 def test_an_engine_that_waits_goes_on_when_it_is_told_to() -> None:
     settings = Settings(model=demo_model(), reference=True, max_sequences=2, context=64)
     ahead = EngineAhead.start()
