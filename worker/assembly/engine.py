@@ -113,13 +113,19 @@ def with_grammars(model: OpenModel) -> OpenModel:
 
 
 def import_gpu_runner() -> None:
-    """Import what builds an engine on a GPU, if it is installed, without taking anything of one."""
+    """Import what builds an engine on a GPU, if it is installed, without taking anything of one.
+
+    Raises CompilerMissingError.
+    """
     from nightmill.worker.runners.gpu.device.device import import_packages
 
     if import_packages():
         import nightmill.worker.assembly.forecast
         import nightmill.worker.assembly.speed
         import nightmill.worker.runners.gpu.runner  # noqa: F401
+        from nightmill.worker.runners.gpu.arithmetic import ask_releases
+
+        ask_releases()
 
 
 def _metering(counter: GpuProbe | None, ledger: int | None) -> Metering:

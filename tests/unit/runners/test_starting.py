@@ -1,6 +1,7 @@
 """The steps in which a runner on a GPU starts are reported before they begin."""
 
 import re
+import sys
 from contextlib import closing
 from dataclasses import replace
 from itertools import groupby
@@ -9,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from nightmill.worker.assembly.engine import import_gpu_runner
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
-from nightmill.worker.runners.gpu import self_test
+from nightmill.worker.runners.gpu import arithmetic, self_test
 from nightmill.worker.runners.gpu.device.functions import bindings
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.self_test import CheckedProduct
@@ -49,6 +51,22 @@ def test_each_step_of_a_start_is_reported_before_it_begins() -> None:
         assert (StartStep.CAPTURING, f"{size} sequences") in told
     compiled = [news for step, news in told if step is StartStep.COMPILING and news]
     assert any("packed_gemm.cu" in news for news in compiled)
+
+
+@pytest.mark.usefixtures("driver")
+def test_what_is_done_ahead_of_a_start_takes_nothing_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(arithmetic, "compiler_release", lambda: asked.append("nvcc") or "13")
+    monkeypatch.setattr(arithmetic, "library_release", lambda: asked.append("cuBLASLt") or "1")
+    for module in ("pycuda.driver", "cuda.bindings.driver", "nvmath.bindings.cublasLt"):
+        for name in list(vars(sys.modules[module])):
+            if not name.startswith("__"):
+                monkeypatch.delattr(sys.modules[module], name)
+    import_gpu_runner()
+    assert asked == ["nvcc", "cuBLASLt"]
+    monkeypatch.setitem(sys.modules, "pycuda.driver", None)  # where it is not installed
+    import_gpu_runner()
+    assert len(asked) == 2
 
 
 @pytest.mark.usefixtures("driver")
