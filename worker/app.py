@@ -129,6 +129,7 @@ class EngineStep(bootsteps.StartStopStep):
         if self.turn is not None and self.turn.gives_way_to is not None and self.goes_to_sleep:
             self.swap = Swap(self.settings, self.turn, self.rule)  # which prepares while this model drains
         self.service.drain()
+        self.service.engine.begin_stop()  # it ends while the others do
         self.interactive.close()
         self.courier.stop()
         self.housekeeper.close()
