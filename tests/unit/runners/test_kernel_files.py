@@ -1,11 +1,14 @@
 """The files in `cuda/`: each has one name, and a cubin's name hangs on all that its source includes."""
 
+import os
+import pwd
 import shutil
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from nightmill.jobs.errors import RunnerError
 from nightmill.worker.runners.gpu.device import compiler
 from nightmill.worker.runners.gpu.device.compiler import (
     KernelCompileError,
@@ -49,6 +52,23 @@ def test_a_changed_header_is_compiled_again_in_every_file_that_reaches_it(kernel
         "widen_pages",
         "few_rows", "hopper_qkv", "latent_rows", "packed_qkv", "qkv_rope",
     }  # fmt: skip
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As a container's user that has a number and no name."""
+
+    def unknown(user: int) -> None:
+        raise KeyError(f"uid not found: {user}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert compiler.cache_directory() == tmp_path / ".cache" / "nightmill" / "cubins"
+    monkeypatch.delenv("HOME")
+    with pytest.raises(RunnerError, match=rf"user {os.getuid()} has no home .*: set HOME or XDG_CACHE_HOME"):
+        compiler.cache_directory()
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert compiler.cache_directory() == Path("/cache/nightmill/cubins")
 
 
 def test_only_files_that_know_elements_are_compiled_for_each_of_them() -> None:

@@ -107,9 +107,16 @@ def compiler_release() -> str:
 
 
 def cache_directory() -> Path:
-    """The user's directory for cubins."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "nightmill" / "cubins"
+    """The user's directory for cubins. Raises RunnerError where the user has no home."""
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base, "nightmill", "cubins")
+    try:
+        return Path.home() / ".cache" / "nightmill" / "cubins"
+    except RuntimeError as error:  # a container's user without a name
+        raise RunnerError(
+            f"user {os.getuid()} has no home directory for compiled kernels: set HOME or XDG_CACHE_HOME to a "
+            "folder that it can write to"
+        ) from error
 
 
 def compile_kernels(
