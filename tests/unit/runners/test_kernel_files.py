@@ -1,9 +1,11 @@
 """The files in `cuda/`: each has one name, and a cubin's name hangs on all that its source includes."""
 
+import errno
 import os
 import pwd
 import shutil
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -69,6 +71,28 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPat
         compiler.cache_directory()
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
     assert compiler.cache_directory() == Path("/cache/nightmill/cubins")
+
+
+def test_a_kernel_is_on_the_disk_before_it_has_its_name_and_a_full_disk_keeps_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(compiler, "find_nvcc", lambda: "nvcc")
+    monkeypatch.setattr(compiler, "compiler_version", lambda nvcc: "13.0")
+    monkeypatch.setattr(compiler, "_run_compiler", lambda *arguments: b"code")
+    there: list[list[str]] = []
+
+    def synced(handle: int, full: bool) -> None:
+        there.append([path.suffix for path in tmp_path.iterdir()])
+        assert os.fstat(handle).st_size == 4
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    path, options = source_of("digest")
+    for full, kept in ((True, []), (False, [b"code"])):
+        monkeypatch.setattr(os, "fsync", partial(synced, full=full))
+        assert compiler.compile_kernels(path, options, directory=tmp_path) == b"code"
+        assert [one.read_bytes() for one in tmp_path.iterdir()] == kept
+    assert there == [[".part"]] * 2
 
 
 def test_only_files_that_know_elements_are_compiled_for_each_of_them() -> None:

@@ -227,8 +227,15 @@ def _store(path: Path, cubin: bytes) -> None:
     """Put a file into the cache in one step; a cache that cannot be written only costs time."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as part:
-            part.write(cubin)
-        Path(part.name).replace(path)
+        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
+        part = Path(name)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(cubin)
+                file.flush()
+                os.fsync(handle)  # else it may be empty after a power failure, and fail at each start
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
     except OSError as error:
         log.warning("the kernel cache %s cannot be written: %s", path.parent, error)
