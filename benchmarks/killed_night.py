@@ -4,9 +4,9 @@
 
 Prompts of 8 to 160 words, half of which begin like others, and answers of 16 to 256 tokens go through SQLite,
 Redis and a worker, twice. In the second night the worker gets SIGKILL once a share of the rows has ended, as
-often as is asked, at least once; each next one computes another number of sequences at once. Prints a JSON
-line, with how many rows differ (which has to be 0), and how many tokens went on from saved ones; fails if any
-row differs.
+often as is asked, at least once; each next one computes another number of sequences at once. `--beside`: the
+undisturbed night goes on another GPU of the same kind, at the same time. Prints a JSON line, with how many
+rows differ (which has to be 0), and how many tokens went on from saved ones; fails if any row differs.
 """
 
 import argparse
@@ -17,6 +17,8 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,16 @@ from nightmill.worker.commands.process import running_worker
 from tools.demo_model.corpus import topics, words
 
 _QUICK = {"heartbeat_seconds": 0.5, "stale_seconds": 3.0, "resend_seconds": 3.0, "save_seconds": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Night:
+    """What a night brought: the tokens of each row, and seconds; of one that was killed, what went on."""
+
+    tokens: list[tuple[int, ...]]
+    seconds: float
+    ended_before: int = 0
+    resumed: int | None = None
 
 
 def main() -> None:
@@ -38,17 +50,53 @@ def main() -> None:
     arguments.add_argument("--next", type=int, default=96, help="sequences at once of the next workers")
     arguments.add_argument("--kills", type=int, default=1)
     arguments.add_argument("--weights", default="auto")
+    arguments.add_argument("--gpu", type=int, default=0)
+    arguments.add_argument("--beside", type=int, metavar="GPU", help="of the undisturbed night")
     options = arguments.parse_args()
     if options.kills < 1:
         arguments.error("--kills: a night without a kill is compared with nothing")
-    settings = _QUICK | {"model": options.model, "gpu": 0, "weights": options.weights}
+    if options.beside == options.gpu:
+        arguments.error("--beside: name another GPU than --gpu; without it, the nights follow each other")
+    rows = list(night(options.rows))
+    with ThreadPoolExecutor(1) as aside:
+        plain = aside.submit(undisturbed, rows, options)
+        if options.beside is None:
+            plain.result()
+        killed = interrupted(rows, options)
+        expected = plain.result()
+    differ = sum(one != other for one, other in zip(expected.tokens, killed.tokens, strict=True))
+    report = {
+        "rows": len(rows),
+        "tokens": sum(map(len, expected.tokens)),
+        "differ": differ,
+        "ended_before_the_last_worker": killed.ended_before,
+        "resumed_tokens": killed.resumed,
+        "seconds_undisturbed": round(expected.seconds, 1),
+        "seconds_killed": round(killed.seconds, 1),
+        "at_the_same_time": options.beside is not None,
+    }
+    print(json.dumps(report))
+    if differ:
+        raise SystemExit(f"{differ} of {len(rows):,} rows differ")
+
+
+def undisturbed(rows: list[dict[str, Any]], options: argparse.Namespace) -> Night:
+    """Run the night that nothing interrupts."""
+    gpu = options.gpu if options.beside is None else options.beside
+    settings = _QUICK | {"model": options.model, "gpu": gpu, "weights": options.weights}
     with durable_client(sqlite=True, **settings) as (client, home):
-        rows = list(night(options.rows))
         began = time.perf_counter()
         with running_worker(client, home / "plain.log", ["--max-sequences", str(options.max_sequences)]):
-            expected = finished(client, enqueue(client, rows, "plain"))
-        plain = time.perf_counter() - began
-        say(f"undisturbed: {len(rows):,} rows, {sum(map(len, expected)):,} tokens, {plain:.1f} s")
+            tokens = finished(client, enqueue(client, rows, "plain"))
+        seconds = time.perf_counter() - began
+    say(f"undisturbed: {len(rows):,} rows, {sum(map(len, tokens)):,} tokens, {seconds:.1f} s")
+    return Night(tokens, seconds)
+
+
+def interrupted(rows: list[dict[str, Any]], options: argparse.Namespace) -> Night:
+    """Run the night whose workers are killed."""
+    settings = _QUICK | {"model": options.model, "gpu": options.gpu, "weights": options.weights}
+    with durable_client(sqlite=True, **settings) as (client, home):
         began = time.perf_counter()
         ids = enqueue(client, rows, "killed")
         for kill in range(options.kills):
@@ -62,22 +110,10 @@ def main() -> None:
             before = ended(client, "killed")
             say(f"killed after {before:,} rows, {time.perf_counter() - began:.1f} s")
         with running_worker(client, home / "last.log", ["--max-sequences", str(options.next)]):
-            found = finished(client, ids)
+            tokens = finished(client, ids)
         seconds = time.perf_counter() - began
         counted = re.search(r"stopped; (\d+) tokens drawn, (\d+) resumed", (home / "last.log").read_text())
-    differ = sum(one != other for one, other in zip(expected, found, strict=True))
-    report = {
-        "rows": len(rows),
-        "tokens": sum(map(len, expected)),
-        "differ": differ,
-        "ended_before_the_last_worker": before,
-        "resumed_tokens": None if counted is None else int(counted[2]),
-        "seconds_undisturbed": round(plain, 1),
-        "seconds_killed": round(seconds, 1),
-    }
-    print(json.dumps(report))
-    if differ:
-        raise SystemExit(f"{differ} of {len(rows):,} rows differ")
+    return Night(tokens, seconds, before, None if counted is None else int(counted[2]))
 
 
 def say(news: str) -> None:

@@ -34,7 +34,7 @@ def test_what_is_listed_as_failing_is_a_client_that_is_tried() -> None:
 
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)
 def test_a_client_does_what_its_users_do(
-    client: ClientLibrary, services: list[Service], tmp_path: Path
+    client: ClientLibrary, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     if client.needs_node and shutil.which("npm") is None:
         missing(Need.NODE)
@@ -42,5 +42,6 @@ def test_a_client_does_what_its_users_do(
         folder = environment_folder(client.environment, install=False)
     except NotInstalledError:
         missing(Need.CLIENTS)
+    services: list[Service] = request.getfixturevalue("services")  # only now: their start takes a while
     result = run_client(client, folder, services, tmp_path)
     assert not unexpected([result]), table([result])

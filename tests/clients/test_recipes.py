@@ -91,10 +91,11 @@ def python_of(page: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["langchain.md", "dspy.md"])
-def test_reviews_are_judged(page: str, service: Service, folder: Path, tmp_path: Path) -> None:
-    program = source(page, service, "python")
+def test_reviews_are_judged(page: str, request: pytest.FixtureRequest, folder: Path, tmp_path: Path) -> None:
+    python = python_of(page)
+    program = source(page, request.getfixturevalue("service"), "python")
     environment = clean_environment() | {"HOME": str(tmp_path)}
-    lines = run([python_of(page), "-c", program], folder, environment).splitlines()
+    lines = run([python, "-c", program], folder, environment).splitlines()
     assert [line.rpartition(" ")[0] for line in lines] == [
         "It arrived early.",
         "It broke at once.",
@@ -105,15 +106,16 @@ def test_reviews_are_judged(page: str, service: Service, folder: Path, tmp_path:
 
 @pytest.mark.slow
 def test_a_flow_of_prefect_brings_a_file_through_the_night(
-    service: Service, folder: Path, tmp_path: Path
+    request: pytest.FixtureRequest, folder: Path, tmp_path: Path
 ) -> None:
+    python = python_of("prefect.md")
     called = (
         'print("rows:", nightly(Path("prompts.jsonl"), Path("prefect.jsonl"), seconds=0.2))\n'
         'file_id = upload.fn(Path("prompts.jsonl"))\n'
         'print("same:", make_batch.fn(file_id) == make_batch.fn(file_id))\n'
     )
     script = tmp_path / "flow.py"  # Prefect reads the source of a flow
-    script.write_text(source("prefect.md", service, "python") + "\n" + called)
+    script.write_text(source("prefect.md", request.getfixturevalue("service"), "python") + "\n" + called)
     environment = clean_environment() | {
         "HOME": str(tmp_path),
         "PREFECT_HOME": str(tmp_path / "prefect"),
@@ -121,7 +123,7 @@ def test_a_flow_of_prefect_brings_a_file_through_the_night(
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300",
     }
-    printed = run([python_of("prefect.md"), str(script)], folder, environment)
+    printed = run([python, str(script)], folder, environment)
     assert "rows: 5" in printed and "same: True" in printed
     results = [json.loads(line) for line in (folder / "prefect.jsonl").read_text().splitlines()]
     assert [result["custom_id"] for result in results] == [row["custom_id"] for row in ROWS]

@@ -16,13 +16,18 @@ IDLE_SECONDS, BUSY_SECONDS = 10.0, 300.0  # between two collections, at least
 
 
 class QuietCollector:
-    """Within its `with` block nothing is collected but by `look`, and what is alive at its start never."""
+    """Within its `with` block nothing is collected but by `look`, and what is alive at its start never.
+
+    Whoever has frozen objects before it keeps all of them frozen afterwards: Python cannot tell them apart.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._looked_at = 0.0
+        self._frozen_before = False
 
     def __enter__(self) -> "QuietCollector":
+        self._frozen_before = gc.get_freeze_count() > 0
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -35,7 +40,8 @@ class QuietCollector:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        gc.unfreeze()
+        if not self._frozen_before:
+            gc.unfreeze()
         gc.enable()
 
     def look(self, *, idle: bool) -> None:

@@ -116,12 +116,12 @@ def search(source: str, tokenizer: Tokenizer, chats: list[Chat], harmless: list[
 def test_no_edit_of_a_template_makes_control_tokens_of_a_message(
     refusal: int, llama: bool, tokenizer: Tokenizer
 ) -> None:
-    """4,800 chats under 240 templates that edit what is said, once to three times."""
+    """2,400 chats under 120 templates that edit what is said, once to three times."""
     draw = random.Random(2 * refusal + llama)
     tokens = _LLAMA if llama else _TOKENS
     head, tail = ("[INST]", "[/INST]") if llama else ("<|im_start|>{{ m.role }}\n", "<|im_end|>\n")
     same = refused = 0
-    for _ in range(30):
+    for _ in range(15):
         edits = draw.choices(_EDITS, k=draw.randrange(1, 4))
         edited = "{% set c = m.content %}" + "".join("{% set c = c" + one + " %}" for one in edits)
         shown = "{{ m.content }} " + edited + "{{ c }}"
@@ -136,7 +136,7 @@ def test_no_edit_of_a_template_makes_control_tokens_of_a_message(
             [[{"role": "user", "content": "harmless words of Mr. Miller"}] for _ in texts],
         )
         same, refused = same + found[0], refused + found[1]
-    assert same > 100 and refused > 0
+    assert same > 50 and refused > 0
 
 
 def test_control_tokens_that_a_template_makes_of_letters_are_seen(tokenizer: Tokenizer) -> None:
