@@ -34,7 +34,7 @@ from nightmill.worker.runners.gpu.catalogue import check_spec, sources_for
 from nightmill.worker.runners.gpu.decode_graphs import DecodeGraphs
 from nightmill.worker.runners.gpu.device.chosen import FIRST_GPU, ChosenGpu
 from nightmill.worker.runners.gpu.device.compiler import compile_all
-from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.device import Device, DeviceLostError, KernelLaunchError
 from nightmill.worker.runners.gpu.device.graphs import buckets
 from nightmill.worker.runners.gpu.device.operands import ABSENT
 from nightmill.worker.runners.gpu.feed_forward import ExpertLaunchers
@@ -68,7 +68,7 @@ from nightmill.worker.runners.gpu.steps import StepBuffers
 from nightmill.worker.runners.gpu.tail import TailSteps
 from nightmill.worker.runners.gpu.weights.choice import choose_weights
 from nightmill.worker.runners.gpu.weights.layout import padded_vocab
-from nightmill.worker.runners.starting import Progress, StartStep, no_progress
+from nightmill.worker.runners.starting import Progress, SelfTestError, StartStep, no_progress
 
 __all__ = ["CudaRunner"]
 
@@ -125,12 +125,12 @@ class CudaRunner:
             self._build(file, spec, precision, sizes)
             if launching.graphs and spec.encoder is None:  # which draws nothing
                 self._capture_all()
-            self._keep_choices()
             self._progress(StartStep.SELF_TEST, "")
             checked = list(checked_products(self.device, self._model, spec, file))
             check_products(self.device, checked, lambda news: self._progress(StartStep.SELF_TEST, news))
-        except BaseException:  # Ctrl-C too, while it loads: the GPU is given back, and the error goes on up
-            self.close()
+            self._keep_choices()
+        except BaseException as error:  # Ctrl-C too, while it loads: the GPU is given back, and it goes on up
+            self._give_up(error)
             raise
         report(
             f"GPU {gpu.index} ({self.device.name}) is ready after {time.monotonic() - began:.1f} s: "
@@ -319,6 +319,12 @@ class CudaRunner:
             self._products = None
         self.device.close()
 
+    def _give_up(self, error: BaseException) -> None:
+        kernels_fail = isinstance(error, (SelfTestError, DeviceLostError, KernelLaunchError))
+        if self._products is not None and kernels_fail:
+            self._products.clock.remembered.distrust()
+        self.close()
+
     def _compiled(self, news: str) -> None:
         """A kernel is compiled; called on threads that compile."""
         log.info("%s", news)
@@ -327,7 +333,7 @@ class CudaRunner:
     def _keep_choices(self) -> None:
         """So that the next start need not time them."""
         if self._tune and self._products is not None:
-            self._products.clock.remembered.save()
+            self._products.clock.keep()
 
     def _tune_many_rows(self, least: int) -> None:
         """Choose how steps of over `least` tokens are multiplied: of the most there can be, a half ..."""
