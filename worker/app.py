@@ -89,8 +89,7 @@ class EngineStep(bootsteps.StartStopStep):
         self.service: Service | None = None
         self.registry: Any = None  # of metrics, if they are asked for
         self.told_to_end = False
-        # Why this worker is to sleep, once it is; a signal to end comes before that.
-        self.rest_reason: str | None = None
+        self.rest_reason: str | None = None  # why it is to sleep; a signal to end comes before that
         self.turn: Turn | None = None  # of a worker with several models, the one that this process serves
         self.swap: Swap | None = None  # the end of that turn, if it is for another model
         self.obj = self  # a step without an object is not started
@@ -152,11 +151,8 @@ class EngineStep(bootsteps.StartStopStep):
         self.database.close()
         log.info(
             "stopped; %d tokens drawn, %d resumed; %d prompt tokens computed, %d shared",
-            done.generated_tokens,
-            done.resumed_tokens,
-            done.prompt_tokens,
-            done.shared_tokens,
-        )
+            done.generated_tokens, done.resumed_tokens, done.prompt_tokens, done.shared_tokens,
+        )  # fmt: skip
 
     def _rest(self, resting: Resting) -> None:
         """End in order, to sleep, if there is a reason to. Raises DatabaseError."""
@@ -234,8 +230,8 @@ class EngineStep(bootsteps.StartStopStep):
         named = None if gpu is None else gpu_name(gpu)
         self.claims.register(socket.gethostname(), os.getpid(), served_name(settings), named, detail)
         if settings.models is not None:
-            options = (self.options.get("turn"), self.options.get("group"))
-            self.turn = register_turn(self.claims, settings, *options)
+            given = self.options.get("turn"), self.options.get("group")
+            self.turn = register_turn(self.claims, settings, *given)
         return named
 
     def _sleep_at_once(self, settings: Settings) -> NoReturn:
@@ -244,8 +240,8 @@ class EngineStep(bootsteps.StartStopStep):
         reason = RestRule(self.claims, settings, ()).reason(0.0)
         if reason is None:  # the database's clock may be ahead
             reason = f"{UNTIL}its hours begin" if settings.models is None else "chooses a model"
+        self.claims.fall_asleep(reason)
         self.rest_reason = reason
-        self.claims.fall_asleep(self.rest_reason)
         self.database.close()
         log.info("going to sleep: %s", self.rest_reason)
         raise SystemExit(0)

@@ -122,13 +122,14 @@ class CudaRunner:
         self.device = Device(gpu.index, precision.element, precision.kv, pretended=gpu.pretended)
         try:
             self.arithmetic = arithmetic_of(file, self.device, precision)
-            self._build(file, spec, precision, sizes)
+            products = self._build(file, spec, precision, sizes)
             if launching.graphs and spec.encoder is None:  # which draws nothing
                 self._capture_all()
             self._progress(StartStep.SELF_TEST, "")
             checked = list(checked_products(self.device, self._model, spec, file))
             check_products(self.device, checked, lambda news: self._progress(StartStep.SELF_TEST, news))
-            self._keep_choices()
+            if self._tune:
+                products.clock.keep()  # so that the next start need not time them
         except BaseException as error:  # Ctrl-C too, while it loads: the GPU is given back, and it goes on up
             self._give_up(error)
             raise
@@ -137,7 +138,7 @@ class CudaRunner:
             f"{self.memory}"
         )
 
-    def _build(self, file: GgufFile, spec: ModelSpec, precision: Precision, sizes: RunnerSizes) -> None:
+    def _build(self, file: GgufFile, spec: ModelSpec, precision: Precision, sizes: RunnerSizes) -> Products:
         device, context, gpu_memory = self.device, self._context, sizes.gpu_memory
         precision, why = choose_weights(spec, precision, allowed(device.free_memory(), gpu_memory))
         self._report(f"weights {why}")
@@ -215,6 +216,7 @@ class CudaRunner:
         device.cubins.clear()
         if self._tune:
             self._tune_many_rows(MANY_ROWS if spec.encoder is None else LOGIT_ROWS)
+        return products
 
     def launch(self, batch: StepBatch) -> None:
         """Queue a step. Raises RunnerError where it is too large or the GPU refuses."""
@@ -329,11 +331,6 @@ class CudaRunner:
         """A kernel is compiled; called on threads that compile."""
         log.info("%s", news)
         self._progress(StartStep.COMPILING, news)
-
-    def _keep_choices(self) -> None:
-        """So that the next start need not time them."""
-        if self._tune and self._products is not None:
-            self._products.clock.keep()
 
     def _tune_many_rows(self, least: int) -> None:
         """Choose how steps of over `least` tokens are multiplied: of the most there can be, a half ..."""
