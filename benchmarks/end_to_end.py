@@ -9,6 +9,8 @@ cancel     from `cancel` of a running job to its final row
 steps      what a step costs the host: 1,024 sequences decode and 4,096 wait; nothing is computed
 start      from the start of a worker's process to its row that says ready, with an empty cache of kernels and
            again; with --model on a GPU, else the demo model with NumPy
+swap       three swaps between two models, which are one file under two names: from a call for the model that
+           is not loaded to the end of the old engine, the choice, the load, and the answer; as start
 
 Prints a JSON line for each workload. Needs no GPU. Takes four minutes on two busy cores.
 """
@@ -24,17 +26,20 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
+from sqlalchemy import select
 
 from benchmarks.common.servers import durable_client
 from nightmill.jobs.base.contract import JobState
 from nightmill.jobs.client.client import Client
 from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.jobs.sql.jobs import Selection
+from nightmill.jobs.sql.tables import LoadRow
 from nightmill.worker.assembly.model import demo_model
 from nightmill.worker.commands.process import running_worker
 from nightmill.worker.engine.engine import Engine
@@ -60,13 +65,13 @@ def main() -> None:
     )
     arguments.add_argument("workloads", nargs="*", default=[*WORKLOADS], metavar="WORKLOAD")
     arguments.add_argument("--jobs", type=int, default=10_000)
-    arguments.add_argument("--model", type=Path, default=demo_model(), help="of the workload start")
+    arguments.add_argument("--model", type=Path, default=demo_model(), help="of start and swap")
     arguments.add_argument("--sqlite", action="store_true", help="SQLite in place of PostgreSQL")
     options = arguments.parse_args()
     if unknown := set(options.workloads) - set(WORKLOADS):
         arguments.error(f"no such workload: {', '.join(sorted(unknown))}; there are {', '.join(WORKLOADS)}")
     chosen = {name: WORKLOADS[name] for name in options.workloads}
-    model = options.model if [*chosen] == ["start"] else demo_model()
+    model = options.model if chosen.keys() <= {"start", "swap"} else demo_model()
     with durable_client(sqlite=options.sqlite, model=model) as (client, home):
         for name, workload in chosen.items():
             report = workload(client, home, options.jobs)
@@ -226,6 +231,36 @@ def start(client: Client, home: Path, jobs: int) -> dict[str, Any]:
     }
 
 
+def swap(client: Client, home: Path, jobs: int) -> dict[str, Any]:
+    """Seconds of each part of three swaps; kernels are compiled, and the file is in the page cache."""
+    model = client.settings.model
+    assert model is not None
+    Path(model).read_bytes()
+    log, names = home / "swap.log", ("one", "other")
+    listed = ["--models", ",".join(f"{name}={model}" for name in names), "--swap-for-interactive"]
+    turns = Client(client.settings.model_copy(update={"model": None}))
+    found = []
+    client.enqueue("Hello", model=names[0], max_tokens=1, ignore_eos=True)
+    with running_worker(turns, log, [*listed, "--max-sequences", "256"]):
+        for number in range(4):
+            asked = {"model": names[number % 2], "max_tokens": 1, "ignore_eos": True, "interactive": True}
+            job_id = client.enqueue("Hello", **asked)
+            client.wait(job_id)
+            with client.database.read() as connection:
+                loads = connection.execute(select(LoadRow).order_by(LoadRow.id.desc()).limit(2)).all()
+            job = client.get(job_id)
+            if number:  # the first model is loaded before
+                new, old = loads
+                marks = [job.created_at, old.ended_at, new.began_at, new.ready_at, job.finished_at]
+                found.append([(then - now).total_seconds() for now, then in pairwise(marks)])
+        turns.close()
+    print(log.read_text(), file=sys.stderr)  # where the time goes
+    parts = ("old_engine_ends", "choice", "load", "answer")
+    return {"model": Path(model).name, "seconds": [round(sum(each), 1) for each in found]} | {
+        part: [round(each[place], 2) for each in found] for place, part in enumerate(parts)
+    }
+
+
 def prompts(count: int) -> Iterator[list[dict[str, str]]]:
     """Chat prompts, different from one another."""
     draw = random.Random(count)
@@ -258,7 +293,7 @@ class PeakMemory:
 
 WORKLOADS = {
     "enqueue": enqueue, "service": service, "reference": reference, "cancel": cancel, "steps": steps,
-    "start": start,
+    "start": start, "swap": swap,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -10,11 +10,11 @@ import logging
 import os
 import signal
 import socket
-import sys
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, NoReturn
 
 from celery import Celery, bootsteps, signals
@@ -40,6 +40,7 @@ from nightmill.worker.assembly.engine import describe
 from nightmill.worker.assembly.fetching import with_files, with_model_file
 from nightmill.worker.assembly.model import LoadedModel, load_model, served_name
 from nightmill.worker.assembly.options import (
+    engine_option,
     gpu_name,
     group_options,
     merge_options,
@@ -55,7 +56,7 @@ from nightmill.worker.assembly.sizes import (
     interactive_slots,
     max_sequences,
 )
-from nightmill.worker.link.launching import ENGINE_COMMAND, launch_engine
+from nightmill.worker.link.launching import EngineAhead, launch_engine
 from nightmill.worker.link.link import EngineLink
 from nightmill.worker.runners.gpu.device.nvml import GpuProbe
 from nightmill.worker.service import celery_flags, tasks
@@ -68,7 +69,8 @@ from nightmill.worker.service.resting import Resting, RestRule
 from nightmill.worker.service.room import RoomStep
 from nightmill.worker.service.service_options import ServiceOptions
 from nightmill.worker.service.shards import Service
-from nightmill.worker.service.sleeping import become, sleep_command, with_option
+from nightmill.worker.service.sleeping import END_SIGNALS, become
+from nightmill.worker.service.turns.swapping import Swap, next_command
 from nightmill.worker.service.turns.turning import Turn, named_models, register_turn
 
 log = logging.getLogger("nightmill.worker")
@@ -87,9 +89,9 @@ class EngineStep(bootsteps.StartStopStep):
         self.service: Service | None = None
         self.registry: Any = None  # of metrics, if they are asked for
         self.told_to_end = False
-        # Why this worker is to sleep, once it is; a signal to end comes before that.
-        self.rest_reason: str | None = None
+        self.rest_reason: str | None = None  # why it is to sleep; a signal to end comes before that
         self.turn: Turn | None = None  # of a worker with several models, the one that this process serves
+        self.swap: Swap | None = None  # the end of that turn, if it is for another model
         self.obj = self  # a step without an object is not started
 
     def create(self, parent: Any) -> "EngineStep":
@@ -123,7 +125,10 @@ class EngineStep(bootsteps.StartStopStep):
         """Drain, write, hand back, sign off."""
         if self.service is None:
             return
+        if self.turn is not None and self.turn.gives_way_to is not None and self.goes_to_sleep:
+            self.swap = Swap(self.settings, self.turn, self.rule)  # which prepares while this model drains
         self.service.drain()
+        self.service.engine.begin_stop()  # it ends while the others do
         self.interactive.close()
         self.courier.stop()
         self.housekeeper.close()
@@ -140,15 +145,14 @@ class EngineStep(bootsteps.StartStopStep):
         self.service = None
         if sleeps:  # shown only now that the engine's process, and its GPU memory, are gone
             self._take_leave()
+        if sleeps and self.swap is not None:
+            self.swap.begin_next()
         self.broker.close()
         self.database.close()
         log.info(
             "stopped; %d tokens drawn, %d resumed; %d prompt tokens computed, %d shared",
-            done.generated_tokens,
-            done.resumed_tokens,
-            done.prompt_tokens,
-            done.shared_tokens,
-        )
+            done.generated_tokens, done.resumed_tokens, done.prompt_tokens, done.shared_tokens,
+        )  # fmt: skip
 
     def _rest(self, resting: Resting) -> None:
         """End in order, to sleep, if there is a reason to. Raises DatabaseError."""
@@ -168,19 +172,14 @@ class EngineStep(bootsteps.StartStopStep):
             celery_flags.end_in_order()
 
     def _sleep(self, settings: Settings) -> None:
-        """Become the process that sleeps (`worker.sleeping`): the last that this one does, if it is to rest.
+        """Become the process that sleeps, or that serves the next model: the last that this one does.
 
         Whoever told it to end meanwhile gets that: the flag was set by a signal, not by `_rest` alone.
         """
+        signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)  # those from now on are for what it becomes
         if not self.goes_to_sleep or celery_flags.ends_otherwise():
             return
-        options: dict[str, Any] = {"hours": settings.hours, "idle_seconds": settings.idle_seconds}
-        command = with_option([sys.executable, *sys.orig_argv[1:]], "--id", self.claims.worker_id)
-        if settings.models is not None:
-            options |= {name: getattr(settings, name) for name in ("models", "stay", "swap_for_interactive")}
-            command = with_option(command, "--models", settings.models)
-        command = sleep_command(self.claims.worker_id, served_name(settings), options, command)
-        become(command, blocked=True)
+        become(next_command(settings, self.claims.worker_id, self.swap), blocked=True)
 
     def _start(self, parent: Any) -> None:
         for chatter in ("celery.worker.strategy", "celery.app.trace"):  # two lines for every message
@@ -190,6 +189,8 @@ class EngineStep(bootsteps.StartStopStep):
             celery_flags.exit_if_told()
 
         turn: str | None = self.options.get("turn")
+        handed_on: str | None = self.options.get("engine")
+        ahead = None if handed_on is None else EngineAhead.inherit(handed_on)
         settings = with_files(merge_options(Settings.from_env(), self.options), turn, tell)
         atexit.register(self._sleep, settings)
         if settings.models is not None and turn is None:
@@ -202,8 +203,8 @@ class EngineStep(bootsteps.StartStopStep):
             self.registry = serve_metrics(settings.metrics_host, settings.metrics_port)
             log.info("metrics at http://%s:%d/metrics", settings.metrics_host, settings.metrics_port)
         # It loads the model while this process goes on.
-        seconds, ledger = hang_seconds(settings), self.options.get("ledger")
-        engine = launch_engine(settings, ENGINE_COMMAND, hang_seconds=seconds, ledger=ledger)
+        hangs, ledger = partial(hang_seconds, settings), self.options.get("ledger")
+        engine = launch_engine(settings, hang_seconds=hangs, ledger=ledger, ahead=ahead)
         LastResort(celery_flags.told_to_end, settings.drain_seconds + END_SECONDS, engine.kill).start()
         try:
             self._serve(parent, settings, engine)
@@ -229,8 +230,8 @@ class EngineStep(bootsteps.StartStopStep):
         named = None if gpu is None else gpu_name(gpu)
         self.claims.register(socket.gethostname(), os.getpid(), served_name(settings), named, detail)
         if settings.models is not None:
-            options = (self.options.get("turn"), self.options.get("group"))
-            self.turn = register_turn(self.claims, settings, *options)
+            given = self.options.get("turn"), self.options.get("group")
+            self.turn = register_turn(self.claims, settings, *given)
         return named
 
     def _sleep_at_once(self, settings: Settings) -> NoReturn:
@@ -239,8 +240,8 @@ class EngineStep(bootsteps.StartStopStep):
         reason = RestRule(self.claims, settings, ()).reason(0.0)
         if reason is None:  # the database's clock may be ahead
             reason = f"{UNTIL}its hours begin" if settings.models is None else "chooses a model"
+        self.claims.fall_asleep(reason)
         self.rest_reason = reason
-        self.claims.fall_asleep(self.rest_reason)
         self.database.close()
         log.info("going to sleep: %s", self.rest_reason)
         raise SystemExit(0)
@@ -263,7 +264,8 @@ class EngineStep(bootsteps.StartStopStep):
             raise
         self._record_load(model.name, began)
         probe = GpuProbe(gpu_index(settings))
-        resting = Resting(RestRule(self.claims, settings, (None, model.name)), self.service.in_flight)
+        self.settings, self.rule = settings, RestRule(self.claims, settings, (None, model.name))
+        resting = Resting(self.rule, self.service.in_flight)
         self.housekeeper = Housekeeper(
             self.service, self.claims, heart, self.broker, settings, model.name, probe,
             lambda: self._rest(resting),
@@ -370,9 +372,8 @@ def make_worker_app() -> Celery:
     worker_app = make_app(None)
     worker_app.amqp_cls = FilteringAMQP
     worker_app.conf.update(worker_pool="threads", worker_concurrency=TASK_THREADS)
-    worker_app.user_options["worker"].update(
-        [*worker_options(), *turn_options(), worker_id_option(), turn_option(), *group_options()]
-    )
+    of_processes = [worker_id_option(), turn_option(), *group_options(), engine_option()]
+    worker_app.user_options["worker"].update([*worker_options(), *turn_options(), *of_processes])
     worker_app.steps["worker"].add(EngineStep)
     worker_app.steps["consumer"].add(RoomStep)
     return worker_app
@@ -384,6 +385,7 @@ app = make_worker_app()
 @signals.celeryd_init.connect
 def _find_broker(conf: Any = None, **_: Any) -> None:
     """Fill in the broker before the worker connects, with one clear line where that fails."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)  # a worker that became this one blocked them
     try:
         conf.broker_url = resolve_broker_url(Settings.from_env())
     except NightmillError as error:

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 
-import nightmill.worker.app
+import nightmill.worker.link.launching
 import nightmill.worker.link.process
 from nightmill.jobs.base.arithmetic import DIGITS
 from nightmill.jobs.base.settings import Settings
@@ -30,7 +30,7 @@ def run_module(name: str, build: BuildEngine, serve: Callable[[], object] = work
     if sys.argv[1:2] == ["engine"]:
         nightmill.worker.link.process.build_engine = build
         sys.exit(nightmill.worker.link.process.main())
-    nightmill.worker.app.ENGINE_COMMAND = (sys.executable, "-m", name, "engine")  # type: ignore[attr-defined]
+    nightmill.worker.link.launching.ENGINE_COMMAND = (sys.executable, "-m", name, "engine")
     serve()
 
 

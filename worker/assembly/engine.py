@@ -57,9 +57,8 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
             f"`nightmill check --pretend {pretended.key}` and `nightmill plan --no-measure` forecast without "
             "one"
         )
-    vocabulary = model.vocabulary
-    vocabulary.spell_all()
-    grammars = Grammars(vocabulary, spec.vocab)  # which reads the vocabulary while the runner loads
+    model = with_grammars(model)  # which read the vocabulary while the runner loads
+    vocabulary, grammars = model.vocabulary, model.grammars
     model.progress(StartStep.STARTING, "")
     chosen = None if gpu is None else ChosenGpu(gpu, pretended)
     with ExitStack() as undoing:  # also on Ctrl-C, which must not leave memory of the GPU behind
@@ -103,6 +102,30 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
     if draft is not None:
         made.guess_by(draft)
     return made
+
+
+def with_grammars(model: OpenModel) -> OpenModel:
+    """The model with all that is made of its vocabulary alone, without a GPU; grammars on a thread."""
+    if model.grammars is not None:
+        return model
+    model.vocabulary.spell_all()
+    return replace(model, grammars=Grammars(model.vocabulary, model.spec.vocab))
+
+
+def import_gpu_runner() -> None:
+    """Import what builds an engine on a GPU, if it is installed, without taking anything of one.
+
+    Raises CompilerMissingError.
+    """
+    from nightmill.worker.runners.gpu.device.device import import_packages
+
+    if import_packages():
+        import nightmill.worker.assembly.forecast
+        import nightmill.worker.assembly.speed
+        import nightmill.worker.runners.gpu.runner  # noqa: F401
+        from nightmill.worker.runners.gpu.arithmetic import ask_releases
+
+        ask_releases()
 
 
 def _metering(counter: GpuProbe | None, ledger: int | None) -> Metering:

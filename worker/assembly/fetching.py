@@ -94,8 +94,13 @@ def with_files(settings: Settings, turn: str | None, tell: Callable[[str], objec
         raise SettingsError(f"--turn: {turn!r} is not among the models of this worker")
     if settings.together and turn is None:  # Celery's command starts one worker
         raise SettingsError("--together starts a worker for each model: start them by `nightmill worker`")
-    name = turn or next(iter(models))
-    return Settings.model_validate(settings.model_dump() | {"model": models[name], "model_name": name})
+    return settings_of_turn(settings, turn or next(filter(None, models)))
+
+
+def settings_of_turn(settings: Settings, name: str) -> Settings:
+    """The settings with which one of `models` is served, which all have names."""
+    model = dict(parse_models(settings.models or ""))[name]
+    return Settings.model_validate(settings.model_dump() | {"model": model, "model_name": name})
 
 
 def fetched(

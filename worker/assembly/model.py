@@ -16,6 +16,7 @@ from nightmill.worker.assembly.names import name_of
 from nightmill.worker.assembly.reporting import ReportingFile
 from nightmill.worker.assembly.reranking import PairEncoder, asked_in_chat
 from nightmill.worker.engine.request import ClosingTokens
+from nightmill.worker.grammar import Grammars
 from nightmill.worker.model.chat import ChatTemplate, Limits
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
@@ -51,6 +52,7 @@ class OpenModel:
     progress        is told the steps in which an engine on it starts
     plain_products  `Precision.plain_products`
     ledger          descriptor of the accounts of engines that share a GPU (`shared_gpu`); None: it is alone
+    grammars        of its texts, if they have been made already (`assembly.engine.with_grammars`)
     """
 
     file: GgufFile
@@ -59,6 +61,7 @@ class OpenModel:
     progress: Progress = field(default=no_progress, kw_only=True)
     plain_products: bool = field(default=False, kw_only=True)
     ledger: int | None = field(default=None, kw_only=True)
+    grammars: Grammars | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -190,6 +190,15 @@ def group_options() -> list[click.Option]:
     ]
 
 
+ENGINE = "--engine"
+"""The option of a worker's process that names an engine's process which was started ahead."""
+
+
+def engine_option() -> click.Option:
+    """For the process of a worker whose engine was started before it knew what to serve."""
+    return click.Option([ENGINE], hidden=True, help="The engine's process, as `EngineAhead.hand_on` says.")
+
+
 WORKER_SETTINGS = frozenset(
     {
         "model",

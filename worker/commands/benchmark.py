@@ -66,7 +66,8 @@ def benchmark(
     with the file, texts alone with the same texts among others, small models with NumPy, and loads of 1 to
     256 sequences are timed. The report is JSON, without names of yours, to be attached where something is
     wrong, or to tell how fast a card is. It is written after each part; a part that hangs is cut, and the
-    report says where.
+    report says where. What was compiled, and what was fastest, is kept in ~/.cache/nightmill for later
+    starts; to begin anew, delete that folder.
 
     \b
     Exit codes: 0  all checks passed

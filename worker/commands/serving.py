@@ -7,23 +7,32 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
+from nightmill.jobs.base.hours import Hours
 from nightmill.jobs.base.importing import imports
 from nightmill.jobs.base.logs import fit
-from nightmill.jobs.base.settings import PREFIX, Settings
-from nightmill.jobs.client.client import Client
+from nightmill.jobs.base.settings import PREFIX, Settings, parse_models
 from nightmill.jobs.commands.options import LOG_FORMAT, CommandGroup
 from nightmill.jobs.commands.terminal import echo
 from nightmill.jobs.errors import SettingsError
-from nightmill.worker.assembly.fetching import check_files, with_model_file, with_models
+from nightmill.worker.assembly.fetching import (
+    check_files,
+    settings_of_turn,
+    with_model_file,
+    with_models,
+)
 from nightmill.worker.assembly.options import (
+    ENGINE,
     GROUP,
     LEDGER,
     TURN,
     as_arguments,
+    engine_option,
     group_options,
     merge_options,
     require_worker_extra,
@@ -32,6 +41,7 @@ from nightmill.worker.assembly.options import (
     worker_id_option,
     worker_options,
 )
+from nightmill.worker.link.launching import EngineAhead
 from nightmill.worker.service.parent import END_WITH_STDIN, end_with_stdin
 
 ALL_GPUS = "all"
@@ -87,6 +97,8 @@ def _worker(
         options["models"] = with_models(settings).models
     elif isinstance(settings.model, str):  # a name: fetched here, where there is a terminal for the progress
         options["model"] = with_model_file(settings).model
+    if options["engine"] is None:
+        options["engine"] = _started_ahead(options, logging.getLevelName(log_level.upper()))
     # The `celery` command would import the working folder's modules first, and a shell for its users, which
     # takes as long as the rest of Celery.
     with imports():
@@ -99,13 +111,32 @@ def _worker(
     arguments = ["--pool=threads", f"--loglevel={log_level}", *as_arguments(options)]
     if worker_id is not None:
         arguments += ["--id", worker_id]
-    for name, value in ((TURN, options["turn"]), (GROUP, options["group"]), (LEDGER, options["ledger"])):
-        if value is not None:
+    for name in (TURN, GROUP, LEDGER, ENGINE):
+        if (value := options[name.removeprefix("--")]) is not None:
             arguments += [name, str(value)]
     context = CLIContext(app, no_color=bool(os.environ.get("NO_COLOR")), workdir=None, quiet=True)
     # `app.start` would forget the exit code.
     code = celery_worker.main(arguments, "celery worker", obj=context, standalone_mode=False)
     raise SystemExit(code)
+
+
+def _started_ahead(options: dict[str, Any], log_level: int) -> str | None:
+    """Have the engine begin to load its model while this process imports Celery, which takes as long.
+
+    Returns the option that says which process that is; None if the worker begins with sleep, the choice of a
+    model or its transfer.
+    """
+    settings = merge_options(Settings.from_env(), options)
+    if settings.models is not None:
+        if options["turn"] not in dict(parse_models(settings.models)):
+            return None
+        settings = settings_of_turn(settings, options["turn"])
+    closed = settings.hours is not None and not Hours.parse(settings.hours).open_at(datetime.now(UTC))
+    if closed or not isinstance(settings.model, Path):
+        return None
+    ahead = EngineAhead.start(ledger=options["ledger"])
+    ahead.begin(settings, log_level=log_level, ledger=options["ledger"])
+    return ahead.hand_on()
 
 
 def _supervise(log_format: str | None, worker_id: str | None, options: dict[str, Any]) -> NoReturn:
@@ -176,6 +207,7 @@ worker = CommandGroup(
         worker_id_option(),
         turn_option(),
         *group_options(),
+        engine_option(),
         click.Option(
             [END_WITH_STDIN, "end_with_parent"],
             is_flag=True,
@@ -210,6 +242,8 @@ def resume(workers: tuple[str, ...]) -> None:
 
 
 def _change(workers: Sequence[str], *, paused: bool) -> None:
+    from nightmill.jobs.client.client import Client
+
     with Client() as client:
         changed = client.worker_store.pause(None if "all" in workers else workers, paused=paused)
     for one in changed:

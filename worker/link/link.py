@@ -93,6 +93,7 @@ class EngineLink:
         self._question = 0  # the number of the last one
         self._answers: SimpleQueue[Answered] = SimpleQueue()
         self._over = False  # it failed or was stopped
+        self._stopping = self._asked = False  # it is to end, and was told so
         self._ending = threading.Lock()
         self._ended = threading.Event()
         self._heard = 0  # answers so far
@@ -191,17 +192,23 @@ class EngineLink:
         """
         return self._ask(lambda number: Ask(number, job_ids, at_least)) or []
 
+    def begin_stop(self) -> None:
+        """Have the engine end and close its runner, without waiting for it; unfinished work is dropped."""
+        with self._ending:
+            if self._stopping:
+                return
+            self._over = self._stopping = True
+        self._ended.set()
+        loaded = self._stats is not None  # one that still loads reads nothing
+        self._asked = loaded and not self._unanswered and self._send(Stop(), patience=self._patience)
+
     def stop(self) -> None:
-        """End the engine and close its runner; unfinished work is dropped. Safe to call twice.
+        """The same, and wait for its end. Safe to call twice.
 
         One that does not answer any more is killed.
         """
-        with self._ending:
-            self._over = True
-        self._ended.set()
-        loaded = self._stats is not None  # one that still loads reads nothing
-        asked = loaded and not self._unanswered and self._send(Stop(), patience=self._patience)
-        self._host.join(self._patience if asked else 0.0)
+        self.begin_stop()
+        self._host.join(self._patience if self._asked else 0.0)
         for thread in self._threads:
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(self._patience)

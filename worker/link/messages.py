@@ -19,12 +19,19 @@ class Begin:
 
     plain_products  the second way to multiply packed weights, after the first has failed
     ledger          the inherited descriptor of the accounts of engines that share a GPU
+    waits           do all that takes nothing of a GPU, and wait for `Go`
     """
 
     settings: Settings
     log_level: int
     plain_products: bool = False
     ledger: int | None = None
+    waits: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Go:
+    """Go on with the GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,5 +137,5 @@ class Failed:
     by_products: bool = False
 
 
-Command = Begin | Submit | Cancel | Ask | Follow | Abandon | Stop
+Command = Begin | Go | Submit | Cancel | Ask | Follow | Abandon | Stop
 Answer = Loading | Ready | Completed | Deltas | Answered | Failed

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 
 from nightmill.jobs.base.logs import fit
 from nightmill.jobs.errors import NightmillError
-from nightmill.worker.assembly.engine import build_engine
+from nightmill.worker.assembly.engine import build_engine, import_gpu_runner, with_grammars
 from nightmill.worker.assembly.model import open_model
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Completion, DrawnTokens
@@ -33,6 +33,7 @@ from nightmill.worker.link.messages import (
     Deltas,
     Failed,
     Follow,
+    Go,
     Loading,
     Ready,
     Stop,
@@ -62,6 +63,9 @@ def serve(
     """
     try:
         engine = build()
+    except (BrokenPipeError, ConnectionResetError):  # nobody is told of the progress any more
+        log.warning("the worker has ended before its engine was built: this process ends, too")
+        return 1
     except Exception as error:
         if not isinstance(error, NightmillError):
             log.critical("the engine could not be built", exc_info=True)
@@ -149,7 +153,7 @@ class _Loop:
                 self._tell(number, computed + self._preparing.abandon())
             case Stop():
                 self._stopping = True
-            case Begin():
+            case Begin() | Go():
                 raise ValueError("the engine has begun already")
 
     def _tell(self, number: int, progress: list[DrawnTokens]) -> None:
@@ -181,7 +185,10 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     with Connection(int(sys.argv[-1])) as connection:
         die_with_parent()
-        begin = connection.recv()
+        try:
+            begin = connection.recv()
+        except (EOFError, OSError):  # nothing is to be served after all
+            return 0
         assert isinstance(begin, Begin)
         multiprocessing.current_process().name = "Engine"
         style = "[%(asctime)s: %(levelname)s/%(processName)s] %(message)s"
@@ -193,9 +200,23 @@ def main() -> int:
             progress(StartStep.OPENING)
             model = open_model(begin.settings, progress=progress)
             model = replace(model, plain_products=begin.plain_products, ledger=begin.ledger)
+            if begin.waits:
+                model = with_grammars(model)
+                if not begin.settings.reference:
+                    import_gpu_runner()
+                _wait_for_go(connection)
             return build_engine(begin.settings, model)
 
         return serve(connection, build)
+
+
+def _wait_for_go(connection: Connection) -> None:
+    """Return when the GPU may be used; ends the process if it does not come to that."""
+    try:
+        go = connection.recv()
+    except (EOFError, OSError):
+        raise SystemExit(0) from None
+    assert isinstance(go, Go)
 
 
 class _Reporting:

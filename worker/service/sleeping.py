@@ -131,13 +131,18 @@ def sleep_command(worker_id: str, model: str, options: dict[str, Any], command: 
 
 def with_option(command: Sequence[str], name: str, value: str) -> list[str]:
     """Return a command with this option, in place of what it says of it."""
+    return [*without_option(command, name), name, value]
+
+
+def without_option(command: Sequence[str], name: str) -> list[str]:
+    """Return a command without this option and its value."""
     kept: list[str] = []
     skipped = False
     for word in command:
         if not (skipped or word == name or word.startswith(f"{name}=")):
             kept.append(word)
         skipped = word == name and not skipped
-    return [*kept, name, value]
+    return kept
 
 
 def become(command: Sequence[str], *, blocked: bool = False) -> NoReturn:

@@ -73,6 +73,8 @@ def test_interleaved_rows_load_each_model_once_and_a_broken_one_fails_only_its_o
     assert client.get(again).text == plain["demo", 0]
     log = (tmp_path / "turns.log").read_text()
     assert "Traceback" not in log and log.count("ready: ") == 3
+    # A model that is loaded gives way to the next without a sleep in between.
+    assert log.count("swaps to ") == log.count(" is next: ") > 0
 
 
 @pytest.mark.slow
@@ -106,4 +108,4 @@ def test_somebody_who_waits_has_his_model_loaded_and_the_rows_of_the_other_go_on
     assert [model for model, ready in loads(client) if ready] == ["demo", "other", "demo"]
     said = (tmp_path / "turns.log").read_text()
     assert "other is next: an interactive job asks for other" in said and "Traceback" not in said
-    assert "demo is next: " in said
+    assert "demo is next: " in said and said.count("swaps to ") == said.count(" is next: ") == 2

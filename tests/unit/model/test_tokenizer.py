@@ -21,7 +21,7 @@ from nightmill.worker.model.gguf.parts import MAX_PARTS
 from nightmill.worker.model.tokenizer import Tokenizer
 from nightmill.worker.model.tokenizer.engines import MAX_SQUARES
 from nightmill.worker.model.tokenizer.pre_tokenizers import PRE_TOKENIZERS
-from nightmill.worker.model.tokenizer.vocabulary import MAX_SPECIAL
+from nightmill.worker.model.tokenizer.vocabulary import MAX_SPECIAL, Vocabulary, byte_alphabet
 from tests.support.ggufs import (
     CONTROL,
     TestVocabulary,
@@ -74,6 +74,21 @@ def test_text_never_yields_a_special_token(either: Tokenizer, text: str) -> None
     ids = either.encode(text, add_bos=False)
     assert not set(ids) & set(either.markers.values())
     assert either.decode(ids) in (text, unicodedata.normalize("NFC", text))  # the latter for Qwen's
+
+
+ALPHABET = byte_alphabet()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.text(st.one_of(st.sampled_from([*ALPHABET.values()]), st.characters()), min_size=1)))
+def test_bytes_of_tokens_are_those_of_each_character_of_the_alphabet(tokens: list[str]) -> None:
+    byte_of = {char: bytes([byte]) for byte, char in ALPHABET.items()}
+    kinds = [int(TokenType.NORMAL)] * len(tokens)
+    known, asked = (Vocabulary(True, tokens, kinds, None, None, frozenset()) for _ in range(2))
+    known.spell_all()
+    for index, text in enumerate(tokens):
+        expected = b"".join(byte_of.get(char) or char.encode() for char in text)
+        assert known.bytes_of(index) == asked.bytes_of(index) == expected
 
 
 def test_special_text_is_recognised_on_request(either: Tokenizer) -> None:

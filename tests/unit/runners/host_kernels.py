@@ -154,6 +154,9 @@ class HostFunction:
     def of(self, rows: int) -> "HostFunction":
         return self
 
+    def load(self) -> bool:
+        return True
+
     def blocks_at_once(self, threads: int, shared: int) -> int:
         return 1
 

@@ -51,6 +51,8 @@ class RecordedDriver:
     checked   kernels whose parameters were compared
     odd       numbers of the library's algorithms, from 0 on, whose results have another digest than all else
     ran       the numbers of those that ran
+    opened    how often each kernel was launched outside of captures
+    unloaded  kernels that a capture launched before anything had loaded them
     """
 
     capability: tuple[int, int]
@@ -59,6 +61,9 @@ class RecordedDriver:
     checked: set[str] = field(default_factory=set)
     odd: frozenset[int] = frozenset()
     ran: list[int] = field(default_factory=list)
+    opened: Counter[str] = field(default_factory=Counter)
+    unloaded: set[str] = field(default_factory=set)
+    _captures: bool = False
     _starts: list[int] = field(default_factory=list)
     _ends: list[int] = field(default_factory=list)
     _last: int | None = None  # the library's algorithm that ran last, if no kernel did after it
@@ -174,12 +179,13 @@ class RecordedDriver:
         driver.cuOccupancyMaxActiveBlocksPerMultiprocessor = lambda kernel, threads, shared: (0, 1)
         driver.cuLaunchKernelEx = self._launch
         driver.cuTensorMapEncodeTiled = self._encode
-        driver.cuStreamEndCapture = lambda stream: (0, "graph")
+        driver.cuStreamBeginCapture = lambda stream, mode: self._capturing(True)
+        driver.cuStreamEndCapture = lambda stream: (*self._capturing(False), "graph")
+        driver.cuFuncLoad = _load
         driver.cuGraphGetNodes = lambda graph, most: (0, [], 1)
         driver.cuGraphInstantiate = lambda graph, flags: (0, "executable")
         for name in (
-            "cuModuleUnload", "cuStreamBeginCapture", "cuGraphDestroy", "cuGraphExecDestroy", "cuGraphLaunch",
-            "cuGraphUpload",
+            "cuModuleUnload", "cuGraphDestroy", "cuGraphExecDestroy", "cuGraphLaunch", "cuGraphUpload",
         ):  # fmt: skip
             setattr(driver, name, lambda *arguments: (0,))
         return driver
@@ -218,6 +224,10 @@ class RecordedDriver:
         self.types.add(str(kind))
         return 1
 
+    def _capturing(self, begins: bool) -> tuple[int]:
+        self._captures = begins
+        return (0,)
+
     def _launch(self, config: Any, kernel: Kernel, parameters: int, extra: int) -> tuple[int]:
         grid = (config.gridDimX, config.gridDimY, config.gridDimZ)
         threads = config.blockDimX * config.blockDimY * config.blockDimZ
@@ -227,6 +237,11 @@ class RecordedDriver:
         shared = config.sharedMemBytes
         assert shared <= kernel.most, f"{kernel.name}: {shared} bytes of {kernel.most}"
         self.launches[kernel.name] += 1
+        if not self._captures:
+            self.opened[kernel.name] += 1
+            kernel.loaded = True
+        elif not kernel.loaded:
+            self.unloaded.add(kernel.name)
         if kernel.name not in ("digest", "swiglu", "geglu"):  # which follow a product
             self._last = None
         return (0,)
@@ -327,6 +342,11 @@ def _nothing(*arguments: Any) -> None:
 
 def _module(name: str) -> Any:
     return ModuleType(name)
+
+
+def _load(kernel: Kernel) -> tuple[int]:
+    kernel.loaded = True
+    return (0,)
 
 
 def _find(kernels: dict[str, Kernel] | None, name: bytes) -> tuple[int, Kernel | None]:

@@ -18,12 +18,14 @@ class Kernel:
     """A kernel of a cubin: sizes of its parameters, shared memory that it declares and may ask for.
 
     parameters  None where nothing was compiled
+    loaded      by a launch that was not captured, or because that was asked for
     """
 
     name: str
     parameters: list[int] | None
     declared: int
     most: int = UNASKED_SHARED
+    loaded: bool = False
 
 
 def compile_recorded(

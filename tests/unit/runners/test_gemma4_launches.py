@@ -225,7 +225,7 @@ def test_every_division_of_a_step_has_a_graph() -> None:
     prefill: Any = SimpleNamespace()
     for others in ((Cut(0),), (Cut(8, 20),), (Cut(0, 8, 20),), (Cut(0, 8), Cut(4, 9))):
         each: list[Any] = [Cut(0, 8, 16), *others]
-        plans = AttentionPlans([(one, prefill) for one in each])
+        plans = AttentionPlans([(one, prefill) for one in each], each)
         rooms = plans.rooms(8)
         assert len(rooms) == len(set(rooms)) <= 3 * 2 ** len(others)
         assert plans.most_pieces(8) == sum(max(column) for column in zip(*rooms, strict=True))

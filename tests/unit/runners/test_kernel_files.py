@@ -1,11 +1,16 @@
 """The files in `cuda/`: each has one name, and a cubin's name hangs on all that its source includes."""
 
+import errno
+import os
+import pwd
 import shutil
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from nightmill.jobs.errors import RunnerError
 from nightmill.worker.runners.gpu.device import compiler
 from nightmill.worker.runners.gpu.device.compiler import (
     KernelCompileError,
@@ -49,6 +54,45 @@ def test_a_changed_header_is_compiled_again_in_every_file_that_reaches_it(kernel
         "widen_pages",
         "few_rows", "hopper_qkv", "latent_rows", "packed_qkv", "qkv_rope",
     }  # fmt: skip
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As a container's user that has a number and no name."""
+
+    def unknown(user: int) -> None:
+        raise KeyError(f"uid not found: {user}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert compiler.cache_directory() == tmp_path / ".cache" / "nightmill" / "cubins"
+    monkeypatch.delenv("HOME")
+    with pytest.raises(RunnerError, match=rf"user {os.getuid()} has no home .*: set HOME or XDG_CACHE_HOME"):
+        compiler.cache_directory()
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert compiler.cache_directory() == Path("/cache/nightmill/cubins")
+
+
+def test_a_kernel_is_on_the_disk_before_it_has_its_name_and_a_full_disk_keeps_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(compiler, "find_nvcc", lambda: "nvcc")
+    monkeypatch.setattr(compiler, "compiler_version", lambda nvcc: "13.0")
+    monkeypatch.setattr(compiler, "_run_compiler", lambda *arguments: b"code")
+    there: list[list[str]] = []
+
+    def synced(handle: int, full: bool) -> None:
+        there.append([path.suffix for path in tmp_path.iterdir()])
+        assert os.fstat(handle).st_size == 4
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    path, options = source_of("digest")
+    for full, kept in ((True, []), (False, [b"code"])):
+        monkeypatch.setattr(os, "fsync", partial(synced, full=full))
+        assert compiler.compile_kernels(path, options, directory=tmp_path) == b"code"
+        assert [one.read_bytes() for one in tmp_path.iterdir()] == kept
+    assert there == [[".part"]] * 2
 
 
 def test_only_files_that_know_elements_are_compiled_for_each_of_them() -> None:

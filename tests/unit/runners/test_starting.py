@@ -1,6 +1,7 @@
 """The steps in which a runner on a GPU starts are reported before they begin."""
 
 import re
+import sys
 from contextlib import closing
 from dataclasses import replace
 from itertools import groupby
@@ -9,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from nightmill.worker.assembly.engine import import_gpu_runner
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
-from nightmill.worker.runners.gpu import self_test
+from nightmill.worker.runners.gpu import arithmetic, self_test
+from nightmill.worker.runners.gpu.device.functions import bindings
 from nightmill.worker.runners.gpu.precision import Precision, WeightsFormat
 from nightmill.worker.runners.gpu.self_test import CheckedProduct
 from nightmill.worker.runners.starting import SelfTestError, StartStep
@@ -51,11 +54,49 @@ def test_each_step_of_a_start_is_reported_before_it_begins() -> None:
 
 
 @pytest.mark.usefixtures("driver")
+def test_what_is_done_ahead_of_a_start_takes_nothing_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(arithmetic, "compiler_release", lambda: asked.append("nvcc") or "13")
+    monkeypatch.setattr(arithmetic, "library_release", lambda: asked.append("cuBLASLt") or "1")
+    for module in ("pycuda.driver", "cuda.bindings.driver", "nvmath.bindings.cublasLt"):
+        for name in list(vars(sys.modules[module])):
+            if not name.startswith("__"):
+                monkeypatch.delattr(sys.modules[module], name)
+    import_gpu_runner()
+    assert asked == ["nvcc", "cuBLASLt"]
+    monkeypatch.setitem(sys.modules, "pycuda.driver", None)  # where it is not installed
+    import_gpu_runner()
+    assert len(asked) == 2
+
+
+@pytest.mark.usefixtures("driver")
 def test_nobody_has_to_listen() -> None:
     file = GgufFile.open(MODEL)
     options = {"slots": 4, "context": 128, "kv_pages": 64, "tune": False, "graphs": False}
     with closing(cuda_runner(file, read_spec(file), **options)) as runner:  # type: ignore[arg-type]
         assert runner.max_tokens
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_a_step_of_each_size_is_run_before_its_graphs_and_loads_what_they_need(
+    driver: RecordedDriver, monkeypatch: pytest.MonkeyPatch, loads: bool
+) -> None:
+    if not loads:  # a driver that cannot be asked to
+        monkeypatch.setattr(bindings(), "cuFuncLoad", too_old)
+    file = GgufFile.open(MODEL)
+    options: dict[str, Any] = {"context": 4096, "kv_pages": 64, "max_tokens": 2048, "tune": False}
+    with closing(cuda_runner(file, read_spec(file), slots=64, **options)) as runner:
+        assert runner._graphs is not None
+        graphs, sizes = runner._graphs.usual, {size for size, _ in runner._graphs.usual}
+        assert len(graphs) > len(sizes) > 10
+        assert driver.opened["sample"] == len(sizes if loads else graphs)
+        assert driver.launches["sample"] == driver.opened["sample"] + len(graphs)
+        assert driver.unloaded == set()
+
+
+def too_old(kernel: Any) -> None:
+    """What the bindings do if the driver lacks a function."""
+    raise RuntimeError('Function "cuFuncLoad" not found')
 
 
 def started(driver: RecordedDriver, precision: Precision) -> list[str]:

@@ -95,6 +95,19 @@ def test_abandoned_work_completes_no_more() -> None:
     link.stop()
 
 
+def test_an_engine_ends_while_nobody_waits_for_it_and_that_is_no_failure() -> None:
+    link = engine_in_thread(make_engine)
+    failures: list[RunnerError] = []
+    link.start(lambda completion: None, failures.append)
+    link.submit([request("a", 90)])
+    link.begin_stop()
+    wait_until(lambda: not link._host.is_alive())
+    assert not link.alive and link.abandon() is None and link.progress(["a"], 1) == []
+    for _ in range(2):
+        link.stop()
+    assert failures == [] and link.stats.sequences
+
+
 def test_engine_that_cannot_be_built_says_why() -> None:
     def build() -> Engine:
         raise ModelFileError("model.gguf: the file ends early")

@@ -1,5 +1,6 @@
 """Engines that do not come to their start, or to the end of a step: they are killed, and it is said where."""
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -8,8 +9,9 @@ import pytest
 
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.errors import RunnerError
+from nightmill.worker.assembly.model import demo_model
 from nightmill.worker.link import link as engine_link
-from nightmill.worker.link.launching import launch_engine
+from nightmill.worker.link.launching import EngineAhead, launch_engine
 from nightmill.worker.link.link import EngineLink
 from nightmill.worker.runners.starting import StartStep
 
@@ -39,7 +41,7 @@ def engine_that(steps: str, *, weights: str = "file", hang_seconds: float = 60.0
     """A process that does this when it was told what to serve, and then nothing."""
     command = [sys.executable, "-c", ENGINE.format(steps=steps)]
     settings = SETTINGS.model_copy(update={"weights": weights})
-    return launch_engine(settings, command, hang_seconds=hang_seconds)
+    return launch_engine(settings, command, hang_seconds=lambda: hang_seconds)
 
 
 def failure_of(link: EngineLink) -> str:
@@ -150,6 +152,72 @@ def test_weights_that_have_no_plain_products_are_refused(weights: str) -> None:
 
 def test_a_fault_of_the_file_starts_nothing_once_more() -> None:
     assert failure_of(engine_that("worker.send(Failed('the file ends early'))")) == "the file ends early"
+
+
+def test_an_engine_that_was_started_ahead_is_told_what_to_serve_by_whoever_has_it_then() -> None:
+    told = "worker.send(Failed(f'{begin.settings.weights} on {begin.settings.gpu}'))"
+    command = [sys.executable, "-c", ENGINE.format(steps=told)]
+    for begins in (False, True):
+        ahead = EngineAhead.start(command)
+        if begins:
+            ahead.begin(SETTINGS.model_copy(update={"gpu": 2}))
+        handed_on = ahead.hand_on()
+        assert ahead.connection.closed and handed_on.endswith(":begun") is begins
+        process = ahead.host._process
+        taken = EngineAhead.inherit(handed_on)
+        assert taken is not None and taken.begun is begins
+        assert not os.get_inheritable(taken.connection.fileno()), "other children would hold it open"
+        link = launch_engine(SETTINGS, command, hang_seconds=lambda: 60.0, ahead=taken)
+        with pytest.raises(RunnerError, match=f"file on {2 if begins else 1}"):
+            link.start(lambda completion: None, lambda error: None)
+        assert not taken.host.is_alive() and process.wait(0) == 0  # whose end somebody else was told
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_an_engine_that_was_started_ahead_ends_where_nothing_is_to_be_served(waits: bool) -> None:
+    ahead = EngineAhead.start()
+    if waits:
+        ahead.begin(Settings(model=demo_model(), reference=True), waits=True)
+        assert ahead.connection.poll(240)  # it opens the model
+    taken = EngineAhead.inherit(ahead.hand_on())
+    assert taken is not None
+    taken.connection.close()
+    assert taken.host._process.wait(240) == 0, "it went on, and failed"
+
+
+def test_an_engine_whose_worker_ends_while_it_is_built_ends_in_a_sentence(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    ahead = EngineAhead.start()
+    ahead.begin(Settings(model=demo_model(), reference=True))
+    assert ahead.connection.poll(240)
+    ahead.connection.close()
+    assert ahead.host._process.wait(240) == 1
+    said = capfd.readouterr().err
+    assert "Traceback" not in said and "the worker has ended before its engine was built" in said
+
+
+def test_an_engine_that_waits_goes_on_when_it_is_told_to() -> None:
+    settings = Settings(model=demo_model(), reference=True, max_sequences=2, context=64)
+    ahead = EngineAhead.start()
+    ahead.begin(settings, waits=True)
+    ahead.go()
+    link = launch_engine(settings, hang_seconds=lambda: 60.0, ahead=ahead)
+    link.start(lambda completion: None, lambda error: None)
+    assert link.stats.sequences == 2 and link.arithmetic.runner == "numpy"
+    link.stop()
+
+
+def test_an_engine_that_is_not_there_any_more_is_replaced(tmp_path: Path) -> None:
+    with (tmp_path / "no socket").open("w") as file:
+        for handed_on in (f"1:{file.fileno()}", "1:999999", "none"):
+            assert EngineAhead.inherit(handed_on) is None
+    ended = EngineAhead.start([sys.executable, "-c", ""])
+    ended.host.join(120)
+    ended.begin(SETTINGS)
+    link = launch_engine(SETTINGS, hang_seconds=lambda: 60.0, ahead=ended)
+    with pytest.raises(RunnerError, match="ended before it was ready, after 'opening the model file'"):
+        link.start(lambda completion: None, lambda error: None)
 
 
 def test_the_page_says_how_long_each_step_may_take() -> None:

@@ -47,14 +47,19 @@ class DecodeGraphs:
         """By sequences, and pieces of their contexts."""
         self._rarer: dict[tuple[int, Rooms, bool, bool], Graph] = {}
         """By size, rooms, whether it draws, and whether a sequence has several tokens."""
+        self._loaded = plans.load()
+        """Nothing is loaded by the first launch of attention's kernels."""
 
     def capture(self, size: int, turn: int) -> None:
         """Capture the usual steps of so many sequences, for each room that their contexts' pieces may take.
 
         turn  of the buffers that may be overwritten
+
+        Steps of one size differ in what attention launches alone, so one of them is run.
         """
-        for rooms in self._plans.rooms(size):
-            self.usual[size, rooms] = self._captured(size, rooms, turn, draws=True)
+        for place, rooms in enumerate(self._plans.rooms(size)):
+            runs = place == 0 or not self._loaded
+            self.usual[size, rooms] = self._captured(size, rooms, turn, draws=True, runs=runs)
 
     def launch(
         self, turn: int, batch: StepBatch, *, draws: bool, next_turn: int
@@ -97,8 +102,13 @@ class DecodeGraphs:
             self._device.synchronize()
         return self._rarer[key]
 
-    def _captured(self, size: int, rooms: Rooms, turn: int, *, draws: bool, again: bool = False) -> Graph:
-        """Capture a decode step of `size` tokens, after one run in the open, which loads what it needs."""
+    def _captured(
+        self, size: int, rooms: Rooms, turn: int, *, draws: bool, again: bool = False, runs: bool = True
+    ) -> Graph:
+        """Capture a decode step of `size` tokens, after one run in the open, which loads what it needs.
+
+        runs  False: all that it needs is loaded
+        """
         pieces = self._plans.least_pieces(rooms, size)
         self._device.synchronize()  # the host's copy of the inputs is still those of the run before
         inputs = self._steps.write_padded(turn, PADDING, size, pieces, rooms)
@@ -109,5 +119,6 @@ class DecodeGraphs:
             if draws:
                 self._model.draw(inputs, shape)
 
-        queue()
+        if runs:
+            queue()
         return Graph(self._device, queue)

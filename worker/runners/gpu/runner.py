@@ -34,7 +34,7 @@ from nightmill.worker.runners.gpu.catalogue import check_spec, sources_for
 from nightmill.worker.runners.gpu.decode_graphs import DecodeGraphs
 from nightmill.worker.runners.gpu.device.chosen import FIRST_GPU, ChosenGpu
 from nightmill.worker.runners.gpu.device.compiler import compile_all
-from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.device import Device, DeviceLostError, KernelLaunchError
 from nightmill.worker.runners.gpu.device.graphs import buckets
 from nightmill.worker.runners.gpu.device.operands import ABSENT
 from nightmill.worker.runners.gpu.feed_forward import ExpertLaunchers
@@ -68,7 +68,7 @@ from nightmill.worker.runners.gpu.steps import StepBuffers
 from nightmill.worker.runners.gpu.tail import TailSteps
 from nightmill.worker.runners.gpu.weights.choice import choose_weights
 from nightmill.worker.runners.gpu.weights.layout import padded_vocab
-from nightmill.worker.runners.starting import Progress, StartStep, no_progress
+from nightmill.worker.runners.starting import Progress, SelfTestError, StartStep, no_progress
 
 __all__ = ["CudaRunner"]
 
@@ -122,22 +122,23 @@ class CudaRunner:
         self.device = Device(gpu.index, precision.element, precision.kv, pretended=gpu.pretended)
         try:
             self.arithmetic = arithmetic_of(file, self.device, precision)
-            self._build(file, spec, precision, sizes)
+            products = self._build(file, spec, precision, sizes)
             if launching.graphs and spec.encoder is None:  # which draws nothing
                 self._capture_all()
-            self._keep_choices()
             self._progress(StartStep.SELF_TEST, "")
             checked = list(checked_products(self.device, self._model, spec, file))
             check_products(self.device, checked, lambda news: self._progress(StartStep.SELF_TEST, news))
-        except BaseException:  # Ctrl-C too, while it loads: the GPU is given back, and the error goes on up
-            self.close()
+            if self._tune:
+                products.clock.keep()  # so that the next start need not time them
+        except BaseException as error:  # Ctrl-C too, while it loads: the GPU is given back, and it goes on up
+            self._give_up(error)
             raise
         report(
             f"GPU {gpu.index} ({self.device.name}) is ready after {time.monotonic() - began:.1f} s: "
             f"{self.memory}"
         )
 
-    def _build(self, file: GgufFile, spec: ModelSpec, precision: Precision, sizes: RunnerSizes) -> None:
+    def _build(self, file: GgufFile, spec: ModelSpec, precision: Precision, sizes: RunnerSizes) -> Products:
         device, context, gpu_memory = self.device, self._context, sizes.gpu_memory
         precision, why = choose_weights(spec, precision, allowed(device.free_memory(), gpu_memory))
         self._report(f"weights {why}")
@@ -147,7 +148,8 @@ class CudaRunner:
         self.predicts = sizes.predicts and can_predict(spec, precision)
         sources = sources_for(spec, precision, hopper=device.hopper, predicts=self.predicts)
         self._progress(StartStep.COMPILING, "")
-        compile_all(sources, device.architecture, report=self._compiled)  # each is then in the cache
+        made = compile_all(sources, device.architecture, report=self._compiled)
+        device.cubins = dict(zip(sources, made, strict=True))  # so that none is read again for each module
         self._progress(StartStep.STARTING, "planning the memory")
         free = device.free_memory()
         attentions = Attentions(device, spec, max_context=context)
@@ -211,8 +213,10 @@ class CudaRunner:
         self._drawn = [device.pinned(self.max_draws, np.int32) for _ in range(self.depth)]
         self._found = [device.pinned(self.max_draws, FOUND) for _ in range(self.depth)]
         self._done: list[Any] = [device.event() for _ in range(self.depth)]
+        device.cubins.clear()
         if self._tune:
             self._tune_many_rows(MANY_ROWS if spec.encoder is None else LOGIT_ROWS)
+        return products
 
     def launch(self, batch: StepBatch) -> None:
         """Queue a step. Raises RunnerError where it is too large or the GPU refuses."""
@@ -317,15 +321,16 @@ class CudaRunner:
             self._products = None
         self.device.close()
 
+    def _give_up(self, error: BaseException) -> None:
+        kernels_fail = isinstance(error, (SelfTestError, DeviceLostError, KernelLaunchError))
+        if self._products is not None and kernels_fail:
+            self._products.clock.remembered.distrust()
+        self.close()
+
     def _compiled(self, news: str) -> None:
         """A kernel is compiled; called on threads that compile."""
         log.info("%s", news)
         self._progress(StartStep.COMPILING, news)
-
-    def _keep_choices(self) -> None:
-        """So that the next start need not time them."""
-        if self._tune and self._products is not None:
-            self._products.clock.remembered.save()
 
     def _tune_many_rows(self, least: int) -> None:
         """Choose how steps of over `least` tokens are multiplied: of the most there can be, a half ..."""

@@ -99,7 +99,7 @@ def check_products(
                 size = one.y.dtype.itemsize
                 device.fill(one.y.address, 0, padded_rows(rows) * one.outputs * size)
                 one.product(Buffer(held, x.shape, ELEMENT), one.matrix, one.y, rows)
-                found = _results(device, one, rows)
+                found = _results(device, one, rows, outputs)
                 _compare(one, rows, outputs, found, expected[:rows], device.element)
     finally:
         if not device.lost:
@@ -302,10 +302,11 @@ def _to_elements(numbers: Floats, element: Element) -> Floats:
     )
 
 
-def _results(device: Device, one: CheckedProduct, rows: int) -> Floats:
-    if one.y.dtype == FLOAT:
-        return device.download(one.y.address, (rows, one.outputs), np.float32).astype(np.float64)
-    return _from_words(device.download(one.y.address, (rows, one.outputs), np.uint16), device.element)
+def _results(device: Device, one: CheckedProduct, rows: int, outputs: Indices) -> Floats:
+    """The chosen outputs of the rows that were computed."""
+    kind = np.float32 if one.y.dtype == FLOAT else np.uint16
+    found = device.download(one.y.address, (rows, one.outputs), kind)[:, outputs]
+    return found.astype(np.float64) if kind is np.float32 else _from_words(found, device.element)
 
 
 def _compare(
@@ -315,14 +316,13 @@ def _compare(
     tolerance = _TOLERANCE if element is Element.F16 else _TOLERANCE_BF16
     if one.matrix.format.scaled:
         tolerance = _TOLERANCE_ROUNDED
-    sampled = found[:, outputs]
-    wrong = ~(np.abs(sampled - expected) <= tolerance * (scale + np.abs(expected)))
+    wrong = ~(np.abs(found - expected) <= tolerance * (scale + np.abs(expected)))
     if wrong.any():
         row, place = (int(places[0]) for places in np.nonzero(wrong))
         raise SelfTestError(
             f"the product {one.name} is wrong on this GPU for {rows} rows: {np.count_nonzero(wrong)} of "
             f"{wrong.size} results that were looked at, as row {row}, output {outputs[place]:,}, which is "
-            f"{sampled[row, place]:g} and should be {expected[row, place]:g}: give --weights 16bit, and "
+            f"{found[row, place]:g} and should be {expected[row, place]:g}: give --weights 16bit, and "
             "report it with the model's name"
         )
 

@@ -1,7 +1,7 @@
 """Turns of a worker's models: what SQL says goes to the policy, what that says becomes a load or a swap.
 
-A process serves one model. Its turn ends as any rest does: it drains, and becomes the process that sleeps
-(`service/sleeping.py`), which chooses the next model and becomes a worker for that.
+A process serves one model. Its turn ends as any rest does: it drains. Then it becomes the worker for the next
+model (`swapping.py`), or else the process that sleeps (`service/sleeping.py`), which chooses one in its time.
 """
 
 import logging
@@ -129,6 +129,8 @@ class Turn:
         self._models = named_models(settings)
         self._turning = Turning(self._loads, self._models, rules_of(settings))
         self._warmer = Warmer(log.warning)
+        self.gives_way_to: str | None = None
+        """The model that is to be loaded in place of this one, as of the last look."""
         self._since: datetime | None = None
         self._look_at = 0.0  # while there is work
         self._rested_at = 0.0  # when the last look has been paid for
@@ -158,6 +160,10 @@ class Turn:
         self._since = self._claims.database.now()
         self._loads.ready()
 
+    def choose_next(self) -> str | None:
+        """Take the model of the next turn, if there is one to load. Raises DatabaseError."""
+        return self._turning.choose()
+
     def end(self) -> None:
         """Record that the turn is over. Raises DatabaseError."""
         self._warmer.close()
@@ -179,6 +185,7 @@ class Turn:
             self._warmer.warm(then.model, files_of(self._models[then.model]))
         now = time.monotonic()
         self._look_at, self._rested_at = now + _LOOK_SECONDS, now + LOOK_SHARE * (now - began)
+        self.gives_way_to = None if choice is None else choice.model
         return None if choice is None else f"{choice.model} is next: {choice.reason}"
 
     def yields(self) -> bool:

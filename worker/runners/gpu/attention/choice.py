@@ -48,7 +48,7 @@ class Attentions:
                         planners.append((decode, prefill))
                     beside = decode, prefill
                     self._known[_kind(one)] = decode, prefill, number
-        self.plans = AttentionPlans(planners)
+        self.plans = AttentionPlans(planners, [decode for decode, _, _ in self._known.values()])
 
     def of(self, attention: Attention | LatentAttention) -> tuple[Decode, Prefill, int]:
         """Return the launchers for the drawn tokens, and for the prompts, of such a layer, and its plan."""

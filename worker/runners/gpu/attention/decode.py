@@ -158,6 +158,12 @@ class DecodeAttention:
         blocks = _FAR_BLOCKS if self._splits else _LARGE_FAR_BLOCKS
         return blocks * self._device.multiprocessors // self._blocks
 
+    def load(self) -> bool:
+        """Load all its kernels now, as `Function.load`."""
+        pairs = [self._near[0], self._far[0]]
+        pairs += [self._split, self._split_in_clusters] if self._splits else []
+        return all(pair.load() for pair in pairs)
+
     def __call__(
         self, qkv: Buffer, cache: LayerCache, inputs: StepInputs, shape: StepShape, out: Buffer,
         sinks: Buffer = ABSENT,

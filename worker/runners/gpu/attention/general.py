@@ -48,6 +48,9 @@ class GeneralDecode:
     def most_pieces(self, sequences: int) -> int:
         return 0
 
+    def load(self) -> bool:
+        return self._kernel.load()
+
     def __call__(
         self, qkv: Buffer, cache: LayerCache, inputs: StepInputs, shape: StepShape, out: Buffer,
         sinks: Buffer = ABSENT,

@@ -28,14 +28,20 @@ class AttentionPlans:
     """Makes the pieces of contexts and the tiles of prompts that the launchers of all layers read.
 
     launchers  for each plan those that divide a step for it: of the first layer with such heads
+    decodes    launchers of all layers for drawn tokens
     """
 
-    def __init__(self, launchers: Sequence[tuple[Decode, Prefill]]) -> None:
+    def __init__(self, launchers: Sequence[tuple[Decode, Prefill]], decodes: Sequence[Decode]) -> None:
         self._decodes = [decode for decode, _ in launchers]
         self._prefills = [prefill for _, prefill in launchers]
+        self._all_decodes = decodes
 
     def __len__(self) -> int:
         return len(self._decodes)
+
+    def load(self) -> bool:
+        """Load all kernels for drawn tokens now; False if the driver cannot: then a launch loads one."""
+        return all(decode.load() for decode in self._all_decodes)
 
     def most_pieces(self, sequences: int) -> int:
         """Return the most pieces that a step of so many drawn tokens has in all plans."""

@@ -109,6 +109,10 @@ class WideDecode:
         """The largest room."""
         return self.rooms(sequences)[-1]
 
+    def load(self) -> bool:
+        """Load all its kernels now, as `Function.load`."""
+        return self._decode.load() and self._merge.load()
+
     def __call__(
         self, queries: Buffer, cache: LayerCache, inputs: StepInputs, shape: StepShape, out: Buffer,
         sinks: Buffer = ABSENT,

@@ -107,9 +107,16 @@ def compiler_release() -> str:
 
 
 def cache_directory() -> Path:
-    """The user's directory for cubins."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "nightmill" / "cubins"
+    """The user's directory for cubins. Raises RunnerError where the user has no home."""
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base, "nightmill", "cubins")
+    try:
+        return Path.home() / ".cache" / "nightmill" / "cubins"
+    except RuntimeError as error:  # a container's user without a name
+        raise RunnerError(
+            f"user {os.getuid()} has no home directory for compiled kernels: set HOME or XDG_CACHE_HOME to a "
+            "folder that it can write to"
+        ) from error
 
 
 def compile_kernels(
@@ -220,8 +227,15 @@ def _store(path: Path, cubin: bytes) -> None:
     """Put a file into the cache in one step; a cache that cannot be written only costs time."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as part:
-            part.write(cubin)
-        Path(part.name).replace(path)
+        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
+        part = Path(name)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(cubin)
+                file.flush()
+                os.fsync(handle)  # else it may be empty after a power failure, and fail at each start
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
     except OSError as error:
         log.warning("the kernel cache %s cannot be written: %s", path.parent, error)

@@ -16,6 +16,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any, Self
 
 import numpy as np
@@ -26,6 +27,7 @@ from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.features import features_of, too_old
 from nightmill.worker.runners.gpu.device.known_cards import KnownCard
 from nightmill.worker.runners.gpu.device.peaks import Peaks, peaks_of
+from nightmill.worker.runners.gpu.device.sources import Source
 from nightmill.worker.runners.gpu.device.waits import StuckWaits
 from nightmill.worker.runners.kv_format import KvFormat
 
@@ -90,6 +92,8 @@ class Device:
         self._allocations: dict[int, Any] = {}
         self._unloads: list[Callable[[], None]] = []
         self._kept: list[Any] = []
+        self.cubins: dict[Source, bytes] = {}
+        """Machine code of kernel files that is at hand, for `Module.of`."""
         self.stuck_waits = StuckWaits(self.pinned)
         try:
             cuda.init()
@@ -336,6 +340,18 @@ class Device:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def import_packages() -> bool:
+    """Import the packages that a runner drives a GPU by; False if one is missing. No GPU is used."""
+    names = ("pycuda.driver", "cuda.bindings.driver", "nvmath.bindings.cublas", "nvmath.bindings.cublasLt")
+    try:
+        for name in names:
+            import_module(name)
+    except (ImportError, OSError, RuntimeError) as error:  # whoever needs them says what is missing
+        log.debug("there is no runner for GPUs: %s", error)
+        return False
+    return True
 
 
 def device_count() -> int:

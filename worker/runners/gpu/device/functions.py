@@ -41,8 +41,9 @@ class Module:
     @staticmethod
     def of(device: Device, source: Source) -> "Module":
         """That file, for the device's element and KV cache, from the cubins that are kept or compiled now."""
-        path, options = for_element(source, device.element, device.kv)
-        return Module(device, compile_kernels(path, options, device.architecture), path.name)
+        path, options = compiled = for_element(source, device.element, device.kv)
+        cubin = device.cubins.get(compiled) or compile_kernels(path, options, device.architecture)
+        return Module(device, cubin, path.name)
 
     def function(
         self, name: str, arguments: str = "", *, shared: int = 0, dependent: bool = False,
@@ -156,6 +157,14 @@ class Function:
         if status != 0:
             self._refused(status, grid, block, arguments, shared)
 
+    def load(self) -> bool:
+        """Load it now, as its first launch would, which a capture cannot; False if the driver is too old."""
+        loads = getattr(self._driver, "cuFuncLoad", None)
+        try:
+            return loads is not None and int(loads(self._function)[0]) == 0
+        except RuntimeError:  # the bindings know it, the driver does not (before CUDA 12.4)
+            return False
+
     def blocks_at_once(self, threads: int, shared: int) -> int:
         """Blocks of this kernel that a multiprocessor holds."""
         driver = self._driver
@@ -202,6 +211,10 @@ class KernelPair:
 
     def of(self, rows: int) -> Function:
         return self.few if rows <= _FEW_ROWS else self.many
+
+    def load(self) -> bool:
+        """Load both now, as `Function.load`."""
+        return self.few.load() and self.many.load()
 
 
 class KernelPairs:

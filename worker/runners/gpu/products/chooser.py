@@ -6,7 +6,7 @@ from nightmill.worker.model.spec import Activation
 from nightmill.worker.runners.gpu.device.device import CudaError, Device
 from nightmill.worker.runners.gpu.device.operands import Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.products.agreeing import Agreement
-from nightmill.worker.runners.gpu.products.clock import Choices, KernelClock
+from nightmill.worker.runners.gpu.products.clock import Choices, KernelClock, Naming
 from nightmill.worker.runners.gpu.products.elements.format import ElementProducts
 from nightmill.worker.runners.gpu.products.elements.library import library_release
 from nightmill.worker.runners.gpu.products.packed.format import PackedProducts
@@ -44,7 +44,8 @@ class Product:
         """By padded rows."""
         self._choices: Choices[Candidate] = Choices(
             clock, lambda rows: candidates(shape(rows)), lambda one, rows: one.suits(shape(rows)),
-            lambda one, rows: agreement.trusts(one, shape(rows)), (shape(1).title, _name),
+            lambda one, rows: agreement.trusts(one, shape(rows)),
+            Naming(shape(1).title, _name, lambda one: one.name),
         )  # fmt: skip
 
     def __call__(self, x: Buffer, weight: Matrix, y: Buffer, rows: int) -> None:

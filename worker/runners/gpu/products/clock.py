@@ -1,7 +1,9 @@
 """Timing of kernels that compute the same, as they run in a step, and the choice of one by number of rows."""
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -11,7 +13,9 @@ from nightmill.worker.runners.gpu.device.graphs import Graph
 from nightmill.worker.runners.gpu.products.remembered import RememberedChoices
 from nightmill.worker.runners.gpu.shapes import MANY_ROWS, padded_rows
 
-__all__ = ["Choices", "KernelClock", "nearest"]
+__all__ = ["Choices", "KernelClock", "Naming", "nearest"]
+
+log = logging.getLogger(__name__)
 
 Tried = TypeVar("Tried")
 
@@ -43,6 +47,7 @@ class KernelClock:
         self.remembered = remembered or RememberedChoices()
         self.steady = False
         """The best of the last ranking took as long when it was measured once more."""
+        self._rankings = 0
         self._device = device
         self._scratch, self._size = scratch, size
         self._started, self._ended = device.event(timing=True), device.event(timing=True)
@@ -60,6 +65,7 @@ class KernelClock:
         loaded  on a GPU that has been at work for so long that its clocks are those of a long run; the best
                 few are measured again after each has run alone for a while, and that counts
         """
+        self._rankings += 1
         runs = _LOADED_RUNS if loaded else _TIMED_RUNS
         graphs: list[Graph] = []
         try:
@@ -68,6 +74,14 @@ class KernelClock:
         finally:
             for graph in graphs:
                 graph.close()
+
+    def keep(self) -> None:
+        """Keep what was found for later starts, and say in the log how much of it could be."""
+        log.info(
+            "of products, %d sizes were timed; what was fastest is kept of %d, whose times were steady",
+            self._rankings, self.remembered.noted,
+        )  # fmt: skip
+        self.remembered.save()
 
     def _by_least(self, graphs: Sequence[Graph]) -> list[int]:
         times = [self._seconds(graph) for graph in graphs]
@@ -140,13 +154,27 @@ def nearest(tried: Iterable[int], rows: int) -> int | None:
     return found if many or ratio <= _NEARBY else None
 
 
+@dataclass(frozen=True, slots=True)
+class Naming(Generic[Tried]):
+    """What the fastest of some ways is remembered by.
+
+    what    they compute
+    name    of a way, which no other has
+    kernel  of a way, for a person; algorithms of the library share one
+    """
+
+    what: str
+    name: Callable[[Tried], str]
+    kernel: Callable[[Tried], str]
+
+
 class Choices(Generic[Tried]):
     """The kernel that is chosen for each number of rows, padded.
 
     every   all ways that there are for so many rows, the best guess first
     suits   whether what was found for other rows can compute so many
     trusts  whether it may be taken although nothing was timed near so many rows
-    what    is computed, and the name of a way: what the fastest is remembered by. None: it is not
+    naming  what the fastest is remembered by. None: it is not
 
     Of all ways at the first size between two powers of two, the best few are tried at the other sizes there.
     """
@@ -155,16 +183,18 @@ class Choices(Generic[Tried]):
         self, clock: KernelClock, every: Callable[[int], Sequence[Tried]],
         suits: Callable[[Tried, int], bool] = lambda kernel, rows: True,
         trusts: Callable[[Tried, int], bool] = lambda kernel, rows: True,
-        what: tuple[str, Callable[[Tried], str]] | None = None,
+        naming: Naming[Tried] | None = None,
     ) -> None:  # fmt: skip
         self._clock = clock
-        self._what = what
+        self._naming = naming
         self._every = every
         self._suits = suits
         self._trusts = trusts
         self._tuned: dict[int, Tried] = {}
         self._octave = -1
         self._shortlist: list[Tried] = []
+        self._of_octave: dict[str, Tried] = {}
+        """All ways of the octave's sizes so far, by name."""
 
     @property
     def tuned(self) -> Mapping[int, Tried]:
@@ -197,26 +227,41 @@ class Choices(Generic[Tried]):
         rows = padded_rows(rows)
         if rows in self._tuned:
             return False
-        if (known := self._remembered(rows)) is not None and worthy([known])[0] is known:
-            runs(known)(0)  # what is made or loaded at a first call is now
-            self._tuned[rows] = known
-            return True
         octave = (rows - 1).bit_length()
-        few = [kernel for kernel in self._shortlist if octave == self._octave and self._suits(kernel, rows)]
-        kernels = worthy(few or self._every(rows))
+        if is_first := octave != self._octave:
+            self._octave, self._shortlist, self._of_octave = octave, [], {}
+        every: Sequence[Tried] = () if self._naming is None else self._every(rows)
+        if (known := self._remembered(rows, every)) is not None:
+            # At the first size all are looked at, as where they are timed: whom `trusts` trusts, and so how
+            # sizes that nothing is timed for are computed, may not hang on what is kept.
+            looked_at = every if is_first else [known]
+            if any(one is known for one in worthy(looked_at)):
+                runs(known)(0)  # what is made or loaded at a first call is now
+                self._tuned[rows] = known
+                return True
+        few = [kernel for kernel in self._shortlist if self._suits(kernel, rows)]
+        kernels = worthy(few or every or self._every(rows))
         order = self._clock.ranked([runs(kernel) for kernel in kernels], beside, loaded=rows > MANY_ROWS)
         ranked = [kernels[index] for index in order]
         if not few:
-            self._octave, self._shortlist = octave, ranked[:_SHORTLIST]
+            self._shortlist = ranked[:_SHORTLIST]
         self._tuned[rows] = ranked[0]
-        if self._what is not None and self._clock.steady:
-            what, name = self._what
-            self._clock.remembered.note(what, rows, name(ranked[0]))
+        if (naming := self._naming) is not None and self._clock.steady:
+            name = naming.name(ranked[0])
+            self._clock.remembered.note(naming.what, rows, map(naming.kernel, every), name)
         return True
 
-    def _remembered(self, rows: int) -> Tried | None:
-        if self._what is None:
+    def _remembered(self, rows: int, every: Sequence[Tried]) -> Tried | None:
+        """The way that was the fastest for so many rows, if it is known and still there.
+
+        It may be one of those of another size of the octave, from whose shortlist it came.
+        """
+        if (naming := self._naming) is None:
             return None
-        what, name = self._what
-        known = self._clock.remembered.find(what, rows)
-        return next((one for one in self._every(rows) if name(one) == known), None)
+        own = {naming.name(one): one for one in every}
+        self._of_octave |= own
+        name = self._clock.remembered.find(naming.what, rows, map(naming.kernel, every))
+        if name is None or name in own:
+            return None if name is None else own[name]
+        other = self._of_octave.get(name)
+        return other if other is not None and self._suits(other, rows) else None

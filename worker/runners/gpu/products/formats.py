@@ -133,6 +133,8 @@ class ModelFormats:
             device, packed_products(self.spec, self.precision),
             PackedProducts.workspace(self.spec, self.precision), elements, activate, gate_up,
         )  # fmt: skip
-        return Products(
-            device, elements, packed, None if rounded is None else rounded.launcher(device, kinds, quantised)
-        )
+        launcher = None if rounded is None else rounded.launcher(device, kinds, quantised)
+        products = Products(device, elements, packed, launcher)
+        if self.precision.plain_products:  # the start before may have hung in a way that was kept
+            products.clock.remembered.forget()
+        return products

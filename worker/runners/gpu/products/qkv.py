@@ -10,7 +10,7 @@ from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer, Matrix
 from nightmill.worker.runners.gpu.kinds import made_heads
 from nightmill.worker.runners.gpu.kv_cache import LayerCache
 from nightmill.worker.runners.gpu.products.chooser import Products
-from nightmill.worker.runners.gpu.products.clock import Choices
+from nightmill.worker.runners.gpu.products.clock import Choices, Naming
 from nightmill.worker.runners.gpu.products.elements.hopper_qkv import HopperQkv
 from nightmill.worker.runners.gpu.products.packed.packed_qkv import PackedQkv
 from nightmill.worker.runners.gpu.rows.rotation import Rotation
@@ -66,11 +66,12 @@ class Qkv:
             self._every += [
                 _Choice(f"packed {tile.name}", partial(packed.run, tile), tile.worthwhile) for tile in tiles
             ]
+        what = f"qkv of {attention} x {weight.columns}, {weight.formats}"
         self._choices: Choices[_Choice] = Choices(
             products.clock,
             lambda rows: [one for one in self._every if one.suits(rows)],
             lambda one, rows: one.suits(rows),
-            what=(f"qkv of {attention} x {weight.columns}, {weight.formats}", lambda one: one.name),
+            naming=Naming(what, lambda one: one.name, lambda one: one.name),
         )
         self._kernels: dict[int, _QkvKernel] = {}
         """By padded rows."""

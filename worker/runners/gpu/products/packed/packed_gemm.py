@@ -116,11 +116,11 @@ class PackedTile:
 
     def loaded(
         self, module: Module, device: Device, name: str, arguments: str, shared: int
-    ) -> tuple[Function, int]:
-        """A kernel, and how many of its blocks run at once, whole clusters."""
+    ) -> tuple[Function, int, int]:
+        """A kernel, how many of its blocks run at once, whole clusters, and their shared memory."""
         function = module.function(name, arguments, shared=shared, dependent=True)
         at_once = function.blocks_at_once(self.threads, shared) * device.multiprocessors
-        return function, max(1, at_once // self.cluster) * self.cluster
+        return function, max(1, at_once // self.cluster) * self.cluster, shared
 
     @property
     def box(self) -> int:
@@ -290,14 +290,14 @@ class PackedTiles:
     ) -> None:
         """Queue the product with a matrix whose results begin at `y`, rows `pitch` numbers apart."""
         kind, format_, rows, inputs, maps = shape.kind, weight.format, shape.rows, shape.inputs, self._maps
-        sides, (function, at_once) = _sides(kind), self._kernels[kind, format_][tile]
+        sides, (function, at_once, shared) = _sides(kind), self._kernels[kind, format_][tile]
         panels = tile.outputs(sides) // PANEL_ROWS
         first = inputs if kind is Kind.FLOAT else first_sum(outputs, inputs)
         function(
             (min(tile.needed(rows, outputs, sides), at_once), 1), (tile.threads, 1, 1),
             maps(x.address, rows, inputs, tile.box),
             maps.of_packed(weight.address, weight.rows, inputs, format_, panels), y, rows, outputs, inputs,
-            first, pitch, shared=tile.shared(format_, sides),
+            first, pitch, shared=shared,
         )  # fmt: skip
 
 
@@ -312,8 +312,8 @@ def _tiles(kind: Kind, format_: Format) -> list[PackedTile]:
 
 def _load(
     module: Module, device: Device, kind: Kind, format_: Format
-) -> dict[PackedTile, tuple[Function, int]]:
-    """The kernels of tiles, and how many blocks of each the device holds."""
+) -> dict[PackedTile, tuple[Function, int, int]]:
+    """The kernels of tiles, as `PackedTile.loaded` gives them."""
     found, sides = {}, _sides(kind)
     for tile in _tiles(kind, format_):
         name = "_".join(map(str, (kind.value, *tile.arguments(format_, sides))))

@@ -1,5 +1,7 @@
 """Queries, keys and values on Hopper in one launch, with packed weights."""
 
+from functools import cache
+
 from nightmill.worker.model.spec import Attention, ModelSpec, Role
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import Module
@@ -90,34 +92,35 @@ class PackedQkv:
 
         Rows of x are read up to `padded_rows(rows)`.
         """
-        function, at_once = self._kernels[tile]
+        function, at_once, shared = self._kernels[tile]
         attention, weight, angles, maps = self._attention, layer.qkv, self._angles, self._maps
         padded, width, panels = padded_rows(rows), weight.columns, tile.outputs(_SIDES) // PANEL_ROWS
         parts = weight.parts or (weight,)
         needed = [tile.needed(rows, part.rows // _SIDES, _SIDES) for part in parts]
-        blocks = shares(needed, at_once, tile.cluster)
+        blocks = shares(tuple(needed), at_once, tile.cluster)
         last_heads = parts[-1].rows // attention.head_dim if len(parts) > 1 else 0
         packed = [maps.of_packed(part.address, part.rows, width, part.format, panels) for part in parts]
         function(
             (sum(blocks), 1), (tile.threads, 1, 1), maps(x.address, padded, width, tile.box), packed[0],
             packed[-1], layer.qkv_bias.address, positions, cache_rows, angles.address, angles.shape[0],
             qkv.address, cache.keys.address, cache.values.address, rows, attention.heads, attention.kv_heads,
-            width, last_heads, blocks[-1] if last_heads else 0, shared=self._shared(tile),
+            width, last_heads, blocks[-1] if last_heads else 0, shared=shared,
         )  # fmt: skip
 
     def _shared(self, tile: PackedTile) -> int:
         return max(tile.shared(format_, _SIDES) for format_ in self._formats)
 
 
-def shares(needed: list[int], at_once: int, cluster: int) -> list[int]:
+@cache
+def shares(needed: tuple[int, ...], at_once: int, cluster: int) -> tuple[int, ...]:
     """Divide blocks among the parts of a launch: as many as each needs, or so many that both end together."""
     if sum(needed) <= at_once:
         return needed
     if len(needed) == 1:
-        return [at_once]
+        return (at_once,)
     rest = range(cluster, at_once, cluster)
     last = min(rest, key=lambda last: max(-(-needed[0] // (at_once - last)), -(-needed[1] // last)))
-    return [at_once - last, last]
+    return at_once - last, last
 
 
 def _tiles(attention: Attention, formats: _Formats) -> list[PackedTile]:
