@@ -131,8 +131,9 @@ class Bodies:
 
 
 def _made(make: Callable[[JsonObject], R], body: bytearray) -> R:
-    body = body.removeprefix(codecs.BOM_UTF8)
-    if not body.strip():
+    if body.startswith(codecs.BOM_UTF8):
+        del body[: len(codecs.BOM_UTF8)]
+    if not body or body.isspace():
         raise HttpError(400, "the body: is empty; send one JSON object", code=str(RowCode.INVALID_JSON))
     try:
         found = parse_object(body)
