@@ -1,6 +1,8 @@
 """Several files as one table: those of a folder, or those that match a pattern."""
 
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from nightmill.jobs.tables.kinds import TEXT, joined
 from nightmill.jobs.tables.memory import TableItems
 from nightmill.jobs.tables.options import TableOptions
 from nightmill.jobs.tables.reading import TableFile
+
+_AT_ONCE = min(8, os.cpu_count() or 1)
 
 
 class TableFiles(FilesTogether, TableFile):
@@ -52,10 +56,12 @@ def open_table(
     if not is_together(path):
         return TableFile(path, format, options=options, label=label)
     files = files_of(path, label)
-    parts = [
-        TableFile(one, format, options=options, partition=partition)
-        for one, partition in zip(files, partitions_of(files, base_of(Path(path))), strict=True)
-    ]
+
+    def opened(one: Path, partition: dict[str, str | None]) -> TableFile:
+        return TableFile(one, format, options=options, partition=partition)
+
+    with ThreadPoolExecutor(_AT_ONCE) as threads:  # which wait for processes that read Parquet
+        parts = list(threads.map(opened, files, partitions_of(files, base_of(Path(path)))))
     return TableFiles(path, parts, options, label)
 
 
