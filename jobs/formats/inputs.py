@@ -41,7 +41,7 @@ ENDINGS = (*_JSON_SUFFIXES, *_CSV_SUFFIXES, *_PARQUET_SUFFIXES, ".arrow", ".feat
 _ROWS_TO_LOOK_AT = 100  # searched for a valid row that shows which JSON format it is
 _HASHED_AT_ONCE = 1 << 20  # bytes
 STDIN = "standard input"
-"""What people call an input that has no name."""
+"""The name of an input that has none, for messages."""
 _NAME_IT = "name it .jsonl, .csv, .tsv or .parquet"
 _UNREADABLE = {
     b"\x28\xb5\x2f\xfd": "packed with zstd; unpack it (zstd -d FILE)",
@@ -55,7 +55,7 @@ _UNREADABLE = {
     b"Obj\x01": "Avro; write it as Parquet",
     b"SQLite format 3\x00": "a database of SQLite; name its rows with --query and --from",
 }
-"""What formats that are not read begin with, and what to do about them."""
+"""First bytes of formats that are not read, and the remedy for each."""
 GZIP = b"\x1f\x8b"
 """The first bytes of a gzip file."""
 _OPENAI_KEYS = frozenset({"method", "url", "body"})

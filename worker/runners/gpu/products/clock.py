@@ -156,7 +156,7 @@ def nearest(tried: Iterable[int], rows: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Naming(Generic[Tried]):
-    """What the fastest of some ways is remembered by.
+    """Names by which the fastest of some ways is remembered.
 
     what    they compute
     name    of a way, which no other has

@@ -74,7 +74,7 @@ class RememberedChoices:
 
     @property
     def noted(self) -> int:
-        """How many are remembered that are not in the file yet."""
+        """The number of ways that are not in the file yet."""
         return sum(map(len, self._new.values()))
 
     def save(self) -> None:
