@@ -45,6 +45,7 @@ MIGRATION_LOCK_SECONDS = 10
 """Longest wait of a migration for a table that other sessions use; on SQLite it is 30 s for the file's
 lock."""
 _MIGRATION_LOCK = 0x6E69676874  # PostgreSQL advisory lock: "night"
+_ALEMBIC = threading.Lock()  # which keeps what it migrates in variables of its modules
 
 
 class Database(Forkable):
@@ -178,7 +179,7 @@ class Database(Forkable):
             return connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one_or_none()
 
     def migrate(self) -> None:
-        """Migrate the schema to this version. Safe to run twice, and from several processes at once."""
+        """Migrate the schema to this version. Safe to run twice, and in processes and threads at once."""
         with self._file_lock() if self.is_sqlite else nullcontext():
             self._upgrade()
 
@@ -200,7 +201,8 @@ class Database(Forkable):
                 connection.execute(text(f"SET LOCAL lock_timeout = '{MIGRATION_LOCK_SECONDS}s'"))
             config.attributes["connection"] = connection
             try:
-                command.upgrade(config, "head")
+                with _ALEMBIC:
+                    command.upgrade(config, "head")
             except CommandError as error:
                 said = first_line(error)
                 raise SchemaError(

@@ -4,6 +4,8 @@ import multiprocessing
 import sqlite3
 from array import array
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -107,6 +109,15 @@ def test_migrating_twice_changes_nothing(empty_database: Database) -> None:
     with empty_database.read() as connection:
         assert connection.execute(text("SELECT name FROM batches")).scalars().all() == ["b"]
     assert empty_database.revision() == SCHEMA_REVISION
+
+
+def test_threads_of_a_program_migrate_a_database_each(tmp_path: Path) -> None:
+    """Alembic knows of one migration in a process at a time."""
+    settings = [Settings(data_dir=tmp_path / name) for name in "abc"]
+    with ExitStack() as stack, ThreadPoolExecutor() as threads:
+        databases = [stack.enter_context(closing(Database(one))) for one in settings]
+        list(threads.map(Database.migrate, databases))
+        assert [one.revision() for one in databases] == [SCHEMA_REVISION] * 3
 
 
 def test_a_migration_does_not_wait_for_ever_behind_an_open_transaction(
