@@ -214,7 +214,8 @@ class InputFile:
                 else:
                     yield raw
             finally:
-                _ = self.position  # update it before the stream is closed
+                if not raw.closed:  # as it is where nobody has read to the end, and both are garbage
+                    self._position = raw.tell()
                 self._stream = None
 
     @contextmanager

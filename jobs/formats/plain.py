@@ -17,6 +17,7 @@ _OF_THE_BATCH = {
 }
 AFTER = "after"
 _ASKS = ("prompt", "messages", "embed")
+_NO_PROMPT = "the row has no prompt or messages; rows of a table take a template, as --template TEXT"
 ROW_KEYS = frozenset(FIELDS.keys() - _OF_THE_BATCH.keys() | {"prompt", "messages", AFTER})
 """Keys of a row."""
 
@@ -25,10 +26,10 @@ def plain_job(values: JsonObject, defaults: JobSpec) -> JobSpec:
     """Parse a plain row; raises InvalidRequestError."""
     for name, value in values.items():
         if name not in ROW_KEYS and value is not None:
-            why = _OF_THE_BATCH.get(name)
-            if why is None and all(values.get(ask) is None for ask in _ASKS):
-                why = "the row has no prompt or messages; rows of a table take a template, as --template TEXT"
-            raise unknown_field(name, ROW_KEYS, why)
+            asks = any(values.get(ask) is not None for ask in _ASKS)
+            raise unknown_field(
+                name, ROW_KEYS, _OF_THE_BATCH.get(name), otherwise=None if asks else _NO_PROMPT
+            )
     if values.get(AFTER) is not None:
         return _follower(values, defaults)
     return JobSpec.parse({name: value for name, value in values.items() if name != AFTER}, defaults)

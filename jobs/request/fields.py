@@ -249,15 +249,20 @@ def check_option(name: str, value: Any, shown: str | None = None) -> None:
         raise InvalidParameterError(f"{shown or name}: {error}", field=shown or name) from None
 
 
-def unknown_field(name: object, known: Iterable[str], why: str | None = None) -> InvalidParameterError:
-    """Return the error for an unsupported field, with the reason `why` or a suggestion."""
+def unknown_field(
+    name: object, known: Iterable[str], why: str | None = None, *, otherwise: str | None = None
+) -> InvalidParameterError:
+    """Return the error for an unsupported field, with the reason `why` or a suggestion.
+
+    otherwise  the suggestion where no known name is alike
+    """
     known = sorted(known)
     # A foreign name may have megabytes, and the cost of a comparison grows with the length.
     name = str(name) if len(str(name)) <= _LONGEST_NAME else f"{str(name)[:_LONGEST_NAME]}..."
     if why is None:
         close = difflib.get_close_matches(name, known, n=1, cutoff=_ALIKE)
         listed = f"known are {', '.join(known)}" if len(known) <= _MOST_LISTED else _WHERE_LISTED
-        why = f"did you mean {close[0]}?" if close else f"remove it; {listed}"
+        why = f"did you mean {close[0]}?" if close else otherwise or f"remove it; {listed}"
     said = f"{name}: is not supported: {why}"
     return InvalidParameterError(said, field=name, code=RowCode.UNSUPPORTED_FIELD)
 

@@ -170,8 +170,13 @@ class Database(Forkable):
 
     def revision(self) -> str | None:
         """Return the schema revision in the database; None if it has no Nightmill tables."""
-        name = self.engine.url.database or ""
-        if self.is_sqlite and not name.startswith("file:") and not Path(name).exists():
+        path = Path(self.engine.url.database or "")
+        if (
+            self.is_sqlite
+            and not str(path).startswith("file:")
+            and path.parent.is_dir()
+            and not path.exists()
+        ):
             return None  # SQLite would make the file, whatever mistake is in its name
         with self._mapped_errors(), self._read_only() as connection:
             if not inspect(connection).has_table("alembic_version"):

@@ -41,7 +41,6 @@ from nightmill.worker.assembly.options import (
     worker_id_option,
     worker_options,
 )
-from nightmill.worker.link.launching import EngineAhead
 from nightmill.worker.service.parent import END_WITH_STDIN, end_with_stdin
 
 ALL_GPUS = "all"
@@ -126,6 +125,8 @@ def _started_ahead(options: dict[str, Any], log_level: int) -> str | None:
     Returns the option that says which process that is; None if the worker begins with sleep, the choice of a
     model or its transfer.
     """
+    from nightmill.worker.link.launching import EngineAhead  # which needs what the extra `worker` brings
+
     settings = merge_options(Settings.from_env(), options)
     if settings.models is not None:
         if options["turn"] not in dict(parse_models(settings.models)):

@@ -71,7 +71,7 @@ class _Inherited:
         give_up_at = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
             if give_up_at is not None and time.monotonic() >= give_up_at:
-                raise subprocess.TimeoutExpired(ENGINE_COMMAND, timeout or 0.0)
+                raise subprocess.TimeoutExpired(ENGINE_COMMAND, 0.0 if timeout is None else timeout)
             time.sleep(_POLL_SECONDS)
         return code
 

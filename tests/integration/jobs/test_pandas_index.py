@@ -59,7 +59,7 @@ def test_levels_of_an_index_are_ignored(
 
 def test_columns_that_are_no_index_are_refused_as_before(sqlite_client: Client, tmp_path: Path) -> None:
     path = tmp_path / "in.csv"
-    for columns in ("prompt,\none,1\n", "id,prompt\n1,one\n", "prompt,Unnamed: 0\none,1\n", ",text\n1,one\n"):
+    for columns in ("id,prompt\n1,one\n", "prompt,Unnamed: 0\none,1\n", ",text\n1,one\n"):
         path.write_text(columns)
         with warnings.catch_warnings(), pytest.raises(BatchFileError, match=r"not supported|has no column"):
             warnings.simplefilter("error")

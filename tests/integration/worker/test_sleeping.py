@@ -50,8 +50,12 @@ def test_a_worker_sleeps_when_idle_and_when_paused_and_serves_again(
         assert jobs_client.get(again).text == jobs_client.get(first).text
         assert worker.is_running() and process.poll() is None
 
-        # On a busy machine it may be silent for longer than is usual here, while it falls asleep again.
+        # Kept from falling asleep as idle until it is told to pause; then it may be silent for long, if busy.
+        kept = jobs_client.enqueue("Write a haiku", max_tokens=ENDLESS_TOKENS, ignore_eos=True)
+        wait_until(lambda: jobs_client.get(kept).state is JobState.RUNNING, PATIENCE)
         (paused,) = wait_until(jobs_client.worker_store.pause, PATIENCE)
+        wait_until(lambda: state() is not WorkerState.READY, PATIENCE)
+        jobs_client.cancel(kept)
         wait_until(lambda: "nightmill.worker.service.sleeping" in worker.cmdline(), PATIENCE)
         waiting = jobs_client.enqueue("Write a haiku about snow", max_tokens=8)
         wait_until(lambda: jobs_client.workers()[0].detail == "paused, until it is resumed", PATIENCE)

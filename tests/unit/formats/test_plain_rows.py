@@ -1,12 +1,14 @@
 """Plain rows of JSONL files, and the same from Python."""
 
+from collections.abc import Generator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from nightmill.jobs.formats import FileFormat, InputRow, rows_from
+from nightmill.jobs.formats import FileFormat, InputFile, InputRow, rows_from
+from nightmill.jobs.formats.inputs import Record
 from tests.unit.formats.files import read_rows, said, write_lines
 
 
@@ -120,3 +122,29 @@ def test_python_items_meet_the_same_checks() -> None:
     assert [row.error and row.error.code for row in rows[4:]] == [
         "unsupported_field", "missing_field", "invalid_value", "unsupported_field", "invalid_value"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("row", "remedy"),
+    [
+        ({"promt": "a"}, "did you mean prompt?"),
+        ({"review": "a"}, "rows of a table take a template, as --template TEXT"),
+        ({"prompt": "a", "review": "b"}, "remove it; "),
+    ],
+)
+def test_a_key_that_is_not_known_has_the_remedy_that_is_likeliest(
+    row: dict[str, str], remedy: str, tmp_path: Path
+) -> None:
+    error = only(tmp_path, row).error
+    assert error is not None and remedy in error.message
+
+
+def test_a_reader_whose_file_was_closed_before_it_ends_in_silence(tmp_path: Path) -> None:
+    """As garbage they are closed in any order."""
+    source = InputFile(write_lines(tmp_path / "in.jsonl", [{"prompt": "a"}, {"prompt": "b"}]))
+    records = cast(Generator[Record, None, None], source._records())
+    assert next(records)[0] == 1
+    assert source._stream is not None
+    source._stream.close()
+    records.close()
+    assert source.position >= 0
