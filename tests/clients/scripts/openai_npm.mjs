@@ -117,8 +117,21 @@ const cases = {
     }
   },
 
-  async embeddings_are_refused() {
-    await assert.rejects(client.embeddings.create({ model, input: "Once" }), NotFoundError);
+  async embeddings() {
+    const asked = { model, input: ["Once", "Once upon a time"], pooling: "last", dimensions: 16 };
+    const made = await client.embeddings.create(asked); // asks for base64, and unpacks it
+    const plain = await client.embeddings.create({ ...asked, encoding_format: "float" });
+    assert.deepEqual(made.data.map((one) => one.index), [0, 1]);
+    for (const [number, one] of made.data.entries()) {
+      const square = one.embedding.reduce((sum, value) => sum + value * value, 0);
+      assert.equal(one.embedding.length, 16);
+      assert.ok(Math.abs(square - 1) < 1e-5);
+      one.embedding.forEach((value, at) => assert.ok(Math.abs(value - plain.data[number].embedding[at]) < 1e-6));
+    }
+  },
+
+  async embeddings_of_a_model_that_is_not_made_for_them_are_refused() {
+    await assert.rejects(client.embeddings.create({ model, input: "Once" }), BadRequestError);
   },
 
   async errors_have_their_classes() {
