@@ -28,7 +28,7 @@
 //
 // Options: -DHEAD_DIM, a multiple of 16 from 64 to 256; -DWINDOW, -DSOFTCAP, -DSINKS, -DKV_FP8. Dynamic shared memory: 4 warps of AHEAD
 // pages, and of their exponents.
-#include "attention/decode_page.cuh"
+#include "attention/decode_results.cuh"
 
 static constexpr bool LARGE = D > 128;               // registers do not hold values
 static constexpr int IN_CHUNK = 16 / sizeof(Kept);   // numbers

@@ -14,7 +14,7 @@
 // Options: -DHEAD_DIM, a multiple of 16 from 64 to 128; -DWINDOW, -DSOFTCAP, -DSINKS.
 #include <type_traits>
 
-#include "attention/decode_page.cuh"
+#include "attention/decode_results.cuh"
 #include "common/hopper.cuh"
 
 static_assert(D <= 128, "registers do not hold a page of larger heads: decode_attention.cu");
