@@ -12,7 +12,7 @@ import signal
 import socket
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, NoReturn
@@ -40,13 +40,10 @@ from nightmill.worker.assembly.engine import describe
 from nightmill.worker.assembly.fetching import with_files, with_model_file
 from nightmill.worker.assembly.model import LoadedModel, load_model, served_name
 from nightmill.worker.assembly.options import (
-    engine_option,
     gpu_name,
-    group_options,
     merge_options,
-    turn_option,
+    process_options,
     turn_options,
-    worker_id_option,
     worker_options,
 )
 from nightmill.worker.assembly.sizes import (
@@ -65,6 +62,7 @@ from nightmill.worker.service.housekeeper import Housekeeper
 from nightmill.worker.service.interactive import InteractiveConsumer
 from nightmill.worker.service.message_filter import FilteringAMQP
 from nightmill.worker.service.metrics import WorkerMetrics, serve_metrics
+from nightmill.worker.service.reaching import reach_broker, reach_database
 from nightmill.worker.service.resting import Resting, RestRule
 from nightmill.worker.service.room import RoomStep
 from nightmill.worker.service.service_options import ServiceOptions
@@ -86,6 +84,7 @@ class EngineStep(bootsteps.StartStopStep):
     def __init__(self, parent: Any, **options: Any) -> None:
         super().__init__(parent, **options)
         self.options = options
+        self.woken = bool(options.get("woken"))
         self.service: Service | None = None
         self.registry: Any = None  # of metrics, if they are asked for
         self.told_to_end = False
@@ -224,7 +223,7 @@ class EngineStep(bootsteps.StartStopStep):
     def _register(self, settings: Settings, detail: str) -> str | None:
         """Open the database, and write this worker's row; returns the name of its GPU."""
         self.database = Database(settings)
-        self.database.ensure_schema()
+        reach_database(self.database, woken=self.woken)
         self.claims = Claims(self.database, self.options.get("worker_id") or uuid.uuid4().hex)
         gpu = gpu_index(settings)
         named = None if gpu is None else gpu_name(gpu)
@@ -236,6 +235,8 @@ class EngineStep(bootsteps.StartStopStep):
 
     def _sleep_at_once(self, settings: Settings) -> NoReturn:
         """Sleep without having loaded anything: outside its hours, or before it has chosen a model."""
+        with closing(Broker(settings)) as broker:  # a mistake in its URL is found now, not at night
+            reach_broker(broker, woken=self.woken)
         self._register(settings, LOADING)
         reason = RestRule(self.claims, settings, ()).reason(0.0)
         if reason is None:  # the database's clock may be ahead
@@ -248,7 +249,7 @@ class EngineStep(bootsteps.StartStopStep):
 
     def _serve(self, parent: Any, settings: Settings, engine: EngineLink) -> None:
         self.broker = Broker(settings)
-        self.broker.ping()
+        reach_broker(self.broker, woken=self.woken)
         named = self._register(settings, LOADING)
         began = self.database.now()
         heart = Heart(self.claims, settings.stale_seconds)
@@ -372,8 +373,7 @@ def make_worker_app() -> Celery:
     worker_app = make_app(None)
     worker_app.amqp_cls = FilteringAMQP
     worker_app.conf.update(worker_pool="threads", worker_concurrency=TASK_THREADS)
-    of_processes = [worker_id_option(), turn_option(), *group_options(), engine_option()]
-    worker_app.user_options["worker"].update([*worker_options(), *turn_options(), *of_processes])
+    worker_app.user_options["worker"].update([*worker_options(), *turn_options(), *process_options()])
     worker_app.steps["worker"].add(EngineStep)
     worker_app.steps["consumer"].add(RoomStep)
     return worker_app

@@ -62,7 +62,8 @@ def make_app(broker_url: str | None) -> Celery:
         worker_hijack_root_logger=False,
         worker_enable_remote_control=False,
         worker_send_task_events=False,
-        broker_connection_retry_on_startup=False,
+        # A worker that is started has asked the broker before; one that swaps or wakes waits for it.
+        broker_connection_retry_on_startup=True,
         broker_connection_timeout=5,
         broker_channel_error_retry=True,  # a Redis that refuses commands may have memory again later
         broker_connection_max_retries=None,  # a broker may be down for a night; 100, the default, are 47 min

@@ -177,6 +177,15 @@ def turn_option() -> click.Option:
     return click.Option([TURN], hidden=True, help="The name of the model of --models to serve.")
 
 
+WOKEN = "--woken"
+"""The option of a worker's process after one that slept, or served another model."""
+
+
+def woken_option() -> click.Option:
+    """For the process of a worker that has run before: it waits for servers that are away."""
+    return click.Option([WOKEN], hidden=True, is_flag=True, help="Wait for servers that are away.")
+
+
 GROUP, LEDGER = "--group", "--ledger"
 """Options of each of the workers that one command starts for several models at once: what names them all, and
 the descriptor of the accounts of their engines."""
@@ -197,6 +206,11 @@ ENGINE = "--engine"
 def engine_option() -> click.Option:
     """For the process of a worker whose engine was started before it knew what to serve."""
     return click.Option([ENGINE], hidden=True, help="The engine's process, as `EngineAhead.hand_on` says.")
+
+
+def process_options() -> list[click.Option]:
+    """Fresh options that processes give to each other, and people do not."""
+    return [worker_id_option(), turn_option(), woken_option(), *group_options(), engine_option()]
 
 
 WORKER_SETTINGS = frozenset(

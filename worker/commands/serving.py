@@ -31,14 +31,12 @@ from nightmill.worker.assembly.options import (
     GROUP,
     LEDGER,
     TURN,
+    WOKEN,
     as_arguments,
-    engine_option,
-    group_options,
     merge_options,
+    process_options,
     require_worker_extra,
-    turn_option,
     turn_options,
-    worker_id_option,
     worker_options,
 )
 from nightmill.worker.service.parent import END_WITH_STDIN, end_with_stdin
@@ -113,6 +111,8 @@ def _worker(
     for name in (TURN, GROUP, LEDGER, ENGINE):
         if (value := options[name.removeprefix("--")]) is not None:
             arguments += [name, str(value)]
+    if options["woken"]:
+        arguments.append(WOKEN)
     context = CLIContext(app, no_color=bool(os.environ.get("NO_COLOR")), workdir=None, quiet=True)
     # `app.start` would forget the exit code.
     code = celery_worker.main(arguments, "celery worker", obj=context, standalone_mode=False)
@@ -205,10 +205,7 @@ worker = CommandGroup(
             help="How much to log.",
         ),
         click.Option(["--log-format"], **LOG_FORMAT),
-        worker_id_option(),
-        turn_option(),
-        *group_options(),
-        engine_option(),
+        *process_options(),
         click.Option(
             [END_WITH_STDIN, "end_with_parent"],
             is_flag=True,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nightmill.jobs.base.contract import JobState
+from nightmill.jobs.base.contract import JobState, WorkerState
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.client.client import Client
 from nightmill.jobs.messages.announcing import DeliveryDelayedWarning
@@ -51,3 +51,35 @@ def test_worker_outlives_its_broker(
     finished = list(client.results(ids, wait=False))
     assert {job.state for job in finished} == {JobState.SUCCEEDED}
     assert {job.attempt for job in finished} == {1}
+
+
+@pytest.mark.slow
+def test_worker_wakes_while_its_broker_is_away(
+    sqlite_settings: Settings, redis_server: RedisServer, tmp_path: Path
+) -> None:
+    """So it does when it loads another model: it is the same start."""
+    settings = sqlite_settings.model_copy(
+        update={
+            "broker_url": redis_server.url,
+            "model": demo_model(),
+            "reference": REFERENCE,
+            "heartbeat_seconds": 0.2,
+            "resend_seconds": 0.5,
+        }
+    )
+    log = tmp_path / "worker.log"
+    with Client(settings) as client, running_worker(client, log, ["--idle-seconds", "1"]) as process:
+        wait_until(lambda: client.workers()[0].state is WorkerState.SLEEPING, PATIENCE)
+        redis_server.stop()
+        with pytest.warns(DeliveryDelayedWarning):
+            job_id = client.enqueue("Count from 1 to 3", max_tokens=2)
+        wait_until(
+            lambda: process.poll() is not None or "ready: " in log.read_text().partition("waking up")[2],
+            PATIENCE,
+        )
+        assert process.poll() is None
+        redis_server.start()
+        client.wait(job_id, timeout=PATIENCE)
+        assert client.get(job_id).state is JobState.SUCCEEDED
+        assert process.poll() is None, log.read_text()
+        assert len({worker.id for worker in client.workers()}) == 1

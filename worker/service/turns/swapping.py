@@ -16,7 +16,7 @@ from nightmill.jobs.base.settings import MODEL_SCHEMES, Settings
 from nightmill.jobs.errors import DatabaseError
 from nightmill.worker.assembly.fetching import settings_of_turn
 from nightmill.worker.assembly.model import served_name
-from nightmill.worker.assembly.options import ENGINE, TURN
+from nightmill.worker.assembly.options import ENGINE, TURN, WOKEN
 from nightmill.worker.link.launching import EngineAhead
 from nightmill.worker.service.resting import RestRule
 from nightmill.worker.service.sleeping import sleep_command, with_option, without_option
@@ -79,6 +79,8 @@ def next_command(settings: Settings, worker_id: str, swap: Swap | None) -> list[
     options: dict[str, Any] = {"hours": settings.hours, "idle_seconds": settings.idle_seconds}
     command = with_option([sys.executable, *sys.orig_argv[1:]], "--id", worker_id)
     command = without_option(command, ENGINE)
+    if WOKEN not in command:
+        command.append(WOKEN)
     if settings.models is not None:
         options |= {name: getattr(settings, name) for name in ("models", "stay", "swap_for_interactive")}
         command = with_option(command, "--models", settings.models)
