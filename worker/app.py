@@ -28,7 +28,7 @@ from nightmill.jobs.batches.batches import Batches
 from nightmill.jobs.commands.terminal import echo
 from nightmill.jobs.errors import NightmillError
 from nightmill.jobs.messages.announcing import Announcer
-from nightmill.jobs.messages.broker import Broker, make_app, queue_name, resolve_broker_url
+from nightmill.jobs.messages.broker import Broker, make_app, queue_name, resolve_broker_url, set_broker
 from nightmill.jobs.reply.job import UNTIL
 from nightmill.jobs.sql.activity import ActivityStore
 from nightmill.jobs.sql.batches import BatchStore
@@ -387,7 +387,7 @@ def _find_broker(conf: Any = None, **_: Any) -> None:
     """Fill in the broker before the worker connects, with one clear line where that fails."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)  # a worker that became this one blocked them
     try:
-        conf.broker_url = resolve_broker_url(Settings.from_env())
+        set_broker(conf, resolve_broker_url(Settings.from_env()))
     except NightmillError as error:
         echo(f"nightmill: {error}", err=True)  # logging is not set up yet
         raise SystemExit(1) from error

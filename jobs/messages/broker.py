@@ -42,12 +42,18 @@ def lane_name(model: str | None) -> str:
     return _LANE if model is None else f"{_LANE}:{model}"
 
 
+def set_broker(conf: Any, broker_url: str) -> None:
+    """Set the broker in a Celery app's configuration, with the verification of its certificate."""
+    address, tls = split_tls(broker_url)
+    conf.broker_url, conf.broker_use_ssl = address, tls or False
+
+
 def make_app(broker_url: str | None) -> Celery:
     """Create the Celery app of client and worker. Messages are JSON; nothing else is accepted."""
-    address, tls = (None, None) if broker_url is None else split_tls(broker_url)
-    app = Celery("nightmill", broker=address, set_as_current=False)
+    app = Celery("nightmill", set_as_current=False)
+    if broker_url is not None:
+        set_broker(app.conf, broker_url)
     app.conf.update(
-        broker_use_ssl=tls or False,
         accept_content=["json"],
         task_serializer="json",
         result_backend=None,

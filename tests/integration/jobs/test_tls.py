@@ -5,11 +5,14 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from celery import signals
+from kombu.exceptions import OperationalError
 
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.errors import BrokerUnreachableError
 from nightmill.jobs.messages.broker import Broker
 from nightmill.jobs.messages.tls import describe_sslmode, describe_tls
+from nightmill.worker.app import make_worker_app
 from tests.support.servers import RedisServer
 from tests.support.tls import LOCALHOST, OTHER, TlsServer, tls_before
 
@@ -55,6 +58,22 @@ def test_a_verified_server_and_one_by_name_unverified_are_talked_to(
         pinged(f"rediss://localhost:{server.port}/0?ssl_ca_certs={path}")
         assert b"PING" in bytes(server.sent)
         pinged(f"rediss://localhost:{server.port}/0?ssl_cert_reqs=none")
+
+
+@pytest.mark.parametrize("stranger", [OTHER], indirect=True)
+@pytest.mark.parametrize("query", ["", "?ssl_ca_certs={path}"])
+def test_a_workers_consumer_verifies_the_server_too(
+    stranger: tuple[TlsServer, Path], query: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection is Celery's own, which may be made long after the start."""
+    server, path = stranger
+    url = f"rediss://:S3CRET@localhost:{server.port}/0{query.format(path=path)}"
+    monkeypatch.setenv("NIGHTMILL_BROKER_URL", url)
+    app = make_worker_app()
+    signals.celeryd_init.send(sender="worker", conf=app.conf)
+    with app.connection_for_read() as connection, pytest.raises(OperationalError, match="certificate"):
+        connection.ensure_connection(max_retries=1, timeout=5.0)
+    assert bytes(server.sent) == b""
 
 
 def test_tls_to_a_server_without_ends(target: tuple[str, int]) -> None:
