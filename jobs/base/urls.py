@@ -38,6 +38,7 @@ PREPARE_THRESHOLD = "prepare_threshold"
 """The only parameter of the driver itself: executions of a statement before it is prepared. Others are
 libpq's."""
 NEVER = "none"
+_DRIVERS = {"sqlite": ("", "pysqlite"), "postgresql": ("", "psycopg")}
 # Names in a query whose values everybody may see; others, and names without a value, may be secrets.
 _OPEN_BROKER = frozenset({"virtual_host", "ssl_cert_reqs", "ssl_check_hostname"})
 _OPEN_FILE = frozenset({"mode", "uri", "cache", "timeout", "immutable", "nolock", "vfs"})
@@ -156,11 +157,13 @@ def check_database_url(url: str) -> None:
     if parts is None:
         example = "postgresql+psycopg://user:password@host/nightmill"
         raise ValueError(f"is not a database URL; expected e.g. {example}, {_ENCODE}")
-    backend = parts.scheme.partition("+")[0]
+    backend, _, driver = parts.scheme.partition("+")
     if backend == "postgres":
         raise ValueError("begins with postgres://: write postgresql:// in its place")
     if backend not in ("sqlite", "postgresql"):
         raise ValueError(f"names {backend!r}; Nightmill speaks sqlite and postgresql")
+    if driver not in _DRIVERS[backend]:
+        raise ValueError(f"names the driver {driver!r}: write {backend}:// alone")
     if backend == "sqlite" and not {name for name, _ in parts.query} <= _OPEN_FILE:
         raise ValueError(f"may have nothing but {', '.join(sorted(_OPEN_FILE))} after its ?")
     _check_parameters(parts.query)

@@ -14,7 +14,6 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     func,
-    inspect,
     literal,
     select,
     text,
@@ -29,13 +28,26 @@ from nightmill.jobs.errors import (
     DatabaseBusyError,
     DatabaseError,
     DatabaseUnreachableError,
-    SchemaError,
 )
 from nightmill.jobs.sql.engines import READ_ONLY, make_engine
-from nightmill.jobs.sql.failures import LOCK_NOT_AVAILABLE, first_line, mapped, refused, sqlstate
+from nightmill.jobs.sql.failures import (
+    LOCK_NOT_AVAILABLE,
+    first_line,
+    is_about_tables,
+    mapped,
+    refused,
+    sqlstate,
+)
 from nightmill.jobs.sql.patience import long_lasting, seconds_for
 from nightmill.jobs.sql.tables import SCHEMA_REVISION
 from nightmill.jobs.sql.types import UtcDateTime
+from nightmill.jobs.sql.versions import (
+    check_complete,
+    check_not_newer,
+    check_revision,
+    find_revision,
+    not_migrated,
+)
 
 Clock = Callable[[], datetime]
 
@@ -142,17 +154,7 @@ class Database(Forkable):
                 if found != SCHEMA_REVISION and self.settings.embedded_database:
                     self._upgrade()
                     found = self.revision()
-            if found is None:
-                raise SchemaError(
-                    f"the database at {self.settings.safe_database_url} has no Nightmill tables: "
-                    "run `nightmill migrate`"
-                )
-            if found != SCHEMA_REVISION:
-                raise SchemaError(
-                    f"the database at {self.settings.safe_database_url} has schema {found}, this version of "
-                    f"Nightmill needs {SCHEMA_REVISION}: run `nightmill migrate`, or install the version "
-                    "of Nightmill that the other programs use"
-                )
+            check_revision(found, self.settings.safe_database_url)
             self._schema_revision = found
 
     @contextmanager
@@ -179,9 +181,7 @@ class Database(Forkable):
         ):
             return None  # SQLite would make the file, whatever mistake is in its name
         with self._mapped_errors(), self._read_only() as connection:
-            if not inspect(connection).has_table("alembic_version"):
-                return None
-            return connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one_or_none()
+            return find_revision(connection, self.settings.safe_database_url)
 
     def migrate(self) -> None:
         """Migrate the schema to this version. Safe to run twice, and in processes and threads at once."""
@@ -192,7 +192,6 @@ class Database(Forkable):
     def _upgrade(self) -> None:
         from alembic import command  # 0.2 s to import, needed only here
         from alembic.config import Config
-        from alembic.util import CommandError
 
         config = Config()
         config.set_main_option("script_location", str(migrations_dir()).replace("%", "%%"))
@@ -205,20 +204,19 @@ class Database(Forkable):
                 # since another migration may take any time.
                 connection.execute(text(f"SET LOCAL lock_timeout = '{MIGRATION_LOCK_SECONDS}s'"))
             config.attributes["connection"] = connection
+            where = self.settings.safe_database_url
+            check_not_newer(find_revision(connection, where), where)
             try:
                 with _ALEMBIC:
                     command.upgrade(config, "head")
-            except CommandError as error:
-                said = first_line(error)
-                raise SchemaError(
-                    f"the database at {self.settings.safe_database_url} cannot be migrated: {said}. It "
-                    "seems to belong to a newer version of Nightmill: install the one that others use"
-                ) from error
+                check_complete(connection, where)
             except DBAPIError as error:
+                if is_about_tables(error):
+                    raise not_migrated(self.settings.scrubbed(first_line(error.orig)), where) from error
                 if sqlstate(error) != LOCK_NOT_AVAILABLE:
                     raise
                 raise DatabaseBusyError(
-                    f"the database at {self.settings.safe_database_url} was not migrated, and is as it was: "
+                    f"the database at {where} was not migrated, and is as it was: "
                     f"other sessions held locks on its tables for {MIGRATION_LOCK_SECONDS} s. Stop workers, "
                     "servers and programs, look for open transactions in pg_stat_activity, and try again"
                 ) from error

@@ -31,6 +31,8 @@ _REFUSING = ("22", "23", "54")
 # Read-only, insufficient resources (disk full, too many connections), an operator's intervention.
 _UNWILLING = ("25", "53", "57")
 _LACKING = ("42P01", "42703", "3F000")  # a table, a column, a schema
+_IN_THE_WAY = ("42P07", "42701", "42710")  # a table, a column, another object that is there already
+_FORBIDDEN = "42501"
 _OTHER_SESSION = ("26000", "42P05")  # a prepared statement is missing, or exists already
 _UNWILLING_SQLITE = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_FULL)
 
@@ -47,8 +49,13 @@ def mapped(error: StatementError, settings: Settings) -> DatabaseError:
         )
     if _is_refusal(error):
         return refused(error.orig or error, settings)
-    if code in _LACKING or "no such table" in said or "no such column" in said:
+    if code in _LACKING or _is_lacking_sqlite(said):
         return SchemaError(f"the database at {where} lacks a table ({said}): run `nightmill migrate`")
+    if code == _FORBIDDEN:
+        return DatabaseError(
+            f"the database at {where} refused a statement: {said}. Give its role the rights that "
+            "docs/operations.md lists"
+        )
     if code in _OTHER_SESSION:
         return DatabaseError(
             f"the database at {where} is behind a pooler that changes sessions ({said}): set "
@@ -71,6 +78,18 @@ def mapped(error: StatementError, settings: Settings) -> DatabaseError:
             f"the database at {where} cannot be connected to: NIGHTMILL_DATABASE_URL: {said}"
         )
     return DatabaseError(f"the database at {where} refused a statement: {said}")
+
+
+def is_about_tables(error: StatementError) -> bool:
+    """Return True if a statement lacks a table or column, or finds one that it was to make."""
+    said = first_line(error.orig or error)
+    return (
+        sqlstate(error) in (*_LACKING, *_IN_THE_WAY) or _is_lacking_sqlite(said) or "already exists" in said
+    )
+
+
+def _is_lacking_sqlite(said: str) -> bool:
+    return "no such table" in said or "no such column" in said
 
 
 def refused(error: BaseException, settings: Settings) -> DatabaseRefusedError:

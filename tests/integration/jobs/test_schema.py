@@ -137,7 +137,14 @@ def test_a_database_of_another_version_is_refused_by_programs(empty_database: Da
     with pytest.raises(SchemaError) as caught, empty_database.write():
         pass
     assert (
-        f"has schema 9999, this version of Nightmill needs {SCHEMA_REVISION}: run `nightmill migrate`"
+        f"has schema 9999, of a newer version of Nightmill; this version needs {SCHEMA_REVISION}: install"
+        in str(caught.value)
+    )
+    _set_revision(empty_database, "0001")
+    with pytest.raises(SchemaError) as caught, empty_database.write():
+        pass
+    assert (
+        f"has schema 0001, this version of Nightmill needs {SCHEMA_REVISION}: run `nightmill migrate`"
         in str(caught.value)
     )
 
@@ -145,12 +152,43 @@ def test_a_database_of_another_version_is_refused_by_programs(empty_database: Da
 def test_a_database_of_a_newer_version_is_not_migrated(empty_database: Database) -> None:
     empty_database.migrate()
     _set_revision(empty_database, "9999")
-    with pytest.raises(
-        SchemaError, match="cannot be migrated: Can't locate revision identified by '9999'"
-    ) as caught:
+    with pytest.raises(SchemaError, match=r"has schema 9999, of a newer version of Nightmill; .*: install"):
         empty_database.migrate()
-    assert "newer version of Nightmill" in str(caught.value)
     assert empty_database.revision() == "9999"
+
+
+@pytest.mark.parametrize("heads", [["27c6a30d7c24"], ["0005", "0004"]])
+def test_a_database_of_another_program_with_alembic_is_left_alone(
+    empty_database: Database, heads: list[str]
+) -> None:
+    with empty_database.engine.begin() as connection:
+        connection.execute(text("CREATE TABLE alembic_version (version_num VARCHAR(32) PRIMARY KEY)"))
+        for head in heads:
+            connection.execute(text("INSERT INTO alembic_version VALUES (:head)"), {"head": head})
+    for act in (empty_database.migrate, empty_database.ensure_schema):
+        with pytest.raises(SchemaError, match=rf"another program's: .*{heads[0]}.* a database of its own"):
+            act()
+    assert inspect(empty_database.engine).get_table_names() == ["alembic_version"]
+
+
+def test_tables_of_another_program_are_in_a_migrations_way(empty_database: Database) -> None:
+    with empty_database.engine.begin() as connection:
+        connection.execute(text("CREATE TABLE jobs (id INTEGER)"))
+    with pytest.raises(
+        SchemaError, match=r"was not migrated, .*jobs.* already exists.* a database of its own"
+    ):
+        empty_database.migrate()
+    assert inspect(empty_database.engine).get_table_names() == ["jobs"]
+
+
+def test_what_a_migrated_database_lacks_is_named(empty_database: Database) -> None:
+    """Otherwise a statement that fails for want of it would send people to `migrate`, which did nothing."""
+    empty_database.migrate()
+    with empty_database.engine.begin() as connection:
+        connection.execute(text("DROP TABLE loads"))
+        connection.execute(text("ALTER TABLE jobs DROP COLUMN uncounted_attempts"))
+    with pytest.raises(SchemaError, match=r"lacks loads, jobs\.uncounted_attempts: .* Restore a backup"):
+        empty_database.migrate()
 
 
 def test_an_embedded_database_of_a_newer_version_is_refused(directory: Path, sqlite_template: Path) -> None:

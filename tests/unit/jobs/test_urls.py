@@ -75,7 +75,8 @@ def test_a_password_that_is_not_encoded_gets_one_line_with_the_remedy(mark: str)
             "sqlite:///x.db?S3C=1",
             "may have nothing but cache, immutable, mode, nolock, timeout, uri",
         ),
-        ("DATABASE", "postgresql+nothing://me:S3C@host/x", "Can't load plugin"),
+        ("DATABASE", "postgresql+nothing://me:S3C@host/x", "names the driver 'nothing': write postgresql://"),
+        ("DATABASE", "postgresql+asyncpg://me:S3C@host/x", "names the driver 'asyncpg': write postgresql://"),
         ("BROKER", "redis://S3C@host", "names a user and no password; expected e.g. redis://:password@"),
         ("BROKER", "redis://host/S3C", "must end with the number of a database, as in redis://"),
         (
