@@ -50,7 +50,7 @@ def page() -> str:
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<style>{_STYLE}</style></head><body><main>",
             f"<h1>Nightmill {escape(said['info']['version'])} over HTTP</h1>",
-            '<p>What <a href="/openapi.json">openapi.json</a> says, to be read. With keys, send one as '
+            '<p>What <a href="openapi.json">openapi.json</a> says, to be read. With keys, send one as '
             "<code>Authorization: Bearer KEY</code>.</p>",
             "<nav><ul>",
             *(

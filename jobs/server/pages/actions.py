@@ -5,7 +5,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import Response
 
 from nightmill.jobs.base.ids import IdSource
 from nightmill.jobs.errors import NightmillError
@@ -17,6 +17,7 @@ from nightmill.jobs.server.batch_submission import UploadedBatchSubmission
 from nightmill.jobs.server.bodies import TIMES, read_times
 from nightmill.jobs.server.errors import HttpError, http_error_of
 from nightmill.jobs.server.files import PREFIX, Files
+from nightmill.jobs.server.pages.rendering import redirect
 from nightmill.jobs.server.pages.session import TOKEN, check_token
 from nightmill.jobs.server.pages.views import Views
 from nightmill.jobs.sql.http_batches import HttpBatch, HttpStatus
@@ -46,7 +47,7 @@ class Actions:
         elif http.status is not HttpStatus.CANCELLING:
             await self._submission.cancel(caller, http.batch)
         self._views.watch.status_cache.forget(batch.name)
-        return _to("/batch", name=batch.name)
+        return _to(request, "/batch", name=batch.name)
 
     async def retry_batch(self, request: Request) -> Response:
         """POST /batch/retry: queue the rows again that ended without a result."""
@@ -58,13 +59,13 @@ class Actions:
         else:
             await self._submission.retry(caller, http.batch)
         self._views.watch.status_cache.forget(batch.name)
-        return _to("/batch", name=batch.name)
+        return _to(request, "/batch", name=batch.name)
 
     async def cancel_job(self, request: Request) -> Response:
         """POST /job/cancel."""
         caller, form = await self._form(request)
         job = await self._service.cancel(caller, form.get("id", ""))
-        return _to("/job", id=job.id)
+        return _to(request, "/job", id=job.id)
 
     async def retry_job(self, request: Request) -> Response:
         """POST /job/retry: queue a job again that ended without a result."""
@@ -72,13 +73,13 @@ class Actions:
         job = await self._service.job(caller, form.get("id", ""))
         caller.need_to_change(job.owner)
         await self._service.run(self._service.client.retry, job.id)
-        return _to("/job", id=job.id)
+        return _to(request, "/job", id=job.id)
 
     async def repeat_job(self, request: Request) -> Response:
         """POST /job/repeat: queue a new job with the same prompt, parameters and seed."""
         caller, form = await self._form(request)
         job = await self._service.job(caller, form.get("id", ""))
-        return _to("/job", id=await self._service.queue(caller, _again(job)))
+        return _to(request, "/job", id=await self._service.queue(caller, _again(job)))
 
     async def begin(self, request: Request) -> Response:
         """POST /try: queue one prompt."""
@@ -93,7 +94,7 @@ class Actions:
             system = [{"role": "system", "content": form["system"]}] if form.get("system") else []
             said["messages"] = [*system, {"role": "user", "content": prompt}]
         spec = JobSpec.parse(said, self._service.interactive_defaults)
-        return _to("/job", id=await self._service.queue(caller, spec))
+        return _to(request, "/job", id=await self._service.queue(caller, spec))
 
     async def upload(self, request: Request) -> Response:
         """POST /hand-in: upload a file."""
@@ -103,7 +104,7 @@ class Actions:
             check_token(request, {TOKEN: texts.pop(TOKEN, "")})
 
         file = await self._files.take(request, caller, ours)
-        return _to("/hand-in/file", id=PREFIX + file.id)
+        return _to(request, "/hand-in/file", id=PREFIX + file.id)
 
     async def submit(self, request: Request) -> Response:
         """POST /hand-in/begin: submit the file as a batch."""
@@ -135,7 +136,7 @@ class Actions:
             deadline_at=ends,
         )
         batch = await self._submission.submit(request, caller, asked, "file")
-        return _to("/hand-in/wait", id=batch.batch)
+        return _to(request, "/hand-in/wait", id=batch.batch)
 
     async def entering(self, request: Request) -> Response:
         """GET /hand-in/wait?id=...: redirect to the batch, once its first rows are entered."""
@@ -143,7 +144,7 @@ class Actions:
         http = await self._submission.find(caller, request.query_params.get("id", ""))
         try:
             await self._service.run(self._views.watch.batch, caller, http.batch)
-            return _to("/batch", name=http.batch)
+            return _to(request, "/batch", name=http.batch)
         except HttpError:
             values = {"http": http, "waits": http.status is HttpStatus.VALIDATING}
             return self._views.pages.page(request, "entering.html", caller, values)
@@ -154,7 +155,7 @@ class Actions:
         check_token(request, form)
         there = form.get("next", "/")
         local = there.startswith("/") and not there.startswith(("//", "/\\"))
-        response = RedirectResponse(there if local else "/", 303)
+        response = redirect(request, there if local else "/")
         secure = request.url.scheme == "https"
         if self._sessions.sign_in(response, form.get("key", "").strip(), secure=secure) is not None:
             return response
@@ -164,7 +165,7 @@ class Actions:
     async def sign_out(self, request: Request) -> Response:
         """POST /sign-out."""
         await self._form(request)
-        response = RedirectResponse("/sign-in", 303)
+        response = redirect(request, "/sign-in")
         self._sessions.sign_out(response)
         return response
 
@@ -176,9 +177,9 @@ class Actions:
         return caller, form
 
 
-def _to(path: str, **query: str) -> Response:
+def _to(request: Request, path: str, **query: str) -> Response:
     """Redirect to the page with the result."""
-    return RedirectResponse(f"{path}?{urlencode(query)}", 303)
+    return redirect(request, f"{path}?{urlencode(query)}")
 
 
 def _read(name: str, text: str) -> Any:

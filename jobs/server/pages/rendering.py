@@ -9,7 +9,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from nightmill.jobs.base.printable import printable
 from nightmill.jobs.request.limits import describe_amount, describe_share
@@ -61,6 +61,7 @@ class PageRenderer:
             token=form_token(request),
             now=getattr(request.state, "now", None) or datetime.now(UTC),
             path=request.url.path,
+            root=root_of(request),
         )
         response = HTMLResponse(made, status, headers=HEADERS)
         keep_token(request, response)
@@ -73,6 +74,16 @@ class PageRenderer:
             raise HttpError(404, f"there is no {printable(name, 80)!r}", code="unknown_url")
         headers = {"Cache-Control": "public, max-age=3600", "X-Content-Type-Options": "nosniff"}
         return Response(self._static[name], headers=headers, media_type=STATIC[name])
+
+
+def root_of(request: Request) -> str:
+    """Return the server's root as seen from a page: links are relative, so that a proxy may add a prefix."""
+    return "../" * (request.url.path.count("/") - 1) or "./"
+
+
+def redirect(request: Request, path: str) -> RedirectResponse:
+    """Redirect to a page of this server; `path` begins with a slash."""
+    return RedirectResponse(root_of(request) + path[1:], 303)
 
 
 def number(value: float | None) -> str:

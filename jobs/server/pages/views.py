@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from nightmill.jobs.base.contract import JobState, StopReason
 from nightmill.jobs.batches.batch import Batch
@@ -27,7 +27,7 @@ from nightmill.jobs.server.job_service import JobService
 from nightmill.jobs.server.keys import Caller
 from nightmill.jobs.server.pages.checking import Checking, seconds_of
 from nightmill.jobs.server.pages.night import ShownBatch, Watch, open_batch
-from nightmill.jobs.server.pages.rendering import PageRenderer
+from nightmill.jobs.server.pages.rendering import PageRenderer, redirect
 from nightmill.jobs.server.pages.session import Sessions, SignInNeeded, check_origin
 from nightmill.jobs.sql.dashboard_queries import RowFilter
 from nightmill.jobs.streams.pieces import START, TextPosition
@@ -92,7 +92,7 @@ class Views:
             except SignInNeeded:
                 asked = request.url.path + (f"?{request.url.query}" if request.url.query else "")
                 back = asked if request.method == "GET" else "/"
-                return RedirectResponse(f"/sign-in?{urlencode({'next': back})}", 303)
+                return redirect(request, f"/sign-in?{urlencode({'next': back})}")
             except (NightmillError, HttpError) as error:
                 return await self._problem(request, http_error_of(error))
 
@@ -138,7 +138,7 @@ class Views:
             "shown": ShownBatch(status, http, await run(self.watch.filename, http)),
             "lines": lines,
             "query": said,
-            "next": None if lines.after is None else "/batch?" + urlencode(said | {"after": lines.after}),
+            "next": None if lines.after is None else "batch?" + urlencode(said | {"after": lines.after}),
             "first": after is None,
             "open": open_batch(status),
             "may_change": caller.may_change(None if http is None else http.owner),
@@ -208,7 +208,7 @@ class Views:
     async def sign_in(self, request: Request) -> Response:
         """GET /sign-in."""
         if not self.sessions.needed:
-            return RedirectResponse("/", 303)
+            return redirect(request, "/")
         values = {"next": request.query_params.get("next", "/"), "wrong": False}
         return self.pages.page(request, "sign_in.html", None, values)
 

@@ -135,7 +135,7 @@ def test_rows_that_wait_for_others_are_shown_as_such(alone: Server) -> None:
     assert "of these wait for others" in browser.get("/batch", name="second").text
     assert "of these wait for others" not in browser.get("/batch", name="first").text
     page = browser.get("/job", id=job.id).text
-    assert f'href="/job?id={job.prior}"' in page and "waits for it" in page
+    assert f'href="./job?id={job.prior}"' in page and "waits for it" in page
 
 
 def test_what_runs_is_listed_before_what_waits_and_what_has_ended(
@@ -151,7 +151,7 @@ def test_what_runs_is_listed_before_what_waits_and_what_has_ended(
     browser = Browser(alone)
 
     def listed() -> list[str]:
-        return re.findall(r'href="/batch\?name=(\w+)"', browser.get("/").text)
+        return re.findall(r'href="./batch\?name=(\w+)"', browser.get("/").text)
 
     assert listed() == ["runs", "waits", "later", "ended"]
     submit([{"prompt": "x"}], name="new")  # what runs is shown, however old it is

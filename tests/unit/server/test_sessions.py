@@ -5,7 +5,7 @@ import hmac
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 
 import httpx2
 import pytest
@@ -27,7 +27,7 @@ def test_without_a_key_nothing_is_seen_and_each_key_sees_its_own(start: Start) -
         for path in ("/", "/batch?name=x", f"/job?id={mine}", "/hand-in", "/try", f"/job/events?id={mine}"):
             answer = Browser(server).http.get(path, follow_redirects=False)
             assert answer.status_code == 303, path
-            assert urlsplit(answer.headers["location"]).path == "/sign-in", path
+            assert urlsplit(urljoin(path, answer.headers["location"])).path == "/sign-in", path
             assert "secret" not in answer.text
         wrong = Browser(server).send("/sign-in", "/sign-in", key="no-such-key-is-here", next="/")
         assert (wrong.status_code, "not known here" in wrong.text) == (403, True)
