@@ -225,8 +225,7 @@ class EngineStep(bootsteps.StartStopStep):
         self.database = Database(settings)
         reach_database(self.database, woken=self.woken)
         self.claims = Claims(self.database, self.options.get("worker_id") or uuid.uuid4().hex)
-        gpu = gpu_index(settings)
-        named = None if gpu is None else gpu_name(gpu)
+        named = None if (gpu := gpu_index(settings)) is None else gpu_name(gpu)
         self.claims.register(socket.gethostname(), os.getpid(), served_name(settings), named, detail)
         if settings.models is not None:
             given = self.options.get("turn"), self.options.get("group")
@@ -334,9 +333,10 @@ class EngineStep(bootsteps.StartStopStep):
         """A signal has told this worker to end: it does not sleep, also if it was about to."""
         self.told_to_end = True
         service.begin_drain()
+        signal.signal(signal.SIGINT, lambda *_: self._hand_back(service))
 
     def _hand_back(self, service: Service) -> None:
-        """End in order, but now (SIGQUIT). Celery would try to kill its tasks, which threads cannot be."""
+        """End in order, but now: SIGQUIT, and a second Ctrl-C. Celery would try to kill its threads."""
         self.told_to_end = True
         service.begin_drain(at_once=True)
         celery_flags.end_in_order()

@@ -142,6 +142,24 @@ def test_late_and_cancelled_jobs_keep_their_text_and_sigterm_hands_others_back_w
     assert {job.attempt for job in finished} <= {1, 2}
 
 
+@pytest.mark.slow
+@on_sqlite
+def test_a_second_ctrl_c_hands_everything_back_at_once(
+    jobs_client: Client, start_worker: StartWorker, tmp_path: Path
+) -> None:
+    ids = jobs_client.enqueue_many(["Write a haiku about snow"] * 3, **ENDLESS)
+    with start_worker("hurried", command=SLOW, drain_seconds=3600.0) as hurried:
+        wait_until(lambda: in_state(jobs_client, JobState.RUNNING), PATIENCE)
+        hurried.send_signal(signal.SIGINT)
+        wait_until(lambda: jobs_client.workers()[0].state == "draining", PATIENCE)
+        hurried.send_signal(signal.SIGINT)
+        assert hurried.wait(timeout=PATIENCE) == 1  # as Celery's workers do after Ctrl-C
+    said = (tmp_path / "hurried.log").read_text()
+    assert "Traceback" not in said and "unfinished jobs were handed back" in said
+    assert [job.failures for job in in_state(jobs_client, JobState.QUEUED)] == [0] * len(ids)
+    assert [worker.state for worker in jobs_client.workers()] == ["stopped"]
+
+
 def _late(client: Client) -> None:
     """A job stops at its deadline, with its text; on a busy machine it has begun long before."""
     job_id = client.enqueue("Write a haiku about fire", deadline=timedelta(seconds=5), **LONG)
