@@ -9,7 +9,7 @@ from nightmill.jobs.base.logs import LogFormat
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.base.times import parse_span
 from nightmill.jobs.commands.options import LOG_FORMAT
-from nightmill.jobs.errors import MissingExtraError
+from nightmill.jobs.errors import MissingExtraError, SettingsError
 
 
 class _Limits(TypedDict):
@@ -105,6 +105,9 @@ def serve(
     except ModuleNotFoundError as error:
         raise MissingExtraError(f"HTTP needs the package {error.name!r}: {pip_install('server')}") from None
     settings = Settings.from_env()
+    kept = None if keep_files is None else parse_span("--keep-files", keep_files)
+    if kept is not None and not kept:
+        raise SettingsError("--keep-files 0: results would be deleted at once; without it they are kept")
     server_limits = ServerLimits(
         requests=limits["max_requests"],
         queued=limits["max_queued"],
@@ -113,7 +116,7 @@ def serve(
         flex_seconds=settings.flex_seconds if flex_seconds is None else flex_seconds,
         file_bytes=limits["max_file_mib"] << 20,
         stored_bytes=limits["max_stored_mib"] << 20,
-        keep_files=None if keep_files is None else parse_span("--keep-files", keep_files),
+        keep_files=kept,
     )
     if log_format is not None:
         settings = settings.model_copy(update={"log_format": log_format})

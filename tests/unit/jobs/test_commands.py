@@ -99,3 +99,12 @@ def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
     shown, _, loaded = done.stdout.rpartition("loaded:")
     assert "version" in shown or "Commands:" in shown
     assert set(loaded.split()) & HEAVY == set()
+
+
+def test_results_over_http_are_not_deleted_by_a_zero() -> None:
+    """Who writes it may well mean that they are kept for ever."""
+    result = CliRunner().invoke(main, ["serve", "--keep-files", "0d"])
+    assert result.exit_code == 1
+    assert result.stderr == (
+        "Error: --keep-files 0: results would be deleted at once; without it they are kept\n"
+    )
