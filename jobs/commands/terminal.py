@@ -4,7 +4,10 @@ ruff forbids `print`, `click.echo` and rich elsewhere (see pyproject.toml), so t
 untrusted text unescaped. To keep a value on one line, pass it through `printable`, too.
 """
 
+import atexit
+import errno
 import json
+import os
 import shutil
 import sys
 import time
@@ -34,12 +37,43 @@ def echo(text: object = "", *, err: bool = False, mark: tuple[str, str] | None =
     """Print lines for people; `mark` is a word of our own with its colour, printed before them."""
     stream = sys.stderr if err else sys.stdout
     before = "" if mark is None else click.style(mark[0], fg=mark[1]) + " "
-    click.echo(before + _encodable(printable(text, keep=_LINES), stream), err=err)
+    _write(before + _encodable(printable(text, keep=_LINES), stream), err=err)
 
 
 def echo_err(text: object) -> None:
     """Print lines on standard error."""
     echo(text, err=True)
+
+
+def _write(text: str, *, err: bool = False, **more: Any) -> None:
+    with _writing(err=err):
+        click.echo(text, err=err, **more)
+
+
+@contextmanager
+def _writing(*, err: bool) -> Iterator[None]:
+    """Write to standard output or error in this block.
+
+    Standard error on a full disk ends no work: what finds no room by the end is lost. Raises ClickException
+    for standard output. That a reader has gone is for click to handle.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.EPIPE:
+            raise
+        atexit.register(_give_up, sys.stderr if err else sys.stdout)
+        if not err:
+            said = f"standard output cannot be written: {error.strerror or error}"
+            raise click.ClickException(said) from error
+
+
+def _give_up(stream: Any) -> None:
+    """Write what a stream still holds, or nowhere: Python would end with an exit code of its own."""
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def echo_text(text: str) -> None:
@@ -48,13 +82,13 @@ def echo_text(text: str) -> None:
         echo(text)
     else:
         # Otherwise click would strip sequences that look like colours.
-        click.echo(_encodable(text, sys.stdout), color=True)
+        _write(_encodable(text, sys.stdout), color=True)
 
 
 def type_text(piece: str) -> None:
     """Print a piece of a generated text at once, in the way of `echo_text`."""
     shown = printable(piece, keep=_LINES) if sys.stdout.isatty() else piece
-    click.echo(_encodable(shown, sys.stdout), nl=False, color=True)
+    _write(_encodable(shown, sys.stdout), nl=False, color=True)
 
 
 def echo_json(value: object, *, err: bool = False) -> None:
@@ -62,7 +96,7 @@ def echo_json(value: object, *, err: bool = False) -> None:
     line = to_json(value)
     if _encodable(line, sys.stderr if err else sys.stdout) != line:  # Python's escapes differ from JSON's
         line = json.dumps(value, default=plain)
-    click.echo(line, color=True, err=err)
+    _write(line, color=True, err=err)
 
 
 def to_json(value: object) -> str:
@@ -208,7 +242,8 @@ class LiveLine:
         """Print a separate line above."""
         from rich.text import Text
 
-        self.console.print(Text(printable(text, keep=_LINES)), soft_wrap=True)
+        with _writing(err=True):
+            self.console.print(Text(printable(text, keep=_LINES)), soft_wrap=True)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -1,7 +1,9 @@
 """Tables fit the terminal, and the door to the screen takes nothing for markup or for colours."""
 
 import json
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
@@ -64,3 +66,27 @@ def test_a_text_that_is_typed_out_in_pieces_is_printed_as_the_whole_would_be(
     echo_text(text)
     assert typed == capsys.readouterr().out
     assert ("\x1b" in typed) is not terminal
+
+
+def test_a_full_disk_for_what_is_said_ends_no_work() -> None:
+    said = (
+        "from nightmill.jobs.commands.terminal import LiveLine, ProgressLine, echo, echo_err\n"
+        "echo_err('x' * 20_000)\n"
+        "LiveLine(ProgressLine(name='a')).say('b')\n"
+        "echo('done')"
+    )
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run([sys.executable, "-c", said], stdout=subprocess.PIPE, stderr=full, check=False)
+    assert (done.returncode, done.stdout) == (0, b"done\n")
+
+
+def test_a_full_disk_for_what_is_printed_is_told_in_a_sentence() -> None:
+    said = (
+        "import click\n"
+        "from nightmill.jobs.commands.terminal import echo\n"
+        "click.command()(lambda: echo('ids'))()"
+    )
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run([sys.executable, "-c", said], stdout=full, stderr=subprocess.PIPE, check=False)
+    assert done.returncode == 1
+    assert done.stderr == b"Error: standard output cannot be written: No space left on device\n"
