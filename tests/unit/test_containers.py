@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import tomllib
 import urllib.request
 from importlib.resources import files
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from hatchling.builders.wheel import WheelBuilder
 from jsonschema.validators import validator_for
 
 from nightmill.jobs.base.settings import PREFIX, Settings
@@ -71,6 +73,38 @@ def test_the_server_listens_where_its_health_is_asked_for_and_keeps_files_in_a_v
     assert (kind, interpreter, flag) == ("CMD", "python", "-c")
     exec(program)
     assert asked == [f"http://127.0.0.1:{options['port']}/health"] and "/health" in OPEN_PATHS
+
+
+def test_the_server_reads_models_under_the_workers_paths() -> None:
+    """For the tokens of their texts: docs/http.md."""
+    mounted = [
+        {path for volume in COMPOSE["services"][name]["volumes"] for path in [volume.removesuffix(":ro")]}
+        for name in ("worker", "server")
+    ]
+    assert mounted[0] <= mounted[1]
+
+
+def test_a_migration_waits_for_a_database_that_takes_connections() -> None:
+    """The image first starts a server on a Unix socket, for its own set-up; others come by TCP."""
+    services = COMPOSE["services"]
+    assert "-h 127.0.0.1" in services["postgres"]["healthcheck"]["test"][1]
+    assert services["migrate"]["restart"] == "on-failure"
+    assert services["migrate"]["depends_on"]["postgres"]["condition"] == "service_healthy"
+
+
+def test_a_users_models_are_no_part_of_the_package(tmp_path: Path) -> None:
+    """`models/` is where compose.yaml looks for them."""
+    (tmp_path / "src/nightmill").mkdir(parents=True)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "src/nightmill/_models").symlink_to("../../models")
+    for name in ("nightmill-demo.gguf", "big.gguf", "README.md"):
+        (tmp_path / "models" / name).touch()
+    packed = {Path(one.path).name for one in WheelBuilder(str(tmp_path)).recurse_included_files()}
+    assert packed == {"nightmill-demo.gguf", "README.md"}
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    assert [line for line in ignored if "models" in line] == ["!models/README.md", "!models/nightmill-demo.*"]
 
 
 def test_services_use_volumes_and_services_that_there_are() -> None:
