@@ -43,6 +43,7 @@ from nightmill.jobs.sql.tables import SCHEMA_REVISION
 from nightmill.jobs.sql.types import UtcDateTime
 from nightmill.jobs.sql.versions import (
     check_complete,
+    check_encoding,
     check_not_newer,
     check_revision,
     find_revision,
@@ -205,7 +206,10 @@ class Database(Forkable):
                 connection.execute(text(f"SET LOCAL lock_timeout = '{MIGRATION_LOCK_SECONDS}s'"))
             config.attributes["connection"] = connection
             where = self.settings.safe_database_url
-            check_not_newer(find_revision(connection, where), where)
+            found = find_revision(connection, where)
+            check_not_newer(found, where)
+            if found is None:  # one that is in use is migrated all the same
+                check_encoding(connection, where)
             try:
                 with _ALEMBIC:
                     command.upgrade(config, "head")

@@ -8,13 +8,14 @@ from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.declared import METADATA
 from nightmill.jobs.sql.jobs import JOBS
 from nightmill.jobs.sql.retrying import retried
+from nightmill.jobs.sql.versions import check_encoding
 
 
 @retried
 def try_writing(database: Database, *, tables: bool = False) -> None:
     """Insert a job and delete it in one transaction, so that nobody sees it.
 
-    tables  also check all needed privileges on all tables
+    tables  also check all needed privileges on all tables, and the encoding
 
     Raises DatabaseError.
     """
@@ -24,6 +25,8 @@ def try_writing(database: Database, *, tables: bool = False) -> None:
         "max_attempts": 1, "priority": 0, "created_at": now, "finished_at": now,
     }  # fmt: skip
     with database.write() as connection:
+        if tables:
+            check_encoding(connection, database.settings.safe_database_url)
         connection.execute(insert(JOBS).values(row))
         connection.execute(update(JOBS).where(JOBS.c.id == job_id).values(priority=1))
         connection.execute(delete(JOBS).where(JOBS.c.id == job_id))

@@ -1,4 +1,4 @@
-"""Whether a database is of this version of Nightmill, and what to say of one that is not."""
+"""Whether a database is of this version of Nightmill and can hold it, and what to say of one that is not."""
 
 import re
 
@@ -10,6 +10,7 @@ from nightmill.jobs.sql.tables import SCHEMA_REVISION
 
 _TABLE = "alembic_version"
 _OURS = re.compile(r"[0-9]{4}")
+_ENCODING = "UTF8"
 _FIRST_SHOWN = 3
 _REMEDY = "Give Nightmill a database of its own"
 
@@ -50,6 +51,18 @@ def check_not_newer(found: str | None, where: str) -> None:
         raise SchemaError(
             f"the database at {where} has schema {found}, of a newer version of Nightmill; this version "
             f"needs {SCHEMA_REVISION}: install the version that the other programs use"
+        )
+
+
+def check_encoding(connection: Connection, where: str) -> None:
+    """Raise SchemaError for a PostgreSQL database that cannot hold every text."""
+    if connection.dialect.name == "sqlite":
+        return
+    found = connection.execute(text("SHOW server_encoding")).scalar_one()
+    if found != _ENCODING:
+        raise SchemaError(
+            f"the database at {where} has the encoding {found}, in which not every answer can be kept: "
+            f"make one with CREATE DATABASE ... ENCODING '{_ENCODING}' TEMPLATE template0"
         )
 
 

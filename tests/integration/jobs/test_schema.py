@@ -19,8 +19,10 @@ from nightmill.jobs.errors import DatabaseBusyError, DatabaseError, DatabaseUnre
 from nightmill.jobs.sql import database as database_module
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.declared import METADATA
+from nightmill.jobs.sql.probing import try_writing
 from nightmill.jobs.sql.tables import SCHEMA_REVISION
 from tests.integration.jobs.migrating import alembic_config, old_rows
+from tests.support.servers import PostgresServer
 
 
 def _differences(database: Database) -> list[object]:
@@ -179,6 +181,36 @@ def test_tables_of_another_program_are_in_a_migrations_way(empty_database: Datab
     ):
         empty_database.migrate()
     assert inspect(empty_database.engine).get_table_names() == ["jobs"]
+
+
+@pytest.mark.parametrize("encoding", ["LATIN1", "SQL_ASCII"])
+def test_a_database_that_cannot_hold_every_answer_is_refused(
+    postgres_server: PostgresServer, encoding: str
+) -> None:
+    name = f"nightmill_{encoding.lower()}"
+    made = f"CREATE DATABASE {name} TEMPLATE template0 ENCODING '{encoding}' LC_COLLATE 'C' LC_CTYPE 'C'"
+    url = postgres_server.admin_url.set(database=name).render_as_string(hide_password=False)
+    with postgres_server._engine.connect() as connection:
+        connection.execute(text(made))
+    with closing(Database(Settings(database_url=url))) as database:
+        try:
+            with pytest.raises(SchemaError, match=rf"has the encoding {encoding}, .*ENCODING 'UTF8'"):
+                database.migrate()
+            assert database.revision() is None
+        finally:
+            postgres_server.drop_database(url)
+
+
+def test_a_database_in_use_whose_encoding_is_another_is_found_by_check(
+    empty_postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Upgrades go on: what it holds is held."""
+    with closing(Database(Settings(database_url=empty_postgres_url))) as database:
+        database.migrate()
+        monkeypatch.setattr("nightmill.jobs.sql.versions._ENCODING", "another")
+        database.migrate()
+        with pytest.raises(SchemaError, match=r"has the encoding UTF8, .*"):
+            try_writing(database, tables=True)
 
 
 def test_what_a_migrated_database_lacks_is_named(empty_database: Database) -> None:
