@@ -14,7 +14,7 @@ from pyarrow import parquet
 from nightmill.jobs.errors import BatchFileError, RowCode
 from nightmill.jobs.formats import FileFormat, InputFile, parquet_reader
 from nightmill.jobs.formats.parquet import read_parquet
-from nightmill.jobs.formats.parquet_reader import Expansion
+from nightmill.jobs.formats.parquet_reader import Expansion, ParquetReader
 from tests.support.thinning import thinned
 from tests.unit.formats.hostile_parquet import hostile, mutated, repeated, written
 
@@ -84,7 +84,9 @@ def test_what_a_file_may_expand_to_grows_with_its_size() -> None:
 
 
 def records(path: Path, expansion: Expansion) -> list[Any]:
-    return [record for _, record in read_parquet(path, "f", lambda share: None, expansion)]
+    return [
+        record for _, record in read_parquet(ParquetReader(path, "f", expansion), "f", lambda share: None)
+    ]
 
 
 def test_rows_are_read_a_few_at_a_time_where_the_memory_does_not_suffice_for_all(tmp_path: Path) -> None:
