@@ -14,7 +14,8 @@ from typing import Any, BinaryIO, cast
 from nightmill.jobs.base.contract import JsonObject, Prompt
 from nightmill.jobs.base.stepping import exhaust
 from nightmill.jobs.errors import BatchFileError, BatchFileUnavailableError, EmptyBatchFileError, RowCode
-from nightmill.jobs.formats.csvfile import UTF_16_AS_UTF8, read_csv
+from nightmill.jobs.formats.csvfile import UTF_16_AS_UTF8, dialect_of, read_csv
+from nightmill.jobs.formats.dialect import Dialect
 from nightmill.jobs.formats.jsonlines import read_objects
 from nightmill.jobs.formats.openai import openai_job
 from nightmill.jobs.formats.parquet import read_parquet
@@ -185,6 +186,20 @@ class InputFile:
         if self._stream is not None:
             self._position = self._stream.tell()
         return self._position
+
+    @property
+    def dialect(self) -> Dialect:
+        """How its CSV is written, and with it the CSV of its results; the usual one in other formats.
+
+        Raises BatchFileError.
+        """
+        if self.format is not FileFormat.CSV:
+            return Dialect()
+        with self._errors(), self._open() as stream:
+            return self._dialect(stream)
+
+    def _dialect(self, stream: BinaryIO) -> Dialect:
+        return dialect_of(stream, of_prompts=True)
 
     def reader_of_rows(self) -> ParquetReader | None:
         """Start the process that reads the rows, which whoever gets it ends; None if no process reads them.

@@ -13,6 +13,7 @@ from urllib.parse import unquote
 
 from nightmill.jobs.errors import BatchFileError, BatchFileUnavailableError
 from nightmill.jobs.formats.ahead import readers_ahead
+from nightmill.jobs.formats.dialect import Dialect
 from nightmill.jobs.formats.inputs import ENDINGS, InputFile, Record
 from nightmill.jobs.formats.parquet_reader import ParquetReader
 from nightmill.jobs.formats.rows import FileFormat
@@ -48,6 +49,11 @@ class FilesTogether(InputFile):
     def files(self) -> list[Path]:
         """The paths of its files."""
         return [part.path for part in self.parts]
+
+    @property
+    def dialect(self) -> Dialect:
+        """That of the first file."""
+        return self.parts[0].dialect
 
     def takes(self, path: Path) -> bool:
         """Return True if a file of this path would be one of its files."""

@@ -9,7 +9,8 @@ from typing import BinaryIO
 
 from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.errors import BatchFileError, EmptyBatchFileError
-from nightmill.jobs.formats.csvfile import UTF_16_AS_UTF8, index_columns, read_cells, say_ignored
+from nightmill.jobs.formats.csvfile import UTF_16_AS_UTF8, dialect_of, index_columns, read_cells, say_ignored
+from nightmill.jobs.formats.dialect import Dialect
 from nightmill.jobs.formats.inputs import NOTHING_SAID, InputFile
 from nightmill.jobs.formats.jsonlines import read_objects
 from nightmill.jobs.formats.parquet import UNREADABLE
@@ -133,6 +134,9 @@ class TableFile(InputFile):
     @property
     def _delimiter(self) -> str | None:
         return "\t" if self._name.lower().removesuffix(".gz").endswith(".tsv") else None
+
+    def _dialect(self, stream: BinaryIO) -> Dialect:
+        return dialect_of(stream, self._delimiter, of_prompts=False)
 
     def _columns(self) -> Columns:
         if self._typed:
