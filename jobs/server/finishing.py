@@ -56,7 +56,8 @@ class Finisher:
             raise PostponedError(f"the results cannot be written: {reason}") from error
 
     def _write(self, batch: HttpBatch, record: BatchRecord) -> Steps:
-        format, dialect = FileFormat(record.format or FileFormat.JSONL), Dialect.of(record.settings)
+        format = FileFormat(record.format or FileFormat.JSONL)
+        dialect = Dialect.of(record.settings).named("output.csv")
         written: list[StoredFile | None] = []
         try:
             for states in ([JobState.SUCCEEDED], [JobState.FAILED, JobState.CANCELLED]):
