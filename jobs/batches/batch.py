@@ -90,7 +90,7 @@ class Batch:
 
     @property
     def dialect(self) -> Dialect:
-        """How its CSV is written: as that of the input."""
+        """The dialect of its results in CSV: that of the input."""
         return Dialect.of(self.record.settings)
 
     def status(self, *, errors: bool = True, whole_pace: bool | None = None) -> BatchStatus:

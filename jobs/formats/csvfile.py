@@ -103,7 +103,7 @@ def _first_line(lines: "_Lines", delimiters: str, fits: Callable[[list[str]], in
 
 
 def _known_names(cells: list[str]) -> int:
-    """How many cells are keys of plain rows."""
+    """Count the cells that are keys of plain rows."""
     return len(ROW_KEYS & set(cells))
 
 

@@ -1,4 +1,4 @@
-"""How a CSV is written: results come back as the input was."""
+"""The dialect of a CSV: results come back as the input was written."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from nightmill.jobs.base.contract import JsonObject
 
 DELIMITERS: Final = ",;\t|"
 BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
-"""What Excel needs at the beginning of a CSV to read it as UTF-8."""
+"""The beginning of a CSV that Excel reads as UTF-8."""
 CSV: Final = "csv"
 """The key of a batch's settings for a dialect that is not the usual one; not part of the batch's identity."""
 

@@ -189,7 +189,7 @@ class InputFile:
 
     @property
     def dialect(self) -> Dialect:
-        """How its CSV is written, and with it the CSV of its results; the usual one in other formats.
+        """The dialect of its CSV, and of its results in CSV; the usual one if it has another format.
 
         Raises BatchFileError.
         """

@@ -52,7 +52,7 @@ class FilesTogether(InputFile):
 
     @property
     def dialect(self) -> Dialect:
-        """That of the first file."""
+        """The dialect of the first file."""
         return self.parts[0].dialect
 
     def takes(self, path: Path) -> bool:
