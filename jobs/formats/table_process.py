@@ -6,7 +6,6 @@ come back. `columns` among its limits names those that are wanted.
 
 import base64
 import importlib.util
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,21 +21,6 @@ def _beside(name: str) -> Any:
     return module
 
 
-_FIRST_WITHOUT_NUMPY = 18
-
-
-def _leave_out_numpy(packages: str) -> None:
-    """Keep pyarrow from importing NumPy, which takes twice as long as all else; nothing here needs it.
-
-    Before version 18 pyarrow cannot do without. `packages` is the folder that it is in.
-    """
-    said = Path(packages, "pyarrow", "_generated_version.py")
-    found = re.search(r"version = '(\d+)\.", said.read_text()) if said.exists() else None
-    if found is not None and int(found[1]) >= _FIRST_WITHOUT_NUMPY:
-        sys.modules["numpy"] = None  # type: ignore[assignment]
-
-
-_leave_out_numpy(sys.argv[2])
 process = _beside("parquet_process")  # first: it finds pyarrow
 arrow_values = _beside("arrow_values")
 
