@@ -47,7 +47,7 @@ class Workload:
     """`sequences` requests with prompts and answers of lengths drawn evenly between two bounds.
 
     shared_prefix: tokens that come before every prompt, the same for all. pooling: nothing is drawn, but an
-    embedding made of hidden states.
+    embedding made of hidden states; encoders take `encode` and `encode-short`, other models the rest.
     """
 
     sequences: int
@@ -108,6 +108,10 @@ WORKLOADS = {
         1024, (64, 512), (1, 1), 0.0, 256, 16384, counts_prompts=True, pooling=Pooling.MEAN
     ),
     "embed-drawn": Workload(4096, (64, 512), (1, 1), 0.0, 256, 16384, counts_prompts=True),
+    "encode": Workload(4096, (64, 508), (1, 1), 0.0, 256, 16384, counts_prompts=True, pooling=Pooling.CLS),
+    "encode-short": Workload(
+        16_384, (8, 64), (1, 1), 0.0, 1024, 16384, counts_prompts=True, pooling=Pooling.CLS
+    ),
     "long": Workload(32, (31_744, 31_744), (255, 255), 0.6, 32, 16384),
 }
 STANDARD = ["single", "uniform", "mixed", "wide", "nightly", "prefill"]
