@@ -134,15 +134,22 @@ class Turn:
 def play(
     workload: Workload, runner: Runner, seed: int, *, slots: int, token_budget: int,
     prefix_sharing: bool = True, held: ConstrainedRequests | None = None, which: str = "none",
+    encodes: bool = False,
 ) -> Turn:  # fmt: skip
     """Do a workload once, with requests drawn by `seed`, on a runner with room for it.
 
     held, which  holds the answers that are to be held
+    encodes      the model is an encoder, whose texts are computed whole
     """
     engine = Engine(
         runner,
         Detokenizer(text_stream=NoText, eos_ids=frozenset()),
-        EngineSizes(context_length=workload.context + 1, max_sequences=slots, token_budget=token_budget),
+        EngineSizes(
+            context_length=workload.context + 1,
+            max_sequences=slots,
+            token_budget=token_budget,
+            encodes=encodes,
+        ),
         prefix_sharing=prefix_sharing,
         constraints=None if held is None else held.grammars,
     )
@@ -258,7 +265,11 @@ def measure(
     limit = Limit(spec, runner.precision)
     constrained = options.constrained.split(",")
     held = None if constrained == ["none"] else ConstrainedRequests(file, spec.vocab)
-    same: dict[str, Any] = {"prefix_sharing": not options.no_prefix_sharing, "held": held}
+    same: dict[str, Any] = {
+        "prefix_sharing": not options.no_prefix_sharing,
+        "held": held,
+        "encodes": spec.encoder is not None,
+    }
     try:
         for name, workload in workloads.items():
             budget = min(workload.token_budget, runner.max_tokens)
