@@ -30,7 +30,7 @@ KINDS = {name: field.kind for name, field in FIELDS.items()} | {"messages": Fiel
 """Types of cells by column; others contain text."""
 _INDEX = re.compile(r"__index_level_\d+__")  # pandas' names in typed tables
 _UNNAMED = re.compile(r"|Unnamed: \d+")
-_SEP = re.compile(r"sep=(.)", re.IGNORECASE)  # Excel's own first line, which names the delimiter
+_SEP = re.compile(r"sep=([^\"])", re.IGNORECASE)  # Excel's own first line, which names the delimiter
 _FLAGS = {"true": True, "false": False, "1": True, "0": False}
 _EXACT_FLOATS = 2.0**53  # largest whole number that survives a floating-point column
 
