@@ -107,7 +107,7 @@ def test_excels_first_line_and_empty_cells_at_the_ends_of_lines_do_not_count(
 
 
 def test_a_quote_is_no_delimiter_but_part_of_a_name(tmp_path: Path) -> None:
-    with pytest.raises(BatchFileError, match="has no column prompt or messages.*sep="):
+    with pytest.raises(BatchFileError, match=r"has no column prompt or messages.*sep="):
         csv_rows(tmp_path, 'sep="\nprompt;x\n')  # newer versions of Python refuse to divide cells by quotes
 
 
