@@ -49,6 +49,11 @@ def mapped(error: StatementError, settings: Settings) -> DatabaseError:
         return refused(error.orig or error, settings)
     if code in _LACKING or "no such table" in said or "no such column" in said:
         return SchemaError(f"the database at {where} lacks a table ({said}): run `nightmill migrate`")
+    if "no such index" in said:
+        return SchemaError(
+            f"the database at {where} lacks an index that its revision has ({said}): another program "
+            "changed it, or a version under development made it. Create the index again, or take another database"
+        )
     if code in _OTHER_SESSION:
         return DatabaseError(
             f"the database at {where} is behind a pooler that changes sessions ({said}): set "
