@@ -240,7 +240,6 @@ def swap(client: Client, home: Path, jobs: int) -> dict[str, Any]:
     listed = ["--models", ",".join(f"{name}={model}" for name in names), "--swap-for-interactive"]
     turns = Client(client.settings.model_copy(update={"model": None}))
     found = []
-    client.enqueue("Hello", model=names[0], max_tokens=1, ignore_eos=True)
     with running_worker(turns, log, [*listed, "--max-sequences", "256"]):
         for number in range(4):
             asked = {"model": names[number % 2], "max_tokens": 1, "ignore_eos": True, "interactive": True}

@@ -47,7 +47,7 @@ class Workload:
     """`sequences` requests with prompts and answers of lengths drawn evenly between two bounds.
 
     shared_prefix: tokens that come before every prompt, the same for all. pooling: nothing is drawn, but an
-    embedding made of hidden states.
+    embedding made of hidden states; encoders take `encode` and `encode-short`, other models the rest.
     """
 
     sequences: int
@@ -108,6 +108,10 @@ WORKLOADS = {
         1024, (64, 512), (1, 1), 0.0, 256, 16384, counts_prompts=True, pooling=Pooling.MEAN
     ),
     "embed-drawn": Workload(4096, (64, 512), (1, 1), 0.0, 256, 16384, counts_prompts=True),
+    "encode": Workload(4096, (64, 508), (1, 1), 0.0, 256, 16384, counts_prompts=True, pooling=Pooling.CLS),
+    "encode-short": Workload(
+        16_384, (8, 64), (1, 1), 0.0, 1024, 16384, counts_prompts=True, pooling=Pooling.CLS
+    ),
     "long": Workload(32, (31_744, 31_744), (255, 255), 0.6, 32, 16384),
 }
 STANDARD = ["single", "uniform", "mixed", "wide", "nightly", "prefill"]
@@ -130,15 +134,22 @@ class Turn:
 def play(
     workload: Workload, runner: Runner, seed: int, *, slots: int, token_budget: int,
     prefix_sharing: bool = True, held: ConstrainedRequests | None = None, which: str = "none",
+    encodes: bool = False,
 ) -> Turn:  # fmt: skip
     """Do a workload once, with requests drawn by `seed`, on a runner with room for it.
 
     held, which  holds the answers that are to be held
+    encodes      the model is an encoder, whose texts are computed whole
     """
     engine = Engine(
         runner,
         Detokenizer(text_stream=NoText, eos_ids=frozenset()),
-        EngineSizes(context_length=workload.context + 1, max_sequences=slots, token_budget=token_budget),
+        EngineSizes(
+            context_length=workload.context + 1,
+            max_sequences=slots,
+            token_budget=token_budget,
+            encodes=encodes,
+        ),
         prefix_sharing=prefix_sharing,
         constraints=None if held is None else held.grammars,
     )
@@ -254,7 +265,11 @@ def measure(
     limit = Limit(spec, runner.precision)
     constrained = options.constrained.split(",")
     held = None if constrained == ["none"] else ConstrainedRequests(file, spec.vocab)
-    same: dict[str, Any] = {"prefix_sharing": not options.no_prefix_sharing, "held": held}
+    same: dict[str, Any] = {
+        "prefix_sharing": not options.no_prefix_sharing,
+        "held": held,
+        "encodes": spec.encoder is not None,
+    }
     try:
         for name, workload in workloads.items():
             budget = min(workload.token_budget, runner.max_tokens)

@@ -89,6 +89,7 @@ def undisturbed(rows: list[dict[str, Any]], options: argparse.Namespace) -> Nigh
         with running_worker(client, home / "plain.log", ["--max-sequences", str(options.max_sequences)]):
             tokens = finished(client, enqueue(client, rows, "plain"))
         seconds = time.perf_counter() - began
+        say((home / "plain.log").read_text())
     say(f"undisturbed: {len(rows):,} rows, {sum(map(len, tokens)):,} tokens, {seconds:.1f} s")
     return Night(tokens, seconds)
 
@@ -112,7 +113,9 @@ def interrupted(rows: list[dict[str, Any]], options: argparse.Namespace) -> Nigh
         with running_worker(client, home / "last.log", ["--max-sequences", str(options.next)]):
             tokens = finished(client, ids)
         seconds = time.perf_counter() - began
-        counted = re.search(r"stopped; (\d+) tokens drawn, (\d+) resumed", (home / "last.log").read_text())
+        said = (home / "last.log").read_text()
+        say(said)
+        counted = re.search(r"stopped; (\d+) tokens drawn, (\d+) resumed", said)
     return Night(tokens, seconds, before, None if counted is None else int(counted[2]))
 
 

@@ -40,7 +40,7 @@ MOST_STACK = {
     # outside of loops, or once for a head's state of 64 KiB; rows of more than 4,096 numbers on an RTX 50
     "few_rows": 16, "rms_norm": 8, "unpack": 8, "delta_recurrent": 32, "residual residual_4": 16,
     "combine combine_2": 8, "split_attention split_attention_16": 8,
-    # of heads of 256 before Hopper, most of it before the loop: `PortablePrefill.shares_queries` ends it
+    # of heads of 256 before Hopper, most of it before the loop (benchmarks/TRIED.md)
     "prefill_attention": 48,
     # states of sizes that no model has which runs by these: on Hopper 128 x 128 goes by the files below
     "delta_chunked": 56, "mamba_chunked": 152,

@@ -83,7 +83,7 @@ def every_source() -> Iterator[Job]:
             yield from ((path, options, architecture) for path, options in sources)
     yield from latent_sources()
     heads = scoring("prefill_attention", with_heads(bundled, 256, RopeStyle.HALVES).attentions[0])
-    yield from ((heads[0], (*heads[1], *more), "sm_80") for more in ((), ("-DQUERIES_SHARED=8",)))
+    yield (*heads, "sm_80")
     yield (*scoring("wide_attention", with_heads(bundled, 512, RopeStyle.HALVES).attentions[0]), "sm_80")
     for path, options in sources_for(large, replace(bf16, kv=KvFormat.FP8), hopper=False):
         if any(included.name == "e4m3.cuh" for included in included_files(path)):

@@ -17,8 +17,8 @@
 // chunks; with a window, those are passed over that no token of the tile sees. FLOPs 4 D for each visible (query head,
 // key) pair; memory traffic is small beside it.
 //
-// Options: -DHEAD_DIM, a multiple of 16 from 32 to 256; -DWINDOW, -DSOFTCAP, -DSINKS, -DBIDIRECTIONAL; -DQUERIES_SHARED, steps of
-// the queries. Dynamic shared memory: 4 tiles of KEYS rows of PITCH bytes, and what threads have of their queries there.
+// Options: -DHEAD_DIM, a multiple of 16 from 32 to 256; -DWINDOW, -DSOFTCAP, -DSINKS, -DBIDIRECTIONAL. Dynamic
+// shared memory: 4 tiles of KEYS rows of PITCH bytes.
 #include "attention/attention.cuh"
 #include "common/kv_cache.cuh"
 
@@ -33,13 +33,6 @@ static constexpr int CHUNKS = D / 8;  // 16-byte chunks in a row
 static constexpr bool EXCHANGED = D == 64 || D == 128;
 static constexpr int PITCH = EXCHANGED ? 2 * D : 2 * D + 16;
 static constexpr int TILE_BYTES = KEYS * PITCH;
-
-// Steps of 16 elements of its queries that a thread has in registers, which do not quite suffice for all of D = 256; it has the
-// others in shared memory, behind the tiles.
-#ifndef QUERIES_SHARED
-#define QUERIES_SHARED 0
-#endif
-static constexpr int HELD = D / 16 - QUERIES_SHARED;
 
 // Byte offset of a chunk of a row in a tile.
 static __device__ __forceinline__ uint32_t place(int row, int chunk) {
@@ -79,25 +72,15 @@ static __device__ __forceinline__ void load_tile(uint32_t target, const Kept* __
 }
 
 // A thread's part of an A fragment.
-struct alignas(16) Fragment {
+struct Fragment {
     uint32_t of[4];
 };
 
 // A warp's queries as A fragments, and how many keys its rows g and g + 8 of each part see, of those that there are: 0 if
 // there is no such token.
 struct Queries {
-    Fragment held[PARTS][HELD];
-    Fragment* others;  // steps from HELD on, of threads side by side
+    Fragment held[PARTS][D / 16];
     int visible[PARTS][2];
-
-    explicit __device__ __forceinline__ Queries(unsigned char* shared)
-        : others(reinterpret_cast<Fragment*>(shared) + threadIdx.x) {
-        static_assert(HELD == D / 16 || PARTS == 1, "which part's?");
-    }
-
-    __device__ __forceinline__ Fragment step(int part, int step) const {
-        return step < HELD ? held[part][step] : others[(step - HELD) * THREADS];
-    }
 
     // `first_row`: of qkv, the tile's first token.
     __device__ __forceinline__ void load(const Element* __restrict__ qkv, int first_row, int all_heads, int first_head,
@@ -115,7 +98,7 @@ struct Queries {
                 const Element* source = qkv + (place + row % group) * D + 2 * t;
 #pragma unroll
                 for (int step = 0; step < D / 16; ++step) {
-                    Fragment& target = step < HELD ? held[part][step] : others[(step - HELD) * THREADS];
+                    Fragment& target = held[part][step];
                     target.of[half] = exists ? *reinterpret_cast<const uint32_t*>(source + step * 16) : 0;
                     target.of[half + 2] = exists ? *reinterpret_cast<const uint32_t*>(source + step * 16 + 8) : 0;
                 }
@@ -147,9 +130,6 @@ struct Running {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int step = 0; step < D / 16; ++step) {
-            Fragment q[PARTS];
-#pragma unroll
-            for (int part = 0; part < PARTS; ++part) q[part] = queries.step(part, step);
 #pragma unroll
             for (int block = 0; block < KEYS / 16; ++block) {
                 // Matrices: keys 0-7 and 8-15 of the block, for the low and the high 8 elements of the step.
@@ -158,8 +138,8 @@ struct Running {
                 load_matrices(b, keys + place(row, step * 2 + ((lane >> 3) & 1)));
 #pragma unroll
                 for (int part = 0; part < PARTS; ++part) {
-                    mma(s[part][2 * block], q[part].of, b[0], b[1]);
-                    mma(s[part][2 * block + 1], q[part].of, b[2], b[3]);
+                    mma(s[part][2 * block], queries.held[part][step].of, b[0], b[1]);
+                    mma(s[part][2 * block + 1], queries.held[part][step].of, b[2], b[3]);
                 }
             }
         }
@@ -291,7 +271,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     load_tile(k_tile(first_tile & 1), k_cache, table, kv_heads, kv_head, first_tile * KEYS, seen, keys);
     load_tile(v_tile(first_tile & 1), v_cache, table, kv_heads, kv_head, first_tile * KEYS, seen, keys);
     commit_copies();
-    Queries queries(shared + 4 * TILE_BYTES);
+    Queries queries;
     queries.load(qkv, start + first_token, heads + 2 * kv_heads, kv_head * group, group, tokens, first_visible);
     Running running;
     const int key_tiles = (keys + KEYS - 1) / KEYS;

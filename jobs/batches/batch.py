@@ -41,6 +41,7 @@ from nightmill.jobs.errors import (
     WaitTimeoutError,
 )
 from nightmill.jobs.formats import Destination, FileFormat
+from nightmill.jobs.formats.dialect import Dialect
 from nightmill.jobs.formats.frames import arrow_table, pandas_frame, with_pandas
 from nightmill.jobs.formats.layout import Layout
 from nightmill.jobs.formats.places import OnThisDisk, OutputTarget, spool
@@ -86,6 +87,11 @@ class Batch:
     def shape(self) -> Shape | None:
         """The columns of the results, if the batch was submitted as a table with a template; else None."""
         return Shape.read(self.record.settings)
+
+    @property
+    def dialect(self) -> Dialect:
+        """The dialect of its results in CSV: that of the input."""
+        return Dialect.of(self.record.settings)
 
     def status(self, *, errors: bool = True, whole_pace: bool | None = None) -> BatchStatus:
         """Return the current status. `errors`: also group the errors, which reads the failed rows.
@@ -225,7 +231,8 @@ class Batch:
             overwrite=overwrite,
             apart_from=apart,
             label=place.label,
-            layout=layout_of(self.shape, self.format, place.path, errors=errors),
+            layout=layout_of(self.shape, self.format, place.path, errors=errors, dialect=self.dialect),
+            dialect=self.dialect,
         ) as file:
             vet(file, self.store, self.name, self.record.fingerprint)
             jobs = self.errors() if errors else self.results()

@@ -116,13 +116,13 @@ class Batches:
         if (options := TableOptions.of(settings)) is not None:
             made = self._table(source, options)
             source, table = made, made.table
-            settings = without_table(settings)
         elif source is None:
             raise InvalidParameterError("source: is missing; give a file, a table, rows, or after=BATCH")
         elif isinstance(source, str | Path):
             source = open_input(source)
         elif not isinstance(source, InputFile | TableItems | FollowingRows):
             source = items_of(source, ROW_KEYS)
+        settings = without_table(settings)  # without a template they are None or False, if they are there
         defaults = JobSpec.defaults(settings, OF_A_BATCH).updated({"batch": name}, {"asker": asker})
         if defaults.model is not None:
             check_model(defaults.model)
@@ -201,6 +201,8 @@ class Batches:
             stored["tools"] = defaults.tools.values()
         if table is not None:
             stored |= table.settings()
+        if isinstance(source, InputFile | FollowingRows):
+            stored |= source.dialect.settings()
         if isinstance(source, InputFile):
             name = defaults.batch or file_batch_name(source, str(fingerprint), defaults.model, stored)
             format, path = source.format, source.label

@@ -32,6 +32,7 @@ def destinations(
     """Open the result file and the error file of an input, which must be three different files. Raises
     BatchFileError."""
     shape = source.table.shape if isinstance(source, TableFile | FollowingRows) else None
+    dialect = source.dialect
     apart = paths_of(source) if isinstance(source, InputFile) else {}
     for target in (results, errors):
         if isinstance(source, FilesTogether) and source.takes(_first_file(target.label)):
@@ -46,7 +47,8 @@ def destinations(
             overwrite=overwrite,
             apart_from=apart,
             label=results.label,
-            layout=layout_of(shape, source.format, results.path),
+            layout=layout_of(shape, source.format, results.path, dialect=dialect),
+            dialect=dialect,
         ) as first,
         Destination(
             errors.path,
@@ -55,7 +57,8 @@ def destinations(
             overwrite=overwrite,
             apart_from=apart | {"the file of results": results.path},
             label=errors.label,
-            layout=layout_of(shape, source.format, errors.path, errors=True),
+            layout=layout_of(shape, source.format, errors.path, errors=True, dialect=dialect),
+            dialect=dialect,
         ) as second,
     ):
         yield first, second

@@ -18,6 +18,7 @@ from nightmill.jobs.errors import (
     WaitTimeoutError,
 )
 from nightmill.jobs.reply.job import Job
+from nightmill.jobs.sql.batch_reading import batch_in
 from nightmill.jobs.sql.jobs import CHUNK, Selection, Store, chunked
 from nightmill.jobs.sql.patience import until
 
@@ -36,14 +37,14 @@ class JobWaiter:
         self._store = store
 
     def wait(self, jobs: str | Iterable[str] | None, batch: str | None, timeout: float | None) -> None:
-        """Return once all jobs are final; raises WaitTimeoutError, JobNotFoundError."""
+        """Return once all jobs are final; raises WaitTimeoutError, JobNotFoundError, BatchNotFoundError."""
         for pause in self.steps_to_end(jobs, batch, timeout):
             time.sleep(pause)
 
     def results(
         self, jobs: Iterable[str] | None, batch: str | None, order: Order, wait: bool, timeout: float | None
     ) -> Iterator[Job]:
-        """Yield final jobs; raises WaitTimeoutError, JobNotFoundError."""
+        """Yield final jobs; raises WaitTimeoutError, JobNotFoundError, BatchNotFoundError."""
         return _slept(self.steps_to_results(jobs, batch, order, wait, timeout))
 
     def steps_to_end(
@@ -73,6 +74,7 @@ class JobWaiter:
         if (jobs is None) == (batch is None):
             raise InvalidParameterError("name either jobs or a batch", field="jobs")
         if jobs is None:
+            self._check_batch(str(batch), give_up_at)
             yield Selection(batch=batch)
             return
         for chunk in chunked(_id_list(jobs)):
@@ -81,6 +83,11 @@ class JobWaiter:
             if missing:
                 raise JobNotFoundError(f"there is no job {missing[0]!r}")
             yield Selection(ids=chunk)
+
+    def _check_batch(self, batch: str, give_up_at: float | None) -> None:
+        """Raise BatchNotFoundError for a batch that is not there: it would be taken for one without jobs."""
+        with in_time(give_up_at), self._store.database.read() as connection:
+            batch_in(connection, batch)
 
     def _wait_for(self, selection: Selection, give_up_at: float | None) -> Iterator[float]:
         pause = _FIRST_POLL
@@ -127,6 +134,7 @@ class JobWaiter:
             return
         if batch is None:
             raise InvalidParameterError("name either jobs or a batch", field="jobs")
+        self._check_batch(batch, give_up_at)
         for page in self._pages_of_batch(batch, give_up_at):
             yield Selection(ids=page)
 

@@ -209,7 +209,7 @@ class Client(Computations):
         model: str | None = None,
         limit: int = 50,
     ) -> list[Job]:
-        """Return the newest jobs that match, newest first."""
+        """Return the newest jobs that match, newest first: none also if no batch has this name."""
         states = None if state is None else [_state(state)]
         return self.store.find(Selection(batch=batch, states=states, model=model), limit, newest_first=True)
 
@@ -222,7 +222,8 @@ class Client(Computations):
     ) -> None:
         """Return when the jobs (an id, ids, or a batch) are all final.
 
-        Raises WaitTimeoutError after `timeout` seconds, JobNotFoundError for an unknown id.
+        Raises WaitTimeoutError after `timeout` seconds, JobNotFoundError for an unknown id, and
+        BatchNotFoundError for an unknown batch.
         """
         self.waiting.wait(jobs, batch, timeout)
 
@@ -241,7 +242,8 @@ class Client(Computations):
         read comes at the end.
 
         Waits for unfinished jobs, or skips them if `wait` is False. Raises WaitTimeoutError after `timeout`
-        seconds in total.
+        seconds in total, JobNotFoundError, and BatchNotFoundError: a batch is there once its first job is
+        committed, until it is deleted.
         """
         return self.waiting.results(jobs, batch, order, wait, timeout)
 
@@ -278,7 +280,9 @@ class Client(Computations):
         return self.following.pieces_async(job_id, _place(after), timeout, answer)
 
     def stats(self, batch: str | None = None) -> dict[str, Any]:
-        """Count jobs by state and stop reason, and prompt and completion tokens."""
+        """Count jobs by state and stop reason, and their tokens; raises BatchNotFoundError."""
+        if batch is not None:
+            self.batches.store.get(batch)
         tokens = zip(("prompt_tokens", "completion_tokens"), self.store.tokens(batch), strict=True)
         return self.store.counts(batch) | dict(tokens)
 
@@ -329,7 +333,11 @@ class Client(Computations):
         return self.store.cancel(job_id)
 
     def cancel_batch(self, batch: str) -> tuple[int, int]:
-        """Cancel all unfinished jobs of a batch: (cancelled at once, running and asked to stop)."""
+        """Cancel all unfinished jobs of a batch: (cancelled at once, running and asked to stop).
+
+        Raises BatchNotFoundError.
+        """
+        self.batches.store.get(batch)
         return self.batches.store.cancel(batch)
 
     def prune(

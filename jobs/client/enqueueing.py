@@ -84,6 +84,8 @@ class Enqueueing:
             if failure is not None:
                 failure.enqueued = ids
                 raise failure
+        if not ids and defaults.batch is not None:
+            self._enter_batch(defaults, session)
         return ids
 
     def enqueue_spec(self, spec: JobSpec, owner: str | None) -> str:
@@ -165,6 +167,15 @@ class Enqueueing:
             replaced = inserting.add(rows, self._database)
             self._announce_rows(rows, replaced)
         return [replaced.get(row["id"], row["id"]) for row in rows]
+
+    def _enter_batch(self, defaults: JobSpec, session: "Session | None") -> None:
+        """Insert a batch that nothing was queued for, so that who reads its results finds it without any."""
+        row = {"batch": defaults.batch, "model": defaults.model, "created_at": self._database.now()}
+        if session is not None:
+            self._database.ensure_schema()
+            inserting.insert_batches([row], session.connection())
+        else:
+            inserting.add_batches([row], self._database)
 
     def _announce_rows(self, rows: list[dict[str, Any]], replaced: Mapping[str, str]) -> None:
         self._announcer.announce(

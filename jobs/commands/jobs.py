@@ -105,6 +105,8 @@ def list_command(state: str | None, batch: str | None, model: str | None, limit:
     """List the newest jobs."""
     with Client() as client:
         found = client.list_jobs(state=state, batch=batch, model=model, limit=limit)
+        if batch is not None and not found:
+            client.get_batch(batch)  # a mistake in its name is told
     if as_json:
         for job in found:
             echo_json(job_values(job))

@@ -6,20 +6,21 @@ text, which the checks of the row then refuse by name.
 """
 
 import csv
+import io
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, takewhile
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.errors import BatchFileError, IgnoredColumnWarning, RowCode
+from nightmill.jobs.formats.dialect import BYTE_ORDER_MARK, DELIMITERS, Dialect
 from nightmill.jobs.formats.jsonlines import LINE_LIMIT, parse_value
 from nightmill.jobs.formats.plain import ROW_KEYS
 from nightmill.jobs.formats.rows import RowError, printable
 from nightmill.jobs.request.fields import FIELDS, FieldKind
 
-DELIMITERS = ",;\t|"
 AS_UTF8 = "save the file as UTF-8, or convert it: iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW"
 """The remedy for files in another encoding, mostly that of Excel's plain CSV."""
 UTF_16_AS_UTF8 = "save it as UTF-8, or convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW"
@@ -29,7 +30,7 @@ KINDS = {name: field.kind for name, field in FIELDS.items()} | {"messages": Fiel
 """Types of cells by column; others contain text."""
 _INDEX = re.compile(r"__index_level_\d+__")  # pandas' names in typed tables
 _UNNAMED = re.compile(r"|Unnamed: \d+")
-_SEP = re.compile(r"sep=(.)", re.IGNORECASE)  # Excel's own first line, which names the delimiter
+_SEP = re.compile(r"sep=([^\"])", re.IGNORECASE)  # Excel's own first line, which names the delimiter
 _FLAGS = {"true": True, "false": False, "1": True, "0": False}
 _EXACT_FLOATS = 2.0**53  # largest whole number that survives a floating-point column
 
@@ -41,8 +42,7 @@ def read_csv(stream: TextIO, label: str) -> Iterator[tuple[int, JsonObject | Row
     `label` for the file, if the columns are not those of plain rows.
     """
     lines = _Lines(stream)
-    header, delimiters = _first_line(lines, DELIMITERS)
-    delimiter = max(delimiters, key=lambda mark: len(ROW_KEYS & set(_cells(header, mark))))
+    header, delimiter = _first_line(lines, DELIMITERS, _known_names)
     columns = _named(_cells(header, delimiter), label)
     index = check_columns(columns, label, index_columns(columns, text=True))
     for number, cells in _records(lines, delimiter, len(columns)):
@@ -64,8 +64,7 @@ def read_cells(
     Raises BatchFileError, with `label` for the file, for names that are not UTF-8.
     """
     lines = _Lines(stream)
-    start, delimiters = _first_line(lines, DELIMITERS if delimiter is None else delimiter)
-    chosen = max(delimiters, key=lambda mark: len(_cells(start, mark)))
+    start, chosen = _first_line(lines, DELIMITERS if delimiter is None else delimiter, len)
     try:
         # A quoted name may go on in the next line.
         header = next(csv.reader(chain([start], lines), delimiter=chosen, strict=True), [])
@@ -75,15 +74,37 @@ def read_cells(
     return names, _records(lines, chosen, len(names))
 
 
-def _first_line(lines: "_Lines", delimiters: str) -> tuple[str, str]:
-    """The line of the columns' names, and the possible delimiters. Lines before it may be empty, and one may
-    name the delimiter, as Excel's do."""
+def dialect_of(stream: BinaryIO, delimiter: str | None = None, *, of_prompts: bool) -> Dialect:
+    """Return the dialect of a CSV from its beginning.
+
+    delimiter   that of a table, if it is known
+    of_prompts  its columns are keys of plain rows, not those of any table
+    """
+    mark = stream.read(len(BYTE_ORDER_MARK)) == BYTE_ORDER_MARK
+    stream.seek(0)
+    text = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
+    delimiters = DELIMITERS if delimiter is None else delimiter
+    _, chosen = _first_line(_Lines(text), delimiters, _known_names if of_prompts else len)
+    text.detach()
+    return Dialect(chosen if chosen in DELIMITERS else ",", mark)
+
+
+def _first_line(lines: "_Lines", delimiters: str, fits: Callable[[list[str]], int]) -> tuple[str, str]:
+    """The line of the columns' names, and the delimiter that fits it best. Lines before it may be empty, and
+    one may name the delimiter, as Excel's do."""
+    names = ""
     for line in lines:
         if found := _SEP.fullmatch(line.strip(" \r\n")):
             delimiters = found[1]
         elif line.strip(" \r\n"):
-            return line, delimiters
-    return "", delimiters
+            names = line
+            break
+    return names, max(delimiters, key=lambda mark: fits(_cells(names, mark)))
+
+
+def _known_names(cells: list[str]) -> int:
+    """Count the cells that are keys of plain rows."""
+    return len(ROW_KEYS & set(cells))
 
 
 def _named(names: list[str], label: str) -> list[str]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Self
 
 from nightmill.jobs.errors import BatchFileError
+from nightmill.jobs.formats.dialect import Dialect
 from nightmill.jobs.formats.layout import Layout
 from nightmill.jobs.formats.ours import ForeignFileError, job_ids
 from nightmill.jobs.formats.output import ResultFile, writing
@@ -38,6 +39,7 @@ _ENDINGS = {
     ".feather": FileFormat.ARROW,
     ".ipc": FileFormat.ARROW,
 }
+_USUAL = Dialect()
 _OTHERS = frozenset(
     [
         ".xlsx",
@@ -71,8 +73,8 @@ class Destination:
     """A file for the results or (`errors`) the errors of a batch, reserved until it is closed.
 
     `apart_from` has the files that it must not be (the input, the other output), by description. `label` is
-    its name for people, if not the path, `layout` that of its rows, if it is not as usual. Call `vet` first;
-    then either `grow` the file row by row, or `replace` it as a whole.
+    its name for people, if not the path, `layout` that of its rows, if it is not as usual, and `dialect` that
+    of the input's CSV. Call `vet` first; then either `grow` the file row by row, or `replace` it as a whole.
 
     Raises BatchFileError, here and in every method, if it cannot or must not be written.
     """
@@ -87,10 +89,11 @@ class Destination:
         apart_from: Mapping[str, Path] | None = None,
         label: str | None = None,
         layout: Layout | None = None,
+        dialect: Dialect = _USUAL,
     ) -> None:
         self.path = Path(path)
         self._label = str(path) if label is None else label
-        self.layout = layout or Layout(self._chosen(format), errors)
+        self.layout = layout or Layout(self._chosen(format), errors, dialect.named(self.path))
         self.format = self.layout.format
         """The format in which the rows are written: by the name's ending, or as the input."""
         self._kind = "errors" if errors else "results"

@@ -14,11 +14,12 @@ from typing import Any, BinaryIO, cast
 from nightmill.jobs.base.contract import JsonObject, Prompt
 from nightmill.jobs.base.stepping import exhaust
 from nightmill.jobs.errors import BatchFileError, BatchFileUnavailableError, EmptyBatchFileError, RowCode
-from nightmill.jobs.formats.csvfile import UTF_16_AS_UTF8, read_csv
+from nightmill.jobs.formats.csvfile import UTF_16_AS_UTF8, dialect_of, read_csv
+from nightmill.jobs.formats.dialect import Dialect
 from nightmill.jobs.formats.jsonlines import read_objects
 from nightmill.jobs.formats.openai import openai_job
 from nightmill.jobs.formats.parquet import read_parquet
-from nightmill.jobs.formats.parquet_reader import Expansion
+from nightmill.jobs.formats.parquet_reader import Expansion, ParquetReader
 from nightmill.jobs.formats.plain import plain_job
 from nightmill.jobs.formats.rows import (
     OF_PROMPTS,
@@ -186,11 +187,35 @@ class InputFile:
             self._position = self._stream.tell()
         return self._position
 
-    def _records(self) -> Iterator[Record]:
-        if self.format is FileFormat.PARQUET:
-            with self._errors():
-                expansion = Expansion() if self._trusted else Expansion.of_stranger(self.size)
-            yield from read_parquet(self.path, self.label, self._note_share, expansion)
+    @property
+    def dialect(self) -> Dialect:
+        """The dialect of its CSV, and of its results in CSV; the usual one if it has another format.
+
+        Raises BatchFileError.
+        """
+        if self.format is not FileFormat.CSV:
+            return Dialect()
+        with self._errors(), self._open() as stream:
+            return self._dialect(stream)
+
+    def _dialect(self, stream: BinaryIO) -> Dialect:
+        return dialect_of(stream, of_prompts=True)
+
+    def reader_of_rows(self) -> ParquetReader | None:
+        """Start the process that reads the rows, which whoever gets it ends; None if no process reads them.
+
+        Raises BatchFileError and MissingExtraError.
+        """
+        if self.format is not FileFormat.PARQUET:
+            return None
+        with self._errors():
+            expansion = Expansion() if self._trusted else Expansion.of_stranger(self.size)
+        return ParquetReader(self.path, self.label, expansion)
+
+    def _records(self, reader: ParquetReader | None = None) -> Iterator[Record]:
+        """Every record; `reader` is the process of `reader_of_rows` if that is started already."""
+        if (reader := reader or self.reader_of_rows()) is not None:
+            yield from read_parquet(reader, self.label, self._note_share)
             return
         with self._errors(), self._open() as stream:
             if self.format is FileFormat.CSV:

@@ -4,10 +4,12 @@ import csv
 import io
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Protocol
 
 from nightmill.jobs.base.contract import JsonObject
+from nightmill.jobs.formats.dialect import BYTE_ORDER_MARK, Dialect
 from nightmill.jobs.formats.parquet import ParquetWriter, read_ids
 from nightmill.jobs.formats.results import (
     ERROR_COLUMNS,
@@ -20,6 +22,7 @@ from nightmill.jobs.formats.results import (
 from nightmill.jobs.formats.rows import FileFormat
 from nightmill.jobs.reply.job import Job
 
+_USUAL = Dialect()
 _OPENAI_KEYS = {"id", "custom_id", "response", "error"}
 _SOMETIMES = {"answers", *READ, *LATER}
 _RESULT_KEYS = RESULT_COLUMNS.keys() - _SOMETIMES
@@ -46,15 +49,16 @@ class Layout:
     """Rows of results, or of errors, in a format. Others have other columns, and the same methods.
 
     columns    of tables, and their types
+    dialect    of CSV
     added      those that files of earlier versions lack, in the order in which they came
     id_column  the key, or the column, of jobs' ids
     """
 
     id_column = "id"
-    delimiter = ","
 
-    def __init__(self, format: FileFormat, errors: bool = False) -> None:
+    def __init__(self, format: FileFormat, errors: bool = False, dialect: Dialect = _USUAL) -> None:
         self.format = format
+        self.dialect = dialect
         self.errors = errors
         self.columns: Mapping[str, str] = ERROR_COLUMNS if errors else RESULT_COLUMNS
         self.added: tuple[str, ...] = () if errors else LATER
@@ -94,26 +98,26 @@ class Layout:
     def adopt(self, head: Callable[[int], bytes]) -> bool:
         """Return True if a CSV file begins with the names of these columns, or an earlier version's.
 
-        Such an older file keeps its columns, also for rows that are added to it.
+        Such an older file keeps its columns, also for rows that are added to it, and any file its dialect.
 
         head  returns so many bytes of the file's beginning
         """
-        for columns in self.known_columns():
-            expected = self._csv_line(columns).rstrip(b"\r\n")
+        for dialect, columns in product(self.dialect.or_others(), tuple(self.known_columns())):
+            expected = _csv_head(columns, dialect).rstrip(b"\r\n")
             after = head(len(expected) + 2)[len(expected) :]
             if head(len(expected)) == expected and after[:1] in (b"", b"\n", b"\r"):
-                self.columns = columns
+                self.columns, self.dialect = columns, dialect
                 return True
         return False
 
     def head(self) -> bytes:
         """The beginning of a file that grows, before its rows: in CSV the names of columns, else empty."""
-        return self._csv_line(self.columns) if self.format is FileFormat.CSV else b""
+        return _csv_head(self.columns, self.dialect) if self.format is FileFormat.CSV else b""
 
     def line(self, row: JsonObject) -> bytes:
         """A row of a file that grows."""
         if self.format is FileFormat.CSV:
-            return self._csv_line(row.get(name) for name in self.columns)
+            return csv_line((row.get(name) for name in self.columns), self.dialect)
         return json.dumps(row, ensure_ascii=False).encode() + b"\n"
 
     def owns(self, row: JsonObject) -> bool:
@@ -126,7 +130,13 @@ class Layout:
             return "error" in row and row.keys() <= _ERROR_KEYS
         return row.keys() - _SOMETIMES == _RESULT_KEYS
 
-    def _csv_line(self, cells: Iterable[object]) -> bytes:
-        line = io.StringIO()
-        csv.writer(line, delimiter=self.delimiter).writerow(cells)
-        return line.getvalue().encode()
+
+def csv_line(cells: Iterable[object], dialect: Dialect) -> bytes:
+    """A line of CSV."""
+    line = io.StringIO()
+    csv.writer(line, delimiter=dialect.delimiter).writerow(cells)
+    return line.getvalue().encode()
+
+
+def _csv_head(columns: Iterable[str], dialect: Dialect) -> bytes:
+    return (BYTE_ORDER_MARK if dialect.mark else b"") + csv_line(columns, dialect)

@@ -67,7 +67,7 @@ def _csv_ids(path: Path, layout: Layout) -> Iterator[str]:
         if file.readline(3) not in (b"\r\n", b"\n", b""):
             raise ForeignFileError
         try:
-            for cells in csv.reader(_whole_records(file), delimiter=layout.delimiter, strict=True):
+            for cells in csv.reader(_whole_records(file), delimiter=layout.dialect.delimiter, strict=True):
                 if len(cells) != len(columns):
                     raise ForeignFileError
                 yield cells[columns.index(layout.id_column)]

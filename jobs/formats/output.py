@@ -68,10 +68,10 @@ class ResultFile:
         if not self._layout.grows:
             return set()
         name = self._layout.id_column
-        with writing(self._label), self.path.open(encoding="utf-8", newline="") as file:
+        with writing(self._label), self.path.open(encoding="utf-8-sig", newline="") as file:
             if self.format is FileFormat.CSV:
                 csv.field_size_limit(max(csv.field_size_limit(), LINE_LIMIT))
-                return {row[name] for row in csv.DictReader(file, delimiter=self._layout.delimiter)}
+                return {row[name] for row in csv.DictReader(file, delimiter=self._layout.dialect.delimiter)}
             return {json.loads(line)[name] for line in file}
 
     def write(self, row: JsonObject) -> None:

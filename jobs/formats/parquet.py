@@ -17,7 +17,7 @@ from nightmill.jobs.errors import (
 )
 from nightmill.jobs.formats.csvfile import KINDS, check_columns, index_columns, whole
 from nightmill.jobs.formats.jsonlines import LINE_LIMIT, parse_value
-from nightmill.jobs.formats.parquet_reader import NOT_UTF8, TOO_LONG, Expansion, ParquetReader
+from nightmill.jobs.formats.parquet_reader import NOT_UTF8, TOO_LONG, ParquetReader
 from nightmill.jobs.formats.rows import FLOATS, RowError
 from nightmill.jobs.request.fields import FieldKind
 
@@ -30,17 +30,16 @@ _ROW_GROUP = 4096  # rows per row group
 
 
 def read_parquet(
-    path: Path, label: str, progress: Callable[[float], None], expansion: Expansion
+    reader: ParquetReader, label: str, progress: Callable[[float], None]
 ) -> Iterator[tuple[int, JsonObject | RowError]]:
-    """Yield (1-based record number, values by column without nulls), read in a separate process.
+    """Yield (1-based record number, values by column without nulls), read in a separate process, which ends.
 
     `label` is the file's name in errors; `progress` is called with the share read.
 
     Columns are the keys of plain rows: `messages` a list of structs or JSON, `metadata` a struct or JSON.
-    Raises BatchFileError for a broken file, unknown columns, and exceeded limits of `expansion`;
-    MissingExtraError without pyarrow.
+    Raises BatchFileError for a broken file, unknown columns, and exceeded limits of the reader.
     """
-    with ParquetReader(path, label, expansion) as reader:
+    with reader:
         columns, total = reader.columns()
         index = check_columns(columns, label, index_columns(columns))
         number = 0

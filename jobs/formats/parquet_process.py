@@ -13,6 +13,7 @@ process is never unpickled.
 import gc
 import json
 import os
+import re
 import resource
 import struct
 import sys
@@ -22,9 +23,23 @@ from pathlib import Path
 from typing import Any
 
 sys.path += sys.argv[2:]  # the location of pyarrow; skipping the search of site-packages saves time
+_FIRST_WITHOUT_NUMPY = 18  # version of pyarrow that can do without it
 
-import pyarrow as arrow
-from pyarrow import parquet
+
+def _leave_out_numpy(packages: str) -> None:
+    """Keep pyarrow from importing NumPy, which takes as long as all else; nothing here needs it.
+
+    `packages` is the folder that pyarrow is in.
+    """
+    said = Path(packages, "pyarrow", "_generated_version.py")
+    found = re.search(r"version = '(\d+)\.", said.read_text()) if said.exists() else None
+    if found is not None and int(found[1]) >= _FIRST_WITHOUT_NUMPY:
+        sys.modules["numpy"] = None  # type: ignore[assignment]
+
+
+_leave_out_numpy(sys.argv[2])
+import pyarrow as arrow  # noqa: E402
+from pyarrow import parquet  # noqa: E402
 
 FRAME = struct.Struct("<cI")
 COLUMNS, ROWS, END, FAULT, EXHAUSTED = b"C", b"R", b"Z", b"F", b"X"
@@ -57,10 +72,7 @@ class Sender:
 
     def send_batch(self, batch: Any, skipped: int) -> Iterator[int]:
         """Write the rows of a record batch after `skipped` ones; yields how many were written each time."""
-        columns = [
-            column.dictionary_decode() if arrow.types.is_dictionary(column.type) else column
-            for column in batch.columns
-        ]
+        columns = [plain(column) for column in batch.columns]
         dense = arrow.RecordBatch.from_arrays(columns, schema=plain_schema(batch.schema, columns))
         at_once = max(1, min(_MOST_ROWS, len(dense) * _SENT_AT_ONCE // max(1, dense.nbytes)))
         for at in range(skipped, len(dense), at_once):
@@ -93,6 +105,20 @@ class Sender:
         self._out.write(FRAME.pack(kind, len(data)))
         self._out.write(data)
         self._out.flush()
+
+
+def plain(column: Any) -> Any:
+    """A column without a dictionary, and in microseconds in place of nanoseconds, which Python has not."""
+    if arrow.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    kind = column.type
+    if arrow.types.is_timestamp(kind) and kind.unit == "ns":
+        return column.cast(arrow.timestamp("us", kind.tz), safe=False)
+    if arrow.types.is_time64(kind) and kind.unit == "ns":
+        return column.cast(arrow.time64("us"), safe=False)
+    if arrow.types.is_duration(kind) and kind.unit == "ns":
+        return column.cast(arrow.duration("us"), safe=False)
+    return column
 
 
 def plain_schema(schema: Any, columns: list[Any]) -> Any:

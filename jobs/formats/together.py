@@ -7,11 +7,15 @@ import fnmatch
 import hashlib
 import os
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from urllib.parse import unquote
 
 from nightmill.jobs.errors import BatchFileError, BatchFileUnavailableError
+from nightmill.jobs.formats.ahead import readers_ahead
+from nightmill.jobs.formats.dialect import Dialect
 from nightmill.jobs.formats.inputs import ENDINGS, InputFile, Record
+from nightmill.jobs.formats.parquet_reader import ParquetReader
 from nightmill.jobs.formats.rows import FileFormat
 
 _MAGIC = "*?["
@@ -45,6 +49,11 @@ class FilesTogether(InputFile):
     def files(self) -> list[Path]:
         """The paths of its files."""
         return [part.path for part in self.parts]
+
+    @property
+    def dialect(self) -> Dialect:
+        """The dialect of the first file."""
+        return self.parts[0].dialect
 
     def takes(self, path: Path) -> bool:
         """Return True if a file of this path would be one of its files."""
@@ -85,15 +94,16 @@ class FilesTogether(InputFile):
         """The number of these bytes that the latest `rows` has read."""
         return sum(part.position if part is self._read[-1] else part.size for part in self._read)
 
-    def _records(self) -> Iterator[Record]:
+    def _records(self, reader: ParquetReader | None = None) -> Iterator[Record]:
         self._read = []
         last = 0
-        for part in self.parts:
-            self._read.append(part)
-            before = last
-            for number, record in part._records():
-                last = before + number
-                yield last, record
+        with closing(readers_ahead(self.parts)) as readers:
+            for part, of_part in zip(self.parts, readers, strict=False):
+                self._read.append(part)
+                before = last
+                for number, record in part._records(of_part):
+                    last = before + number
+                    yield last, record
 
 
 def has_magic(name: str) -> bool:

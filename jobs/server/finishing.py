@@ -5,10 +5,12 @@ from contextlib import suppress
 
 from nightmill.jobs.base.contract import JobState, StopReason
 from nightmill.jobs.base.ids import IdSource
-from nightmill.jobs.batches.result_files import output_row
 from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import BatchNotFoundError
 from nightmill.jobs.formats import FileFormat, ResultFile
+from nightmill.jobs.formats.dialect import Dialect
+from nightmill.jobs.formats.layout import Layout
+from nightmill.jobs.reply.batch_status import BatchRecord
 from nightmill.jobs.reply.job import Job
 from nightmill.jobs.server.folder import Folder
 from nightmill.jobs.server.working import OvertakenError, PostponedError, Steps
@@ -48,18 +50,21 @@ class Finisher:
             if self._rows.unfinished(batch.batch):
                 return
         try:
-            yield from self._write(batch, FileFormat(record.format or FileFormat.JSONL))
+            yield from self._write(batch, record)
         except OSError as error:
             reason = error.strerror or "input/output error"
             raise PostponedError(f"the results cannot be written: {reason}") from error
 
-    def _write(self, batch: HttpBatch, format: FileFormat) -> Steps:
+    def _write(self, batch: HttpBatch, record: BatchRecord) -> Steps:
+        format = FileFormat(record.format or FileFormat.JSONL)
+        dialect = Dialect.of(record.settings).named("output.csv")
         written: list[StoredFile | None] = []
         try:
             for states in ([JobState.SUCCEEDED], [JobState.FAILED, JobState.CANCELLED]):
                 jobs = self._rows.in_order(batch.batch, states)
                 errors = JobState.FAILED in states
-                written.append((yield from self._write_file(batch, jobs, format, errors=errors)))
+                layout = Layout(format, errors, dialect)
+                written.append((yield from self._write_file(batch, jobs, layout)))
             status, outcome = self._outcome(batch, *written)
         except BaseException:  # for example a full disk: the next attempt writes both files again
             self._remove(written)
@@ -72,16 +77,16 @@ class Finisher:
             self._folder.settle(file.id)
 
     def _write_file(
-        self, batch: HttpBatch, jobs: Iterable[Job], format: FileFormat, *, errors: bool
+        self, batch: HttpBatch, jobs: Iterable[Job], layout: Layout
     ) -> Generator[bool, None, StoredFile | None]:
         """Write a result file; None if it would be empty."""
         file_id = self._ids.draw()
         path = self._folder.coming(file_id)
         written = 0
         try:
-            with ResultFile(path, format, errors=errors) as file:
+            with ResultFile(path, layout.format, layout=layout) as file:
                 for job in jobs:
-                    file.write(output_row(job, format, errors=errors))
+                    file.write(layout.row(job))
                     written += 1
                     yield False
             size = path.stat().st_size
@@ -91,7 +96,9 @@ class Finisher:
         if not written:
             self._remove_content(file_id)
             return None
-        name = f"{batch.batch}_{'error' if errors else 'output'}.{_ENDINGS.get(format, 'jsonl')}"
+        name = (
+            f"{batch.batch}_{'error' if layout.errors else 'output'}.{_ENDINGS.get(layout.format, 'jsonl')}"
+        )
         return StoredFile(file_id, batch.owner, WRITTEN, name, size, self._client.database.now())
 
     def _remove(self, files: Iterable[StoredFile | None]) -> None:

@@ -1,5 +1,6 @@
 """Reads of whole batches: their state, their rows in order, counts and pace."""
 
+import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -23,6 +24,9 @@ BATCHES = cast(Table, BatchRow.__table__)
 RECENT = timedelta(seconds=60)  # the period of the recent pace
 _MOST_ERRORS = 10
 _MOST_MESSAGES = 2_000  # distinct messages that are read for grouping
+_MOST_COMPARED = 1_000  # newest batches whose names may be meant by an unknown one
+_LONGEST_COMPARED = 200  # characters of that name
+_ALIKE = 0.8  # difflib's ratio; below it a suggestion misleads more often than it helps
 _UNFINISHED_ROW = JobRow.state.in_(UNFINISHED)
 _RECORD = [column for column in BATCHES.columns if column.key != "metadata"]
 
@@ -283,10 +287,17 @@ def batch_in(connection: Connection, name: str) -> BatchRecord:
     """Return a batch; raises BatchNotFoundError."""
     row = connection.execute(select(*_RECORD).where(BatchRow.name == name)).mappings().one_or_none()
     if row is None:
-        raise no_batch(name)
+        raise no_batch(connection, name)
     return BatchRecord(**row)
 
 
-def no_batch(name: str) -> BatchNotFoundError:
-    """Return the error for an unknown batch."""
-    return BatchNotFoundError(f"there is no batch {name!r}: `nightmill batch list` shows those there are")
+def no_batch(connection: Connection, name: str) -> BatchNotFoundError:
+    """Return the error for an unknown batch, with a name that is alike among the newest ones."""
+    newest = select(BatchRow.name).order_by(BatchRow.created_at.desc()).limit(_MOST_COMPARED)
+    known = list(connection.execute(newest).scalars())
+    longer = [one for one in known if name and one.startswith(name)]  # as names of files' batches are
+    close = longer or difflib.get_close_matches(name[:_LONGEST_COMPARED], known, n=1, cutoff=_ALIKE)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return BatchNotFoundError(
+        f"there is no batch {name!r}: {hint}`nightmill batch list` shows those there are"
+    )

@@ -160,7 +160,7 @@ class BatchStore(BatchReader):
         with self.database.write() as connection:
             locked = hold_batches(connection, [name])
             if not locked:
-                raise no_batch(name)
+                raise no_batch(connection, name)
             refuse_deleting(locked[name])
             limits.begin_anew(connection, name)
             connection.execute(

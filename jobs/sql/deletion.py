@@ -54,7 +54,7 @@ class Deletion:
                 if connection.execute(_count(name).where(JobRow.finished_at >= ended_before)).scalar_one():
                     return False
             if record is None:
-                raise no_batch(name)
+                raise no_batch(connection, name)
             if left:
                 raise _unfinished(name, left)
             connection.execute(

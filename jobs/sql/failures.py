@@ -56,6 +56,11 @@ def mapped(error: StatementError, settings: Settings) -> DatabaseError:
             f"the database at {where} refused a statement: {said}. Give its role the rights that "
             "docs/operations.md lists"
         )
+    if "no such index" in said:
+        return SchemaError(
+            f"the database at {where} lacks an index that its revision has ({said}): another program "
+            "changed it, or a version under development made it. Create the index again, or take another database"
+        )
     if code in _OTHER_SESSION:
         return DatabaseError(
             f"the database at {where} is behind a pooler that changes sessions ({said}): set "

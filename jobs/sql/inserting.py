@@ -21,6 +21,24 @@ def add(rows: Sequence[Mapping[str, Any]], database: Database) -> dict[str, str]
         return insert(rows, connection)
 
 
+@retried
+def add_batches(rows: Sequence[Mapping[str, Any]], database: Database) -> None:
+    """Insert the batches that rows name in a separate transaction, where they are missing."""
+    with database.write() as connection:
+        insert_batches(rows, connection)
+
+
+def insert_batches(rows: Sequence[Mapping[str, Any]], connection: Connection) -> None:
+    """Insert the batches that rows name in the caller's transaction, where they are missing."""
+    named = {row["batch"]: row for row in rows if row.get("batch")}
+    values = [
+        {"name": name, "model": row.get("model"), "metadata": {}, "created_at": row["created_at"]}
+        for name, row in sorted(named.items())
+    ]
+    statement = dialect_insert(connection, BatchRow.__table__).on_conflict_do_nothing(index_elements=["name"])
+    connection.execute(statement, values)
+
+
 def insert(rows: Sequence[Mapping[str, Any]], connection: Connection) -> dict[str, str]:
     """Insert job rows, all with the same keys, in the caller's transaction.
 
@@ -51,19 +69,9 @@ def insert(rows: Sequence[Mapping[str, Any]], connection: Connection) -> dict[st
 def _enter_batches(rows: Sequence[Mapping[str, Any]], connection: Connection) -> None:
     """Insert the batches that `rows` name, and lock them; raises BatchConflictError."""
     names = {row["batch"]: row for row in rows if row.get("batch")}
-    statement = dialect_insert(connection, BatchRow.__table__).on_conflict_do_nothing(index_elements=["name"])
     there: dict[str, HeldBatch] = {}
     while missing := names.keys() - there.keys():  # repeated if one was pruned between the two statements
-        values = [
-            {
-                "name": name,
-                "model": names[name].get("model"),
-                "metadata": {},
-                "created_at": names[name]["created_at"],
-            }
-            for name in sorted(missing)
-        ]
-        connection.execute(statement, values)
+        insert_batches([names[name] for name in missing], connection)
         there |= hold_batches(connection, sorted(missing))
     for position, row in enumerate(rows):
         try:

@@ -50,7 +50,7 @@ class Raising:
         with self._database.write() as connection:
             locked = hold_batches(connection, [name])
             if not locked:
-                raise no_batch(name)
+                raise no_batch(connection, name)
             refuse_deleting(locked[name])
             counters.change(connection, name, limits)
 

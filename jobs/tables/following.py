@@ -8,6 +8,7 @@ from typing import Any
 
 from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.errors import BatchConflictError
+from nightmill.jobs.formats.dialect import Dialect
 from nightmill.jobs.formats.rows import FileFormat, InputRow
 from nightmill.jobs.request.following import Held, Parts, held_chat, held_text, parts_of
 from nightmill.jobs.request.spec import JobSpec
@@ -46,6 +47,7 @@ class FollowingRows:
         self.format = FileFormat(record.format)
         if self.format is FileFormat.OPENAI:
             self.format = FileFormat.JSONL
+        self.dialect = Dialect.of(record.settings)
         said = f"{record.name}\n{record.created_at.isoformat()}"
         self.fingerprint = hashlib.sha256(said.encode()).hexdigest()
         shape = Shape.read(record.settings)

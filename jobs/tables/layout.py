@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from nightmill.jobs.base.contract import JsonObject
-from nightmill.jobs.formats.layout import Layout, WholeWriter
+from nightmill.jobs.formats.dialect import Dialect
+from nightmill.jobs.formats.layout import Layout, WholeWriter, csv_line
 from nightmill.jobs.formats.results import READ, answer_values, error_of, reply_values
 from nightmill.jobs.formats.rows import FileFormat
 from nightmill.jobs.reply.embeddings import written
@@ -15,6 +16,7 @@ from nightmill.jobs.tables.kinds import cell, flat
 from nightmill.jobs.tables.shape import ID, Shape
 from nightmill.jobs.tables.spreading import spread_values
 
+_USUAL = Dialect()
 _FORMATS = {
     ".csv": FileFormat.CSV,
     ".tsv": FileFormat.CSV,
@@ -33,15 +35,14 @@ class TableLayout(Layout):
     """Rows of results or errors of a table. Values of JSON lines are as they were, those of others flat."""
 
     def __init__(
-        self, format: FileFormat, shape: Shape, errors: bool = False, *, delimiter: str = ","
+        self, format: FileFormat, shape: Shape, errors: bool = False, dialect: Dialect = _USUAL
     ) -> None:
-        super().__init__(format, errors)
+        super().__init__(format, errors, dialect)
         self.shape = shape
         self.ours = shape.ours(errors=errors)
         self.columns = dict(shape.kept) | {one.name: one.kind for one in self.ours}
         self.added = () if errors else shape.added()
         self.id_column = next(one.name for one in self.ours if one.key == ID)
-        self.delimiter = delimiter
 
     def row(self, job: Job) -> JsonObject:
         """A job that has ended as a row."""
@@ -61,14 +62,10 @@ class TableLayout(Layout):
 
         return read_ids(path, self)
 
-    def head(self) -> bytes:
-        """The names of the columns, in CSV."""
-        return self._csv_line(self.columns) if self.format is FileFormat.CSV else b""
-
     def line(self, row: JsonObject) -> bytes:
         """A row of CSV or JSON lines."""
         if self.format is FileFormat.CSV:
-            return self._csv_line(cell(row.get(name)) for name in self.columns)
+            return csv_line((cell(row.get(name)) for name in self.columns), self.dialect)
         return super().line(row)
 
     def owns(self, row: JsonObject) -> bool:
@@ -113,17 +110,23 @@ class TableLayout(Layout):
 
 
 def layout_of(
-    shape: Shape | None, format: FileFormat, path: str | Path | None = None, *, errors: bool = False
+    shape: Shape | None,
+    format: FileFormat,
+    path: str | Path | None = None,
+    *,
+    errors: bool = False,
+    dialect: Dialect = _USUAL,
 ) -> "TableLayout | None":
     """The layout of a table's rows in a file of this name: by its ending, or in the format of the batch.
+
+    dialect  of the input's CSV, as which that of the results is written
 
     None for a batch that was not a table.
     """
     if shape is None:
         return None
     suffix = "" if path is None else Path(path).suffix.lower()
-    delimiter = "\t" if suffix == ".tsv" else ","
-    return TableLayout(_FORMATS.get(suffix, format), shape, errors, delimiter=delimiter)
+    return TableLayout(_FORMATS.get(suffix, format), shape, errors, dialect.named(path))
 
 
 def layout_in_database(shape: Shape | None, *, errors: bool = False) -> Layout:

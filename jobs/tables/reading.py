@@ -9,7 +9,8 @@ from typing import BinaryIO
 
 from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.errors import BatchFileError, EmptyBatchFileError
-from nightmill.jobs.formats.csvfile import UTF_16_AS_UTF8, index_columns, read_cells, say_ignored
+from nightmill.jobs.formats.csvfile import UTF_16_AS_UTF8, dialect_of, index_columns, read_cells, say_ignored
+from nightmill.jobs.formats.dialect import Dialect
 from nightmill.jobs.formats.inputs import NOTHING_SAID, InputFile
 from nightmill.jobs.formats.jsonlines import read_objects
 from nightmill.jobs.formats.parquet import UNREADABLE
@@ -82,13 +83,19 @@ class TableFile(InputFile):
                 f"{self.label}: each of its {read:,} rows lacks a value, and is left out"
             )
 
-    def _records(self) -> Iterator[Record]:
-        for number, record in self._own_records():
+    def reader_of_rows(self) -> ParquetReader | None:
+        """Start the process that reads the rows of a Parquet or Arrow file, which whoever gets it ends."""
+        if not self._typed:
+            return None
+        return self._reader([name for name in self.table.wanted if name not in self._partition])
+
+    def _records(self, reader: ParquetReader | None = None) -> Iterator[Record]:
+        for number, record in self._own_records(reader or self.reader_of_rows()):
             yield number, record if isinstance(record, RowError) else {**record, **self._partition}
 
-    def _own_records(self) -> Iterator[Record]:
-        if self.format in (FileFormat.PARQUET, FileFormat.ARROW):
-            yield from self._typed_records()
+    def _own_records(self, reader: ParquetReader | None) -> Iterator[Record]:
+        if reader is not None:
+            yield from self._typed_records(reader)
             return
         with self._errors(), self._open() as stream:
             if self.format is FileFormat.JSONL:
@@ -102,8 +109,8 @@ class TableFile(InputFile):
                 else:
                     yield number, {name: cell for name, cell in zip(names, cells, strict=True) if cell != ""}
 
-    def _typed_records(self) -> Iterator[Record]:
-        with self._reader([name for name in self.table.wanted if name not in self._partition]) as reader:
+    def _typed_records(self, reader: ParquetReader) -> Iterator[Record]:
+        with reader:
             total = int(reader.header()["rows"])
             number = 0
             for rows in reader.rows():
@@ -121,11 +128,18 @@ class TableFile(InputFile):
         )
 
     @property
+    def _typed(self) -> bool:
+        return self.format in (FileFormat.PARQUET, FileFormat.ARROW)
+
+    @property
     def _delimiter(self) -> str | None:
         return "\t" if self._name.lower().removesuffix(".gz").endswith(".tsv") else None
 
+    def _dialect(self, stream: BinaryIO) -> Dialect:
+        return dialect_of(stream, self._delimiter, of_prompts=False)
+
     def _columns(self) -> Columns:
-        if self.format in (FileFormat.PARQUET, FileFormat.ARROW):
+        if self._typed:
             with self._reader(None) as reader:
                 schema = base64.b64decode(reader.header()["schema"])
             arrow = pyarrow()

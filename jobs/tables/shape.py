@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from nightmill.jobs.base.contract import JsonObject
 from nightmill.jobs.errors import InvalidParameterError
+from nightmill.jobs.formats.dialect import CSV
 from nightmill.jobs.formats.rows import FLOATS
 from nightmill.jobs.request.template import listed
 from nightmill.jobs.tables.kinds import JSON, NUMBER, TEXT, WHOLE
@@ -159,9 +160,12 @@ def kept_names(options: TableOptions, columns: Mapping[str, str]) -> tuple[str, 
 
 
 def identity(settings: Mapping[str, Any] | None) -> JsonObject | None:
-    """Settings without what may differ between two versions of pyarrow."""
-    if settings is None or not isinstance(settings.get(TABLE), Mapping):
-        return None if settings is None else dict(settings)
+    """Settings without what may differ between two versions of pyarrow, and how their CSV is written."""
+    if settings is None:
+        return None
+    settings = {name: value for name, value in settings.items() if name != CSV}
+    if not isinstance(settings.get(TABLE), Mapping):
+        return settings
     table = {name: value for name, value in settings[TABLE].items() if name != SCHEMA}
     return {**settings, TABLE: table}
 

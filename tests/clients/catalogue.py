@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 ENVIRONMENTS: dict[str, tuple[str, ...]] = {
     "openai": ("openai>=2,<4", "anthropic>=0.80,<1"),
+    "cohere": ("cohere>=5.13,<8",),
     "litellm": ("litellm>=1.80,<2", "dspy>=3.4,<4"),
     "langchain": ("langchain-openai>=1,<2", "langchain-anthropic>=1,<2"),
     "llama-index": ("llama-index-llms-openai-like>=0.5,<1",),
@@ -40,6 +41,7 @@ CLIENTS = (
     ClientLibrary("openai", "openai", "openai", "openai_python.py"),
     ClientLibrary("openai (npm)", "openai-npm", "openai", "openai_npm.mjs"),
     ClientLibrary("anthropic", "openai", "anthropic", "anthropic_python.py"),
+    ClientLibrary("Cohere", "cohere", "cohere", "cohere_rerank.py"),
     ClientLibrary("LiteLLM", "litellm", "litellm", "litellm_sdk.py"),
     ClientLibrary("DSPy", "litellm", "dspy", "dspy_programs.py"),
     ClientLibrary("LangChain", "langchain", "langchain-openai", "langchain_models.py"),

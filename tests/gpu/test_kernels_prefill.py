@@ -8,7 +8,7 @@ from nightmill.worker.runners.gpu.attention.choice import prefill_attention
 from nightmill.worker.runners.gpu.attention.hopper_wide import HopperWide
 from nightmill.worker.runners.gpu.attention.plans import Prefill
 from nightmill.worker.runners.gpu.attention.prefill import PortablePrefill
-from nightmill.worker.runners.gpu.attention.wide import WideDecode, WidePrefill
+from nightmill.worker.runners.gpu.attention.wide import WidePrefill
 from nightmill.worker.runners.gpu.device.device import Device
 from tests.gpu.attending import make_sinks, prefill_oracle, run_prefill
 from tests.gpu.oracles import (  # fmt: skip
@@ -91,31 +91,10 @@ def test_prefill_with_a_window_and_a_cap(
 
 
 @BOTH_ELEMENTS
-@pytest.mark.parametrize("window", [None, 70])
-def test_queries_in_shared_memory_give_the_same_bits(
-    device: Device, window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    attention, chunks, before = attention_of((8, 4, 256), window=window), [330, 1, 130], [0, 400, 500]
-    lengths = [chunk + earlier for chunk, earlier in zip(chunks, before, strict=True)]
-    rng = np.random.default_rng(4)
-    paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim, element=device.element)
-    qkv = make_queries(rng, sum(chunks), attention, device.element)
-    found = []
-    for shared in (False, True):
-        monkeypatch.setattr(PortablePrefill, "shares_queries", shared)
-        prefill = make_prefill(device, attention, portable=True)
-        found.append(run_prefill(device, prefill, attention, qkv, paged, lengths, chunks))
-    np.testing.assert_array_equal(*found)
-    assert_close(found[0], prefill_oracle(attention, qkv, paged, lengths, chunks), ATTENTION)
-
-
-@BOTH_ELEMENTS
 @pytest.mark.parametrize("shape", WIDE_SHAPES)
 def test_prompts_of_wide_heads_in_chunks_give_the_bits_of_the_whole(
-    device: Device, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+    device: Device, shape: tuple[int, int, int]
 ) -> None:
-    """On GPUs without room for two stages by one, which is off."""
-    monkeypatch.setattr(WideDecode, "one_stage", True)
     wide_prompts_in_chunks(device, shape, [330, 1, 130], [330, 401, 630])
 
 

@@ -1,14 +1,17 @@
 """Models whose layers hold states, from a file of rows to results: whole processes, one of them killed."""
 
 import signal
+import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
+from sqlalchemy import func, select
 
 from nightmill.jobs.base.contract import JobState
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.client.client import Client
+from nightmill.jobs.sql.tables import JobRow, PartialRow
 from nightmill.worker.commands.process import running_worker
 from tests.support.cuda_runners import ON_GPU
 from tests.support.file_runs import answered
@@ -16,7 +19,7 @@ from tests.support.servers import wait_until
 from tests.tiny import FILES, expected, unpacked
 
 PATIENCE = 240.0
-QUICK = {"heartbeat_seconds": 0.2, "stale_seconds": 1.5, "resend_seconds": 2.0, "save_seconds": 0.1}
+QUICK = {"heartbeat_seconds": 0.2, "stale_seconds": 1.5, "resend_seconds": 2.0, "save_seconds": 0.02}
 JOBS = 200
 
 
@@ -59,6 +62,20 @@ def texts(client: Client, ids: list[str]) -> list[tuple[str | None, int | None]]
     return [(found[one].text, found[one].completion_tokens) for one in ids]
 
 
+def stopped_with_saved_tokens(process: "subprocess.Popen[bytes]", client: Client) -> bool:
+    """True if the process has stopped while tokens of unfinished texts are saved; else it goes on.
+
+    A text of such a small model takes hardly longer than the time between two saves.
+    """
+    process.send_signal(signal.SIGSTOP)
+    with client.database.read() as connection:
+        running = select(JobRow.id).where(JobRow.state == JobState.RUNNING)
+        saved = connection.scalar(select(func.count()).where(PartialRow.job_id.in_(running)))
+    if not saved:
+        process.send_signal(signal.SIGCONT)
+    return bool(saved)
+
+
 @pytest.mark.parametrize("name", ["qwen35-q8_0", "lfm2-bf16"])
 def test_after_a_kill_texts_go_on_to_what_they_are_undisturbed(
     name: str, sqlite_settings: Settings, tmp_path: Path
@@ -77,6 +94,7 @@ def test_after_a_kill_texts_go_on_to_what_they_are_undisturbed(
 
         with running_worker(client, tmp_path / "killed.log", ["--max-sequences", "3"]) as process:
             wait_until(lambda: done() >= JOBS // 4, PATIENCE)
+            wait_until(lambda: stopped_with_saved_tokens(process, client), PATIENCE)
             process.send_signal(signal.SIGKILL)
             process.wait()
             assert done() < JOBS, "killed too late to disturb anybody"

@@ -6,6 +6,7 @@
     python -m tests.support.quantised_models gpt-oss-20b MXFP4 oss20.gguf
     python -m tests.support.quantised_models glm-4.7-flash Q4_K_M flash.gguf
     python -m tests.support.quantised_models gemma4-26b-a4b Q4_K_M g26-q4km.gguf
+    python -m tests.support.quantised_models bge-base F16 bge.gguf
 
 Blocks are random bytes; only their scales are set, so that values have the deviation of the tests' models
 (`tests.support.ggufs`) and a mean near 0, and logits are spread. Quantising floats would take minutes.
@@ -31,6 +32,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize
 
 from nightmill.worker.model.spec import ModelSpec, Role
+from tests.support.encoder_shapes import ENCODER_SHAPES, EncoderShape
 from tests.support.expert_shapes import EXPERT_SHAPES, ExpertShape
 from tests.support.family_models import MODELS, QWEN, Heads, Size, sized_keys, sized_spec
 from tests.support.gemma4_shapes import GEMMA4_SHAPES, Gemma4Shape
@@ -77,7 +79,7 @@ SHAPES: Final = {
     ),
 }  # fmt: skip
 
-AnyShape = Shape | HybridShape | ExpertShape | Gemma4Shape
+AnyShape = Shape | HybridShape | ExpertShape | Gemma4Shape | EncoderShape
 MIXTURES: Final = {"Q4_K_M": Kind.Q4_K, "Q5_K_M": Kind.Q5_K}
 """By llama.cpp's name: the type of most matrices; the head, half of the values and of down are Q6_K."""
 FALLBACKS: Final = {
@@ -107,14 +109,17 @@ def main() -> None:
     """Write the model that is asked for."""
     style = argparse.RawDescriptionHelpFormatter
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=style)
-    arguments.add_argument("shape", choices=[*SHAPES, *HYBRID_SHAPES, *EXPERT_SHAPES, *GEMMA4_SHAPES])
+    arguments.add_argument("shape", choices=_all_shapes())
     arguments.add_argument("type", choices=TYPES)
     arguments.add_argument("path", type=Path, metavar="OUT.gguf")
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--skew", action="store_true", help="some experts are chosen more often")
     options = arguments.parse_args()
-    shapes: dict[str, AnyShape] = {**SHAPES, **HYBRID_SHAPES, **EXPERT_SHAPES, **GEMMA4_SHAPES}
-    write(options.path, shapes[options.shape], options.type, seed=options.seed, skew=options.skew)
+    write(options.path, _all_shapes()[options.shape], options.type, seed=options.seed, skew=options.skew)
+
+
+def _all_shapes() -> dict[str, AnyShape]:
+    return {**SHAPES, **HYBRID_SHAPES, **EXPERT_SHAPES, **GEMMA4_SHAPES, **ENCODER_SHAPES}
 
 
 def kinds_of(spec: ModelSpec, type_name: str) -> dict[str, Kind]:

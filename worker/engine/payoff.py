@@ -5,9 +5,11 @@ assumed: some steps are timed in one way and some in the other, apart for each d
 the better way is gone, and the other is tried again now and then. No text changes, whichever it is.
 
 Prompts and changes of the number interrupt what is timed, which then goes on; a way that cannot be timed to
-its end is left.
+its end is left. A step that takes far longer than its like, as the first of its shape does on a GPU, whose
+graph is captured then, counts as they do: drafts have many shapes, each of which is new once.
 """
 
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -21,6 +23,8 @@ RETRY = 32
 """Windows after which the way that was worse is tried again: if it takes twice as long, that costs 3%."""
 PATIENCE = 8 * WINDOW
 """Launches after which a way is left that could not be timed, as each time too few came together."""
+_FAR = 3.0
+"""Times the median of a window, above which a step's time is not of its kind."""
 _GAIN = 1.03
 """Drafts have to be better by this: so that what is timed twice by chance does not decide."""
 
@@ -32,16 +36,15 @@ class _Trials:
     of       tokens per second without drafts and with them
     waited   windows since the worse way was tried
     spent    launches of the present window, those included that do not count
-    counted  those that do; `tokens` and `seconds`: of these
+    seconds  of each of those that do; `tokens`: of all these
     """
 
     drafting: bool = False
     of: dict[bool, float] = field(default_factory=dict)
     waited: int = 0
     spent: int = 0
-    counted: int = 0
     tokens: int = 0
-    seconds: float = 0.0
+    seconds: list[float] = field(default_factory=list)
 
     @property
     def pays(self) -> bool:
@@ -50,13 +53,12 @@ class _Trials:
 
     def launched(self, tokens: int, seconds: float) -> None:
         """Count a launch; after the last of a window choose the way of the next."""
-        self.counted += 1
         self.tokens += tokens
-        self.seconds += seconds
-        if self.counted < WINDOW:
+        self.seconds.append(seconds)
+        if len(self.seconds) < WINDOW:
             return
-        if self.seconds > 0.0:
-            rate, known = self.tokens / self.seconds, self.of.get(self.drafting)
+        if took := self._took():
+            rate, known = self.tokens / took, self.of.get(self.drafting)
             self.of[self.drafting] = rate if known is None else (known + rate) / 2
         self.begin(self._next())
 
@@ -67,8 +69,13 @@ class _Trials:
     def begin(self, drafting: bool) -> None:
         """Begin a window."""
         self.drafting = drafting
-        self.spent = self.counted = self.tokens = 0
-        self.seconds = 0.0
+        self.spent = self.tokens = 0
+        self.seconds.clear()
+
+    def _took(self) -> float:
+        """Seconds of the window."""
+        usual = statistics.median(self.seconds)
+        return sum(usual if one > _FAR * usual > 0.0 else one for one in self.seconds)
 
     def _next(self) -> bool:
         """Return whether the next window has drafts; first one without is timed, then one with them."""

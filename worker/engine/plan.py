@@ -105,8 +105,12 @@ def next_chunk(sequence: Sequence, budget: int, spare: int, given: int, grid: in
 
 
 def whole_prompt(sequence: Sequence, budget: int) -> Chunk:
-    """Return the whole prompt of a sequence as a chunk, or an empty one if `budget` has no room for it."""
-    return Chunk(sequence, 0, sequence.prompt_length if sequence.prompt_length <= budget else 0)
+    """Return the whole prompt of a sequence as a chunk.
+
+    It is empty if `budget` has no room for it, or if a launch that is not collected yet computes it.
+    """
+    fits = not sequence.computed and sequence.prompt_length <= budget
+    return Chunk(sequence, 0, sequence.prompt_length if fits else 0)
 
 
 def _on_grid(sequence: Sequence, length: int, grid: int) -> int:

@@ -315,11 +315,11 @@ class Service:
         for key in (before & after) - running.keys():
             self._cancel(key)  # its completion, if it makes one, is fenced off
         now = self.claims.database.now()
-        # Of a claim that lies ahead, the clock was set back since.
+        # One that we knew before has ended since. Of a claim that lies ahead, the clock was set back since.
         strays = [
             key
             for key, since in running.items()
-            if key not in after and not now - _CLAIM_SETTLED <= since <= now + AHEAD
+            if key not in before | after and not now - _CLAIM_SETTLED <= since <= now + AHEAD
         ]
         if strays:
             log.warning("%d claims that this worker lost sight of are handed back", len(strays))

@@ -229,6 +229,20 @@ def _anthropic(**more: Any) -> ChatAnthropic:
 
 
 @case
+def embeddings() -> None:
+    made = OpenAIEmbeddings(
+        base_url=BASE_URL,
+        api_key=SecretStr(KEY),
+        model=MODEL,
+        check_embedding_ctx_length=False,  # with it ids of OpenAI's tokenizer are sent, not texts
+        model_kwargs={"extra_body": {"pooling": "mean"}},
+    )
+    first, second = made.embed_documents(["Once", "In the night"])
+    assert len(first) == len(second) and first != second
+    assert made.embed_query("Once") == first
+
+
+@case
 def embeddings_are_refused() -> None:
     embeddings = OpenAIEmbeddings(
         base_url=BASE_URL, api_key=SecretStr(KEY), model=MODEL, check_embedding_ctx_length=False

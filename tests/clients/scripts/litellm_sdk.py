@@ -167,6 +167,27 @@ def messages_of_anthropic() -> None:
 
 
 @case
+def embeddings() -> None:
+    for model in (f"openai/{MODEL}", f"hosted_vllm/{MODEL}"):
+        answer = litellm.embedding(
+            **(UNSEEDED | {"model": model}), input=["Once", "In the night", "Once"], pooling="mean"
+        )
+        first, second, third = (one["embedding"] for one in answer.data)
+        assert abs(sum(number * number for number in first) - 1) < 1e-5
+        assert first == third != second and answer.usage.prompt_tokens > 0
+
+
+@case
+def rerank() -> None:
+    asked: dict[str, Any] = {"query": "What grinds grain?", "documents": ["a mill", "a mountain"]}
+    found = []
+    for provider, url in (("cohere", URL), ("jina_ai", BASE_URL), ("hosted_vllm", BASE_URL)):
+        answer = litellm.rerank(model=f"{provider}/{MODEL}", api_base=url, api_key=KEY, **asked)
+        found.append([(one["index"], one["relevance_score"]) for one in answer.results])
+    assert found[0] == found[1] == found[2] and {index for index, _ in found[0]} == {0, 1}
+
+
+@case
 def embeddings_are_refused() -> None:
     try:
         litellm.embedding(**UNSEEDED, input=["Once"])

@@ -197,6 +197,10 @@ def test_list_and_show_tell_people_and_programs(run: Run, cli_client: Client) ->
         json.loads(run("list", *chosen, "--json").stdout)["id"]
         for chosen in (["--state", "queued"], ["--batch", "b"], ["-n", "1"])
     ] == [second, first, second]
+    assert run("list", "--batch", "b", "--state", "queued").exit_code == 0
+    for command in ("list", "stats", "cancel"):
+        unknown = run(command, "--batch", "bb")
+        assert unknown.exit_code == 1 and "there is no batch 'bb'" in unknown.stderr
     shown = run("show", first)
     assert "state                succeeded" in shown.stdout
     assert shown.stdout.endswith("\na text\n")

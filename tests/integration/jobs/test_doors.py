@@ -124,7 +124,7 @@ BAD: dict[str, st.SearchStrategy[Any]] = {
     "grammar": st.just("a\0"),
     "tools": st.sampled_from([[{"type": "web_search"}], [{"type": "function", "function": {"name": "a b"}}]]),
     "tool_choice": st.just("nobody"),
-    "reuse": st.sampled_from(["some", ""]),
+    "reuse": st.sampled_from(["some", "Exact"]),  # an empty cell of CSV would be an absent key
     "model": st.just("two words") | st.just("m" * 201),
     "custom_id": st.just("c" * 513) | st.just("a\0b"),
     "priority": st.integers(10, 99) | st.integers(-9, -1),

@@ -17,6 +17,7 @@ from nightmill.jobs.errors import (
     DatabaseError,
     DatabaseRefusedError,
     DatabaseUnreachableError,
+    SchemaError,
 )
 from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.jobs.sql.jobs import Selection
@@ -75,6 +76,7 @@ def test_what_sqlite_says_is_told_apart(client: Client) -> None:
         sqlite3.OperationalError("attempt to write a readonly database"): DatabaseUnreachableError,
         sqlite3.OperationalError("database is locked"): DatabaseUnreachableError,
         sqlite3.DatabaseError("database disk image is malformed"): DatabaseError,
+        sqlite3.OperationalError("no such index: ix_jobs_held"): SchemaError,
     }
     for original, kind in expected.items():
         assert type(mapped(client, original)) is kind, original

@@ -1,7 +1,7 @@
 """Waiting and results: every finished job exactly once, in the order that was asked for."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +11,13 @@ from nightmill import jobs
 from nightmill.jobs.base.contract import JobState, StopReason
 from nightmill.jobs.base.settings import Settings
 from nightmill.jobs.client.client import Client
-from nightmill.jobs.errors import InvalidParameterError, JobNotFoundError, WaitTimeoutError
+from nightmill.jobs.errors import (
+    BatchNotFoundError,
+    InvalidParameterError,
+    JobNotFoundError,
+    WaitTimeoutError,
+)
+from nightmill.jobs.reply.batch_status import BatchState
 from nightmill.jobs.sql.claims import Claims, Outcome
 from tests.support.servers import Clock, worker_env
 
@@ -129,10 +135,46 @@ def test_a_batch_that_is_pruned_while_it_is_read_ends(client: Client) -> None:
     assert [job.id for job in results] == ids[1:]
 
 
-def test_a_batch_without_jobs_has_no_results(client: Client) -> None:
+def test_a_batch_without_jobs_has_no_results_and_one_that_is_not_there_is_an_error(client: Client) -> None:
+    assert len(client.enqueue_many([], batch="nothing", model="m")) == 0
     assert list(client.results(batch="nothing")) == []
     assert list(client.results(batch="nothing", order="finished")) == []
     client.wait(batch="nothing", timeout=0)
+    assert client.get_batch("nothing").status().state is BatchState.COMPLETED
+    assert sum(client.stats("nothing")["state"].values()) == 0 and client.cancel_batch("nothing") == (0, 0)
+    first = client.enqueue("a", batch="nothing")
+    assert len(client.enqueue_many([], batch="nothing")) == 0
+    _finish(client, [first])
+    assert [job.id for job in client.results(batch="nothing")] == [first]
+    reads: list[Callable[[str], object]] = [
+        lambda name: list(client.results(batch=name, wait=False)),
+        lambda name: next(client.results(batch=name, order="finished")),
+        lambda name: client.wait(batch=name),
+        client.stats,
+        client.cancel_batch,
+        client.get_batch,
+    ]
+    for read in reads:
+        for name in ("nothng", "not"):
+            with pytest.raises(
+                BatchNotFoundError, match=f"there is no batch '{name}': did you mean 'nothing'"
+            ):
+                read(name)
+        with pytest.raises(BatchNotFoundError, match=r"there is no batch 'x{300}': `nightmill batch list`"):
+            read("x" * 300)
+    assert client.list_jobs(batch="nothng") == []  # a search
+
+
+def test_a_batch_is_there_with_the_transaction_that_names_it_first(client: Client) -> None:
+    for prompts in ([], ["a"]):
+        with Session(client.database.engine) as session:
+            client.enqueue_many(prompts, batch=f"of-{len(prompts)}", session=session)
+            session.rollback()
+            with pytest.raises(BatchNotFoundError):
+                client.stats(f"of-{len(prompts)}")
+            client.enqueue_many(prompts, batch=f"of-{len(prompts)}", session=session)
+            session.commit()
+        assert len(list(client.results(batch=f"of-{len(prompts)}", wait=False))) == 0
 
 
 def test_wait_returns_when_all_are_final(server_settings: Settings, finished_elsewhere: Any) -> None:
@@ -204,6 +246,7 @@ def test_stats_count_states_reasons_and_tokens_of_all_or_one_batch(client: Clien
         "completion_tokens": 6,
     }
     assert client.stats()["stop_reason"] == {"eos": 2, "cancelled": 1, "length": 1}
+    client.enqueue_many([], batch="nothing")
     assert client.stats("nothing") == {
         "state": {},
         "stop_reason": {},

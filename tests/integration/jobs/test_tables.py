@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import text, update
 
 from nightmill.jobs.base.contract import StopReason
 from nightmill.jobs.base.settings import Settings
@@ -15,6 +15,7 @@ from nightmill.jobs.batches.batch import Batch
 from nightmill.jobs.client.client import Client
 from nightmill.jobs.errors import BatchConflictError, BatchFileError, InvalidParameterError
 from nightmill.jobs.sql.claims import Claims, Outcome
+from nightmill.jobs.sql.tables import BatchRow
 from tests.integration.jobs.batches.rows import jobs_of
 
 arrow = pytest.importorskip("pyarrow")
@@ -92,6 +93,37 @@ def test_a_real_table_comes_back_with_a_column_more_in_any_format(
     assert batch.write_errors(tmp_path / "errors.csv") == 1
     (bad,) = read_csv(tmp_path / "errors.csv")
     assert (bad["date"], bad["message"], bad["line"], bad["kind"]) == ("2012/01/03", "it broke", "3", "good")
+
+
+@pytest.mark.parametrize("template", [None, "Say: {{ prompt }}"])
+def test_a_csv_comes_back_with_its_delimiter_and_mark_and_a_file_begun_without_goes_on(
+    client: Client, worker: Claims, tmp_path: Path, template: str | None
+) -> None:
+    source = tmp_path / "in.csv"
+    source.write_text("\ufeffprompt;seed\r\nein, zwei;1\r\ndrei;2\r\n", encoding="utf-8")
+    batch = client.submit_batch(source, template=template)
+    stored = batch.record.settings
+    assert stored is not None and stored["csv"] == {"delimiter": ";", "byte_order_mark": True}
+    answer(worker, batch, "gut; sehr gut")
+    out, kept = tmp_path / "out.csv", tmp_path / "kept.csv"
+    assert batch.write_results(out) == 2
+    with out.open(newline="", encoding="utf-8-sig") as file:
+        first, _ = csv.DictReader(file, delimiter=";")
+    assert first["text" if template is None else "answer"] == "gut; sehr gut"
+    assert out.read_bytes().startswith(b"\xef\xbb\xbf")
+    with client.database.write() as connection:  # as a version before entered it
+        connection.execute(
+            update(BatchRow)
+            .where(BatchRow.name == batch.name)
+            .values(settings={name: value for name, value in stored.items() if name != "csv"})
+        )
+    older = client.submit_batch(source, template=template)
+    assert older.name == batch.name  # it is the same batch
+    assert older.write_results(kept) == 2 and not kept.read_bytes().startswith(b"\xef\xbb\xbf")
+    for path in (out, kept):
+        before = path.read_bytes()
+        assert older.write_results(path) == batch.write_results(path) == 2
+        assert path.read_bytes() == before
 
 
 def test_what_was_kept_is_read_with_sql(client: Client) -> None:

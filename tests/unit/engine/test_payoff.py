@@ -49,6 +49,14 @@ def test_what_gives_more_tokens_per_second_is_chosen(dear: float, pays: bool) ->
     assert share > 0.95 if pays else share < 0.05
 
 
+def test_the_first_step_of_each_shape_does_not_count_against_drafts() -> None:
+    """Its graph is captured, which takes as long as many steps; a window has some such at first."""
+    new = iter(range(8))
+    steps = Steps(lambda on: 2.0 if not on else 40.0 if next(new, None) is not None else 3.0)
+    steps.share(2 * TURN)
+    assert steps.share(20 * TURN) > 0.95
+
+
 def test_what_was_worse_is_tried_again_and_chosen_once_it_pays() -> None:
     dear = 9.0
     steps = Steps(lambda on: dear if on else 1.0)

@@ -11,10 +11,10 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from nightmill.jobs.errors import BatchFileError, RowCode
+from nightmill.jobs.errors import BatchFileError, IgnoredColumnWarning, RowCode
 from nightmill.jobs.formats import FileFormat, InputFile, parquet_reader
 from nightmill.jobs.formats.parquet import read_parquet
-from nightmill.jobs.formats.parquet_reader import Expansion
+from nightmill.jobs.formats.parquet_reader import Expansion, ParquetReader
 from tests.support.thinning import thinned
 from tests.unit.formats.hostile_parquet import hostile, mutated, repeated, written
 
@@ -84,7 +84,9 @@ def test_what_a_file_may_expand_to_grows_with_its_size() -> None:
 
 
 def records(path: Path, expansion: Expansion) -> list[Any]:
-    return [record for _, record in read_parquet(path, "f", lambda share: None, expansion)]
+    return [
+        record for _, record in read_parquet(ParquetReader(path, "f", expansion), "f", lambda share: None)
+    ]
 
 
 def test_rows_are_read_a_few_at_a_time_where_the_memory_does_not_suffice_for_all(tmp_path: Path) -> None:
@@ -101,6 +103,23 @@ def test_a_row_that_is_too_long_fails_alone_in_a_file_of_its_size(tmp_path: Path
     assert (first["prompt"], long.code, last["prompt"]) == ("a", RowCode.TOO_LONG, "c")
     with pytest.raises(BatchFileError, match="too much for a Parquet file of"):
         records(path, Expansion(row_bytes=MEBI))
+
+
+def test_an_index_of_nanoseconds_is_ignored_without_numpy_and_pandas(tmp_path: Path) -> None:
+    path, count = tmp_path / "in.parquet", 20_000  # more than a pipe takes
+    index = pyarrow.array(range(count), pyarrow.timestamp("ns"))
+    units = {
+        f"__index_level_{level}__": index.cast("int64").cast(kind)
+        for level, kind in enumerate((pyarrow.time64("ns"), pyarrow.duration("ns"), index.type))
+    }
+    path.write_bytes(written(pyarrow.table({"prompt": ["Once"] * count} | units)))
+    with pytest.warns(IgnoredColumnWarning, match="__index_level_2__"):
+        records = InputFile(path)._records(reader := InputFile(path).reader_of_rows())
+        assert next(records) == (1, {"prompt": "Once"})
+    assert reader is not None
+    loaded = Path(f"/proc/{reader.pid}/maps").read_text()
+    assert "libarrow" in loaded and "numpy" not in loaded
+    assert sum(1 for _ in records) == count - 1
 
 
 def test_processor_time_has_a_limit(tmp_path: Path) -> None:

@@ -106,6 +106,11 @@ def test_excels_first_line_and_empty_cells_at_the_ends_of_lines_do_not_count(
     ]
 
 
+def test_a_quote_is_no_delimiter_but_part_of_a_name(tmp_path: Path) -> None:
+    with pytest.raises(BatchFileError, match=r"has no column prompt or messages.*sep="):
+        csv_rows(tmp_path, 'sep="\nprompt;x\n')  # newer versions of Python refuse to divide cells by quotes
+
+
 def test_cells_that_lack_and_quotes_that_stay_open_have_remedies_of_their_own(tmp_path: Path) -> None:
     rows = csv_rows(tmp_path, 'prompt,max_tokens,seed\na,1\nb,1,2,c\n"d,1,2\ne,1,2\n')
     assert [row.error and row.error.message for row in rows] == [

@@ -113,7 +113,7 @@ def test_a_real_vocabulary_gives_llama_cpps_tokens() -> None:
 def computed(path: Path, texts: list[tuple[int, ...]], slots: int, **sizes: Any) -> list[Completion]:
     with GgufFile.open(path) as file:
         engine = Engine(
-            ReferenceRunner(file, read_spec(file), kv_pages=64, slots=slots),
+            ReferenceRunner(file, read_spec(file), kv_pages=64, slots=slots, depth=3),
             Detokenizer(text_stream=NoText, eos_ids=frozenset()),
             EngineSizes(
                 **{"context_length": CONTEXT, "max_sequences": slots, "token_budget": CONTEXT + 20} | sizes,
@@ -130,6 +130,7 @@ def computed(path: Path, texts: list[tuple[int, ...]], slots: int, **sizes: Any)
         ]  # fmt: skip
         done = complete(engine, [*requests, Request("text", 1, (1, 2), GenerationParams(), 0)])
         assert "an encoder, which embeds texts or ranks them, and" in (done.pop("text").error or "")
+        assert engine.stats.prompt_tokens == sum(map(len, texts))  # each once, although steps run ahead
         return [done[str(number)] for number in range(len(texts))]
 
 

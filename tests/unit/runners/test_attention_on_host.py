@@ -116,7 +116,6 @@ def test_decode_in_pieces_and_split_gives_the_same_bits(
         (PortablePrefill, (3, 1, 64), {"window": 70, "softcap": 3.0}),
         (PortablePrefill, (2, 1, 80), {}),
         (PortablePrefill, (2, 1, 256), {"window": 70, "sinks": True}),
-        ("queries in shared memory", (2, 1, 256), {"softcap": 3.0}),
         (HopperPrefill, (3, 1, 64), {"window": 70, "softcap": 3.0, "sinks": True}),
         (HopperPrefill, (4, 2, 128), {"window": 17}),
         (HopperPrefill, (2, 1, 192), {}),
@@ -125,12 +124,9 @@ def test_decode_in_pieces_and_split_gives_the_same_bits(
     ids=str,
 )
 def test_prefill_in_chunks_gives_the_bits_of_the_whole(
-    launched: set[str], launcher: Any, shape: Shape, scores: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    launched: set[str], launcher: Any, shape: Shape, scores: dict[str, Any]
 ) -> None:
     device: Any = HostDevice()
-    if launcher == "queries in shared memory":
-        launcher = PortablePrefill
-        monkeypatch.setattr(PortablePrefill, "shares_queries", True)
     attention = attention_of(shape, **scores)
     rng = np.random.default_rng(2)
     chunks, before = [140, 1, 70], [0, 200, 64]

@@ -11,7 +11,6 @@ import pytest
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.assembly.forecast import card_of
 from nightmill.worker.model.spec import ModelSpec
-from nightmill.worker.runners.gpu.attention.wide import WideDecode
 from nightmill.worker.runners.gpu.catalogue import check_spec, sources_for
 from nightmill.worker.runners.gpu.device.chosen import ChosenGpu
 from nightmill.worker.runners.gpu.device.device import Device
@@ -25,6 +24,7 @@ from nightmill.worker.runners.gpu.products.chooser import Products
 from nightmill.worker.runners.gpu.products.formats import ModelFormats
 from nightmill.worker.runners.gpu.products.packed.packed_gemm import packed_products
 from nightmill.worker.runners.gpu.shapes import Kind, Shape
+from nightmill.worker.runners.kv_format import KvFormat
 from tests.support.cuda_runners import cuda_runner
 from tests.support.driving import Chunk, Pages
 from tests.support.expert_shapes import EXPERT_SHAPES
@@ -140,18 +140,12 @@ def test_packed_weights_never_have_to_become_elements_and_may_in_large_steps_alo
 
 
 @pytest.mark.parametrize("key", ["rtx3090", "a100"])
-def test_heads_of_512_are_taken_with_one_stage_if_that_is_on(
-    key: str, real: RecordedDriver, loaded: list[Source], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heads_of_512_are_taken_with_one_stage(key: str, real: RecordedDriver, loaded: list[Source]) -> None:
     name, weights = "heads of 256 and of 512", WeightsFormat.FILE
-    spec, wide = typed(SPECS[name]), {"wide_decode_1", "wide_prefill_32"}
+    spec = typed(SPECS[name])
     assert is_computed(real, loaded, name, KNOWN_CARDS[key], weights)
-    assert real.launches.keys() >= {"decode_attention_any", "prefill_attention_any"} and not (
-        real.launches.keys() & wide
-    )
-    monkeypatch.setattr(WideDecode, "one_stage", True)
-    assert is_computed(real, loaded, name, KNOWN_CARDS[key], weights)
-    assert real.launches.keys() >= wide and "decode_attention_any" not in real.launches
+    assert real.launches.keys() >= {"wide_decode_1", "wide_prefill_32"}
+    assert not real.launches.keys() & {"decode_attention_any", "prefill_attention_any"}
     on_hopper = kernel_outlook(spec, Precision(weights=weights), hopper=True)["drawn tokens"]
     assert on_hopper == "fast decode attention for heads of 256; wide decode attention for heads of 512"
     outlook = kernel_outlook(spec, Precision(weights=weights), hopper=False)
@@ -215,8 +209,9 @@ def test_what_a_card_computes_slowly_is_told_before() -> None:
         [kernel_outlook(typed(SPECS[name]), Precision(), hopper=hopper) for name in NAMED]
         for hopper in (False, True)
     )
-    assert "heads of 512 without tensor cores" in on_a_card[0]["prompts"]
-    assert "slow" not in on_hopper[0]["prompts"] and "wgmma" in on_hopper[0]["prompts"]
+    in_fp8 = kernel_outlook(typed(SPECS[NAMED[0]]), Precision(kv=KvFormat.FP8), hopper=False)
+    assert "heads of 512 without tensor cores, which is slow" in in_fp8["prompts"]
+    assert "by mma.sync for heads of 512" in on_a_card[0]["prompts"] and "wgmma" in on_hopper[0]["prompts"]
     assert ["states" in found for found in on_a_card] == [False, True, True, False]
     assert "mma.sync" in on_a_card[1]["states"] and "wgmma" in on_hopper[1]["states"]
     assert on_a_card[2]["states"] == on_hopper[2]["states"] == "short convolutions"

@@ -88,7 +88,6 @@ def test_heads_of_512_with_room_for_one_tile(launched: set[str], monkeypatch: py
         found.append(run_decode(device, decode, *case, pieces=pieces))
     np.testing.assert_array_equal(*found)
     assert_close(found[0], decode_oracle(*case), ATTENTION)
-    monkeypatch.setattr(WideDecode, "one_stage", True)
     on_gpu_as_well.wide_prompts_in_chunks(device, (4, 2, 512), [40, 1, 7], [40, 71, 71])
     assert launched == {"wide_decode_2", "wide_decode_1", "wide_merge", "wide_prefill_32"}
 

@@ -128,11 +128,13 @@ def table(**columns: list[Any]) -> bytes:
 CSV = b'prompt,custom_id,metadata\n"{ Once, upon",a,"{""n"": 1}"\nTwice,b,\n'
 
 
-@pytest.mark.parametrize("name", ["rows.csv", "ROWS.CSV", "rows.tsv", "rows.parquet", "rows.pq", "rows"])
+@pytest.mark.parametrize("name", ["excel.csv", "ROWS.CSV", "rows.tsv", "rows.parquet", "rows.pq", "rows"])
 def test_a_file_has_the_format_that_its_name_says_and_so_have_the_results(server: Server, name: str) -> None:
     content = CSV
     if name.endswith("tsv"):
         content = b"prompt\tcustom_id\n{ Once, upon\ta\nTwice\tb\n"
+    elif name == "excel.csv":
+        content = "\ufeffprompt;custom_id\r\n{ Once, upon;a\r\nTwice;b\r\n".encode()
     elif not name.lower().endswith("csv"):
         content = table(prompt=["{ Once, upon", "Twice"], custom_id=["a", "b"])
     with server.http() as http:
@@ -143,7 +145,8 @@ def test_a_file_has_the_format_that_its_name_says_and_so_have_the_results(server
         results = http.get(f"/v1/files/{batch['output_file_id']}/content").content
     if name.lower().endswith(("csv", "tsv")):
         assert output.endswith("output.csv")
-        assert results.startswith(b"custom_id,id,text") and results.count(b"\n") == 3
+        names = b"\xef\xbb\xbfcustom_id;id;text;" if name == "excel.csv" else b"custom_id,id,text,"
+        assert results.startswith(names) and results.count(b"\n") == 3
     else:
         assert output.endswith("output.parquet")
         assert parquet.read_table(io.BytesIO(results))["custom_id"].to_pylist() == ["a", "b"]

@@ -134,6 +134,18 @@ def test_types_come_back_as_they_were(
 
 
 @pytest.mark.heavy  # a process reads the file
+def test_the_process_that_reads_a_table_does_without_numpy(tmp_path: Path) -> None:
+    table = arrow.table({"x": ["more than a pipe takes"] * 20_000})
+    reader = TableFile(write_arrow(tmp_path / "in.arrow", table), options=options()).reader_of_rows()
+    assert reader is not None
+    with reader:
+        reader.header()
+        loaded = Path(f"/proc/{reader.pid}/maps").read_text()
+        assert "libarrow" in loaded and "numpy" not in loaded
+        assert sum(map(len, reader.rows())) == len(table)
+
+
+@pytest.mark.heavy  # a process reads the file
 def test_values_of_types_are_written_as_people_do(tmp_path: Path) -> None:
     text = "{{ id }} {{ small }} {{ day }} {{ price }} {{ flag }} {{ tags | json }} {{ kind }}"
     first = rows_of(write_parquet(tmp_path / "in.parquet", TYPED), text)[0]

@@ -14,6 +14,8 @@ from pyarrow import parquet
 
 from nightmill.jobs.batches.result_files import destinations
 from nightmill.jobs.errors import BatchFileError, BatchFileUnavailableError
+from nightmill.jobs.formats.ahead import AHEAD
+from nightmill.jobs.formats.parquet_reader import ParquetReader
 from nightmill.jobs.formats.places import OnThisDisk, taken_from
 from nightmill.jobs.formats.rows import FileFormat
 from nightmill.jobs.formats.together import FilesTogether, open_input
@@ -137,6 +139,43 @@ def test_files_that_do_not_go_together_are_named(folder: Path) -> None:
     (folder / "z.csv").write_text("word,n\nx,1\n")
     with pytest.raises(BatchFileError, match=r"z.csv is csv, and .*a.parquet is parquet; divide them"):
         table(folder)
+
+
+@pytest.mark.heavy  # each Parquet file is read by a process
+def test_files_are_read_ahead_faults_come_in_their_turn_and_no_process_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[ParquetReader] = []
+    start = ParquetReader.__init__
+
+    def started(self: ParquetReader, *arguments: Any) -> None:
+        start(self, *arguments)
+        begun.append(self)
+
+    for number in range(AHEAD + 3):
+        words = [f"{number}-{row}" for row in range(3)]
+        parquet.write_table(pyarrow.table({"prompt": words}), tmp_path / f"{number}.parquet")
+    source = open_input(tmp_path)
+    (tmp_path / "1.parquet").write_bytes(b"PAR1 and no more")
+    (tmp_path / "2.parquet").unlink()
+    monkeypatch.setattr(ParquetReader, "__init__", started)
+    rows = source.rows()
+    assert [next(rows).custom_id for _ in range(3)] == ["row-1", "row-2", "row-3"]
+    assert len(begun) == 1 + len({1, *range(3, AHEAD + 1)})  # the second one is gone
+    with pytest.raises(BatchFileError, match=r"1.parquet: cannot be read as Parquet"):
+        next(rows)
+    assert not any(Path(f"/proc/{reader.pid}").exists() for reader in begun)
+    parquet.write_table(pyarrow.table({"prompt": ["in time"]}), tmp_path / "1.parquet")
+    rows = source.rows()
+    assert [row.number for _, row in zip(range(4), rows, strict=False)] == [1, 2, 3, 4]
+    with pytest.raises(BatchFileError, match=r"2.parquet: cannot be read: No such file"):
+        next(rows)
+    parquet.write_table(pyarrow.table({"prompt": ["too"]}), tmp_path / "2.parquet")
+    rows = source.rows()
+    assert [next(rows).number for _ in range(5)] == [1, 2, 3, 4, 5]
+    rows.close()  # type: ignore[attr-defined]
+    assert not any(Path(f"/proc/{reader.pid}").exists() for reader in begun)
+    assert len(list(source.rows())) == 3 * (AHEAD + 1) + 2
 
 
 def test_rows_of_prompts_in_several_files_have_ids_of_their_own(tmp_path: Path) -> None:

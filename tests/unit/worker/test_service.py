@@ -256,6 +256,32 @@ def test_claims_that_the_worker_lost_sight_of_are_handed_back(
     assert bench.client.stats()["state"] == {"queued": 2}
 
 
+def test_a_job_that_ends_while_the_database_is_asked_was_never_lost_sight_of(
+    build: Callable[..., Bench],
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    runner = Gated()
+    bench = build(runner)
+    ids = enqueue(bench.client, 1, max_tokens=4, ignore_eos=True)
+    thread = bench.run(ids)
+    wait_until(lambda: len(bench.service.in_flight.keys()) == 1)
+    clock.advance(60)
+    ask = bench.claims.running
+
+    def ended_meanwhile() -> Any:
+        running = ask()
+        runner.gate.set()
+        thread.join(120)
+        return running
+
+    monkeypatch.setattr(bench.claims, "running", ended_meanwhile)
+    bench.service.reconcile()
+    assert bench.client.stats()["state"] == {"succeeded": 1}
+    assert "lost sight" not in caplog.text
+
+
 def test_jobs_taken_by_another_worker_are_dropped(build: Callable[..., Bench], clock: Clock) -> None:
     runner = Gated()
     bench = build(runner)

@@ -54,7 +54,6 @@ def _attention(alike: list[Attention], precision: Precision, *, hopper: bool) ->
     """The kernels of drawn tokens and of prompts for layers with equal heads."""
     first, heads = alike[0], f"heads of {alike[0].head_dim}"
     wide = all(map(WideDecode.suits, alike)) and precision.kv is KvFormat.ELEMENT
-    wide = wide and (hopper or WideDecode.one_stage)
     if DecodeAttention.suits(first):
         clusters = hopper and DecodeAttention.splits(first)
         drawn = f"fast decode attention for {heads}{', in clusters' if clusters else ''}"

@@ -1,7 +1,5 @@
 """Prefill attention: that of chunks of prompts."""
 
-from typing import ClassVar
-
 from nightmill.worker.model.spec import Attention, ModelSpec
 from nightmill.worker.runners.base import IntArray
 from nightmill.worker.runners.gpu.attention.scores import (
@@ -26,7 +24,6 @@ from nightmill.worker.runners.kv_format import KvFormat
 __all__ = ["HopperPrefill", "PortablePrefill"]
 
 _LARGE = 128  # elements of a head, above which a warpgroup's results fill the registers
-_STEPS = 8  # of 16 elements of a row's queries, that are in shared memory where registers do not suffice
 
 
 class HopperPrefill:
@@ -132,33 +129,22 @@ class PortablePrefill:
     value_dim  as for `scoring`
     """
 
-    shares_queries: ClassVar[bool] = False
-    """With heads of 256, a half of the queries is in shared memory, so that no registers are spilled: waits
-    for a GPU that tests and times it (benchmarks/TRIED.md)."""
-
     def __init__(self, device: Device, attention: Attention, value_dim: int | None = None) -> None:
         self._heads, self._kv_heads = attention.heads, attention.kv_heads
         self._scores = score_arguments(attention)
         fast = value_dim is None and attention.head_dim in PREFILL_HEADS
         self._columns = attention.kv_heads if fast else attention.heads  # of the grid
         self._threads = 256 if fast and attention.head_dim != 64 else 128
-        self._shared = _block_bytes(attention.head_dim, self._steps(attention)) if fast else 0
+        self._shared = _block_bytes(attention.head_dim) if fast else 0
         kernels = KernelPairs(device, self._source(attention, value_dim))
         name = "prefill_attention" if fast else "prefill_attention_any"
         self._kernel = kernels.function(name, "PPPPiPPPPii" + SCORES, shared=self._shared, dependent=fast)
 
-    @classmethod
-    def _steps(cls, attention: Attention) -> int:
-        """Steps of queries that are in shared memory."""
-        return _STEPS if cls.shares_queries and attention.head_dim > 192 else 0
-
-    @classmethod
-    def _source(cls, attention: Attention, value_dim: int | None = None) -> Source:
+    @staticmethod
+    def _source(attention: Attention, value_dim: int | None = None) -> Source:
         if value_dim is not None or attention.head_dim not in PREFILL_HEADS:
             return scoring("attention_any", attention, value_dim)
-        path, options = scoring("prefill_attention", attention)
-        steps = cls._steps(attention)
-        return path, (*options, f"-DQUERIES_SHARED={steps}") if steps else options
+        return scoring("prefill_attention", attention)
 
     @classmethod
     def sources(cls, spec: ModelSpec, *, hopper: bool) -> list[Source]:
@@ -194,7 +180,7 @@ class PortablePrefill:
         )  # fmt: skip
 
 
-def _block_bytes(head: int, steps: int) -> int:
-    """Return the bytes of keys, values and queries in the shared memory of `prefill_attention.cu`."""
+def _block_bytes(head: int) -> int:
+    """Return the bytes of keys and values in the shared memory of `prefill_attention.cu`."""
     keys, pitch = 32 if head > 128 else 64, 2 * head if head in (64, 128) else 2 * head + 16
-    return 4 * keys * pitch + TILE_ROWS * 32 * steps
+    return 4 * keys * pitch

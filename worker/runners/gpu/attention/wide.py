@@ -1,7 +1,6 @@
 """Attention with rows too wide for the registers of a warp: heads of 512, and latents."""
 
 import math
-from typing import ClassVar
 
 import numpy as np
 
@@ -43,10 +42,6 @@ class WideDecode:
     beside       for other layers of the model, never at the same time: the two share memory
     """
 
-    one_stage: ClassVar[bool] = False
-    """GPUs take heads of 512, too, whose blocks have room for one tile of keys and values alone: waits for a
-    GPU that tests and times it (benchmarks/TRIED.md)."""
-
     def __init__(
         self, device: Device, attention: Attention, value_dim: int | None = None, *, max_context: int,
         beside: "WideDecode | None" = None,
@@ -75,16 +70,15 @@ class WideDecode:
         plain = attention.window is None and attention.softcap is None and not attention.sinks
         return attention.head_dim == VALUES and plain
 
-    @classmethod
-    def fits(cls, device: Device) -> bool:
-        """Return whether a block of a GPU has the shared memory that heads of 512 take."""
-        return device.kv is KvFormat.ELEMENT and (cls.one_stage or has_room(device))
+    @staticmethod
+    def fits(device: Device) -> bool:
+        """Return whether the kernels read what the device's cache keeps: elements, not FP8."""
+        return device.kv is KvFormat.ELEMENT
 
-    @classmethod
-    def sources(cls, spec: ModelSpec, *, hopper: bool) -> list[Source]:
+    @staticmethod
+    def sources(spec: ModelSpec, *, hopper: bool) -> list[Source]:
         """List the kernel files for a model."""
-        suited = filter(WideDecode.suits, spec.attentions)
-        return [scoring("wide_attention", one) for one in suited] if hopper or cls.one_stage else []
+        return [scoring("wide_attention", one) for one in filter(WideDecode.suits, spec.attentions)]
 
     @staticmethod
     def workspace(attention: Attention) -> int:
