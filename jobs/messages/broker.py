@@ -302,6 +302,11 @@ def _is_loading(error: BaseException) -> bool:
     return any(isinstance(cause, redis.exceptions.BusyLoadingError) for cause in _causes(error))
 
 
+def is_forbidden(error: BrokerError) -> bool:
+    """Return True if the user of Redis lacks a right, which does not pass by itself."""
+    return any(isinstance(cause, redis.exceptions.NoPermissionError) for cause in _causes(error))
+
+
 def _remedy(error: BaseException) -> str:
     """Say what to do about a refusal, if a setting is at fault."""
     for cause in _causes(error):

@@ -8,8 +8,8 @@ while it serves.
 import logging
 import time
 
-from nightmill.jobs.errors import DatabaseUnreachableError
-from nightmill.jobs.messages.broker import Broker
+from nightmill.jobs.errors import BrokerError, DatabaseUnreachableError
+from nightmill.jobs.messages.broker import Broker, is_forbidden
 from nightmill.jobs.sql.database import Database
 from nightmill.worker.service import celery_flags
 
@@ -19,12 +19,20 @@ _LOOK_SECONDS = 1.0
 
 
 def reach_broker(broker: Broker, *, woken: bool) -> None:
-    """Raise BrokerError if the broker does not answer, unless the worker was woken.
+    """Raise BrokerError if the broker does not answer or forbids what a worker does, unless it was woken.
 
-    Celery's consumer, and all else that needs the broker, tries again by itself.
+    Celery's consumer, and all else that needs the broker, tries again by itself. So a worker starts with one
+    that is full or read-only.
     """
-    if not woken:
-        broker.ping()
+    if woken:
+        return
+    broker.ping()
+    try:
+        broker.try_writing(worker=True)
+    except BrokerError as error:
+        if is_forbidden(error):
+            raise
+        log.warning("%s", error)
 
 
 def reach_database(database: Database, *, woken: bool) -> None:

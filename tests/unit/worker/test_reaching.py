@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from nightmill.jobs.errors import BrokerUnreachableError, DatabaseUnreachableError, SchemaError
+from nightmill.jobs.errors import BrokerError, BrokerUnreachableError, DatabaseUnreachableError, SchemaError
 from nightmill.worker.service import celery_flags, reaching
 from nightmill.worker.service.reaching import reach_broker, reach_database
 
@@ -53,6 +53,16 @@ def test_a_worker_that_wakes_waits_and_says_so_once(
     broker = _Away(BrokerUnreachableError("away"), 1)
     reach_broker(broker, woken=True)  # type: ignore[arg-type]
     assert broker.asked == 0
+
+
+def test_a_broker_that_is_full_may_have_room_later(caplog: pytest.LogCaptureFixture) -> None:
+    class Full(_Away):
+        def try_writing(self, *, worker: bool) -> None:
+            assert worker
+            raise BrokerError("the broker is full")
+
+    reach_broker(Full(BrokerUnreachableError("away"), 0), woken=False)  # type: ignore[arg-type]
+    assert caplog.messages == ["the broker is full"]
 
 
 def test_another_version_is_not_waited_for(waits: list[float]) -> None:
