@@ -57,6 +57,7 @@ from nightmill.worker.link.launching import EngineAhead, launch_engine
 from nightmill.worker.link.link import EngineLink
 from nightmill.worker.runners.gpu.device.nvml import GpuProbe
 from nightmill.worker.service import celery_flags, tasks
+from nightmill.worker.service.celery_chatter import silence_chatter
 from nightmill.worker.service.heart import LOADING, Heart
 from nightmill.worker.service.housekeeper import Housekeeper
 from nightmill.worker.service.interactive import InteractiveConsumer
@@ -181,8 +182,7 @@ class EngineStep(bootsteps.StartStopStep):
         become(next_command(settings, self.claims.worker_id, self.swap), blocked=True)
 
     def _start(self, parent: Any) -> None:
-        for chatter in ("celery.worker.strategy", "celery.app.trace"):  # two lines for every message
-            logging.getLogger(chatter).setLevel(logging.WARNING)
+        silence_chatter()
 
         def tell(_: str) -> None:
             celery_flags.exit_if_told()

@@ -48,6 +48,7 @@ def test_worker_outlives_its_broker(
             client.wait(ids, timeout=PATIENCE)
         assert process.poll() is None, log.read_text()
         assert len({worker.id for worker in client.workers()}) == 1
+    assert "DeprecationWarning" not in log.read_text()
     finished = list(client.results(ids, wait=False))
     assert {job.state for job in finished} == {JobState.SUCCEEDED}
     assert {job.attempt for job in finished} == {1}
