@@ -34,6 +34,8 @@ _LACKING = ("42P01", "42703", "3F000")  # a table, a column, a schema
 _IN_THE_WAY = ("42P07", "42701", "42710")  # a table, a column, another object that is there already
 _FORBIDDEN = "42501"
 _OTHER_SESSION = ("26000", "42P05")  # a prepared statement is missing, or exists already
+# What PostgreSQL and pgbouncer say where too many are connected.
+_FULL = ("too many connections", "too many clients", "remaining connection slots", "no more connections")
 _UNWILLING_SQLITE = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_FULL)
 
 
@@ -70,6 +72,11 @@ def mapped(error: StatementError, settings: Settings) -> DatabaseError:
     if code[:2] in _UNWILLING or _sqlite_code(error.orig) in _UNWILLING_SQLITE:
         return DatabaseUnreachableError(f"the database at {where} accepts no writes now: {said}")
     if isinstance(error, OperationalError | InterfaceError):
+        if any(words in said for words in _FULL):
+            return DatabaseUnreachableError(
+                f"the database at {where} has no connection left: {said}. Give it or its role more of them, "
+                "or put a pooler before it (docs/settings.md)"
+            )
         if "FATAL:" in said:  # the driver's error for a connection has no code
             return DatabaseUnreachableError(
                 f"the database at {where} refuses the connection: {said}. Check NIGHTMILL_DATABASE_URL, and "

@@ -85,6 +85,20 @@ def test_a_connection_that_is_refused_is_not_called_silent(postgres_settings: Se
     assert re.search(r"FAIL database .*refuses the connection: .*FATAL", checked(settings))
 
 
+def test_a_database_without_a_free_connection_is_told(postgres_settings: Settings) -> None:
+    url = make_url(postgres_settings.database_url or "").set(username="crowded")
+    settings = postgres_settings.model_copy(
+        update={"database_url": url.render_as_string(hide_password=False)}
+    )
+    with psycopg.connect(plain(postgres_settings), autocommit=True) as connection:
+        connection.execute("CREATE ROLE crowded LOGIN CONNECTION LIMIT 0")
+        try:
+            found = checked(settings)
+        finally:
+            connection.execute("DROP ROLE crowded")
+    assert re.search(r"FAIL database .*has no connection left: .*too many .*a pooler before it", found), found
+
+
 @pytest.mark.parametrize(
     ("error", "kind", "said"),
     [
