@@ -24,7 +24,8 @@ from nightmill.jobs.server.tiers import Tier
 _ENTRY = re.compile(
     r"(?P<name>[A-Za-z0-9._-]{1,64})(?::(?P<right>(?!flex\b)[a-z]+))?(?P<flex>:flex)?=(?P<key>\S+)"
 )
-_DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
+_HASHED = "sha256:"
+_DIGEST = re.compile(rf"{_HASHED}([0-9a-f]{{64}})")
 _SHORTEST_KEY = 16
 _HEADERS = "Authorization: Bearer KEY, or X-Api-Key: KEY"
 
@@ -90,7 +91,9 @@ class ApiKeys:
             right = found["right"] or Right.SUBMIT
             if right not in set(Right):
                 raise _bad(number, f"has the right {right!r}; there are {', '.join(Right)}")
-            digest = _DIGEST.fullmatch(found["key"])
+            digest = _DIGEST.fullmatch(found["key"].lower())
+            if digest is None and found["key"].startswith(_HASHED):
+                raise _bad(number, f"has {_HASHED} and not the 64 hexadecimal digits of a SHA-256 after it")
             if digest is None and len(found["key"]) < _SHORTEST_KEY:
                 raise _bad(number, f"has a key of fewer than {_SHORTEST_KEY} characters; make a longer one")
             hashed = bytes.fromhex(digest[1]) if digest else hashlib.sha256(found["key"].encode()).digest()

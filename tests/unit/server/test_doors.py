@@ -45,6 +45,7 @@ def test_keys_have_names_and_rights_and_are_kept_as_hashes() -> None:
         Caller("c.d", Right.ADMIN),
     ]
     assert bytes.fromhex(digest[7:]) in keys._callers
+    assert bytes.fromhex(digest[7:]) in ApiKeys.parse(f"a=sha256:{digest[7:].upper()}")._callers
     flex = ApiKeys.parse("a:flex=aaaaaaaaaaaaaaaa, b:admin:flex=bbbbbbbbbbbbbbbb")
     assert list(flex._callers.values()) == [
         Caller("a", Right.SUBMIT, Tier.FLEX),
@@ -61,6 +62,8 @@ def test_keys_have_names_and_rights_and_are_kept_as_hashes() -> None:
         ("a=secret", "entry 1 has a key of fewer than 16 characters"),
         ("a=secretsecretsecret,b=secretsecretsecret", "entry 2 has the key of another entry"),
         ("a b=secretsecretsecret", "entry 1 is not"),
+        # Else it would be a key itself, which whoever reads the settings has.
+        (f"a=sha256:{'secret' * 10}", "entry 1 has sha256: and not the 64 hexadecimal digits"),
         ("a:flex:read=secretsecretsecret", "entry 1 is not"),
         ("a:flexible=secretsecretsecret", "entry 1 has the right 'flexible'; there are submit"),
     ],
