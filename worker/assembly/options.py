@@ -250,6 +250,11 @@ def merge_options(settings: Settings, options: dict[str, Any]) -> Settings:
         raise SettingsError("--model and --models: give one of them")
     if "model" in given:
         given = {"together": False} | given | {"models": None}
+    if settings.stale_seconds < 2 * settings.heartbeat_seconds:
+        raise SettingsError(
+            f"NIGHTMILL_STALE_SECONDS: {settings.stale_seconds:g} must be twice NIGHTMILL_HEARTBEAT_SECONDS "
+            f"({settings.heartbeat_seconds:g}) or more, or others take a worker's jobs while it lives"
+        )
     try:
         return Settings.model_validate(settings.model_dump() | given)
     except ValidationError as error:

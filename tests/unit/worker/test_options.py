@@ -61,3 +61,12 @@ def test_one_model_that_is_asked_for_is_not_loaded_together_with_those_of_the_en
     assert asked.together  # and then refused, as there is no list
     with pytest.raises(SettingsError, match="--together starts a worker for each model"):
         with_files(service, None, print)  # as Celery's own command would
+
+
+def test_a_worker_whose_heartbeat_others_would_miss_is_refused() -> None:
+    asked = Settings(heartbeat_seconds=20.0)
+    with pytest.raises(
+        SettingsError, match=r"STALE_SECONDS: 30 must be twice NIGHTMILL_HEARTBEAT_SECONDS \(20\)"
+    ):
+        merge_options(asked, {})
+    assert merge_options(Settings(heartbeat_seconds=15.0), {}).stale_seconds == 30.0
