@@ -44,6 +44,8 @@ _UNITS = {
     **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
 }
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+@-]{0,199}")
+YEAR_SECONDS = 31_536_000.0
+"""Longest time that a setting may name: sums of times and durations stay within what all systems take."""
 _LEAST_BYTES = 1 << 20  # a smaller number is likely a mistake for a share
 
 
@@ -107,7 +109,7 @@ class Settings(BaseModel):
     """API keys of `nightmill serve`: NAME=KEY or NAME:RIGHT=KEY, separated by commas."""
     files_dir: Path | None = None
     """Directory for the contents of files of `nightmill serve`; by default a folder in `data_dir`."""
-    flex_seconds: float = Field(default=600.0, ge=1.0)
+    flex_seconds: float = Field(default=600.0, ge=1.0, le=YEAR_SECONDS)
     """Longest wait of `nightmill serve` for an answer of the tier `flex`."""
     tokenizer_files: str | None = None
     """GGUF files from which `nightmill serve` reads vocabularies of workers' models: NAME=PATH,NAME=PATH."""
@@ -165,23 +167,23 @@ class Settings(BaseModel):
     """GGUF file of a small model with the same vocabulary, which guesses tokens where drafts are made."""
     hours: str | None = None
     """Times of day at which a worker serves, such as 22:00-06:00/Europe/Berlin; by default always."""
-    idle_seconds: float | None = Field(default=None, ge=1.0)
+    idle_seconds: float | None = Field(default=None, ge=1.0, le=YEAR_SECONDS)
     """Time without jobs after which a worker frees its GPU and sleeps until there are some."""
-    drain_seconds: float = Field(default=30.0, ge=0.0)
+    drain_seconds: float = Field(default=30.0, ge=0.0, le=YEAR_SECONDS)
     """Longest time for which a stopping worker continues its jobs."""
-    hang_seconds: float | None = Field(default=None, gt=0.0)
+    hang_seconds: float | None = Field(default=None, gt=0.0, le=YEAR_SECONDS)
     """Silence after which a worker's engine counts as hung; 60 by default, with NumPy 600."""
     metrics_host: str = "127.0.0.1"
     """Address at which a worker serves metrics, if it has a port for that."""
     metrics_port: int | None = Field(default=None, ge=1, le=65535)
     """Port of a worker's metrics; without one, it serves none."""
-    save_seconds: float = Field(default=5.0, gt=0.0)
+    save_seconds: float = Field(default=5.0, gt=0.0, le=YEAR_SECONDS)
     """Interval at which a worker saves the tokens of unfinished jobs."""
-    heartbeat_seconds: float = Field(default=5.0, gt=0.0)
+    heartbeat_seconds: float = Field(default=5.0, gt=0.0, le=YEAR_SECONDS)
     """Interval of a worker's heartbeat and sweep."""
-    stale_seconds: float = Field(default=30.0, gt=0.0)
+    stale_seconds: float = Field(default=30.0, gt=0.0, le=YEAR_SECONDS)
     """Silence after which a worker's jobs are taken from it."""
-    resend_seconds: float = Field(default=60.0, gt=0.0)
+    resend_seconds: float = Field(default=60.0, gt=0.0, le=YEAR_SECONDS)
     """Age at which a queued job whose message seems lost is sent again."""
 
     @field_validator("model", mode="before")

@@ -6,7 +6,7 @@ import click
 
 from nightmill.jobs.base.extras import pip_install
 from nightmill.jobs.base.logs import LogFormat
-from nightmill.jobs.base.settings import Settings
+from nightmill.jobs.base.settings import YEAR_SECONDS, Settings
 from nightmill.jobs.base.times import parse_span
 from nightmill.jobs.commands.options import LOG_FORMAT
 from nightmill.jobs.errors import MissingExtraError, SettingsError
@@ -37,14 +37,14 @@ class _Limits(TypedDict):
 )
 @click.option(
     "--request-seconds",
-    type=click.FloatRange(1.0),
+    type=click.FloatRange(1.0, YEAR_SECONDS),
     default=600.0,
     show_default=True,
     help="Longest time for an interactive answer, in seconds.",
 )
 @click.option(
     "--flex-seconds",
-    type=click.FloatRange(1.0),
+    type=click.FloatRange(1.0, YEAR_SECONDS),
     help="The same for the tier flex; by default 600 [NIGHTMILL_FLEX_SECONDS].",
 )
 @click.option(

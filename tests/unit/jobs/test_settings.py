@@ -85,6 +85,11 @@ def test_every_field_is_read_from_its_variable_and_empty_ones_count_as_absent() 
         ),
         ({"NIGHTMILL_SHARD_SIZE": "many"}, "NIGHTMILL_SHARD_SIZE: must be a whole number"),
         ({"NIGHTMILL_REFERENCE": "perhaps"}, "NIGHTMILL_REFERENCE: must be true or false"),
+        (
+            {"NIGHTMILL_RESEND_SECONDS": "inf"},
+            "NIGHTMILL_RESEND_SECONDS: must be at most 31536000 (got 'inf')",
+        ),
+        ({"NIGHTMILL_SAVE_SECONDS": "nan"}, "NIGHTMILL_SAVE_SECONDS: must be "),
     ],
 )
 def test_bad_variables_are_refused_by_name(environ: dict[str, str], message: str) -> None:
