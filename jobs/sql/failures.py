@@ -52,7 +52,8 @@ def mapped(error: StatementError, settings: Settings) -> DatabaseError:
     if "no such index" in said:
         return SchemaError(
             f"the database at {where} lacks an index that its revision has ({said}): another program "
-            "changed it, or a version under development made it. Create the index again, or take another database"
+            "changed it, or a version under development made it. Create the index again, or take another "
+            "database"
         )
     if code in _OTHER_SESSION:
         return DatabaseError(
