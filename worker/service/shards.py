@@ -86,10 +86,8 @@ class Service:
         )
         self._reusing = Reusing(
             lambda wanted: find(claims.database, wanted, engine.arithmetic),
-            self.in_flight,
-            self._answering.drop,
-            lambda outcome: self._writer.put(outcome),
-        )
+            self.in_flight, self._answering.drop, self._to_be_written,
+        )  # fmt: skip
         self._publisher = Publisher(
             followers, self.in_flight, engine.follow, self.fail, prompting.spell_token
         )
@@ -240,6 +238,10 @@ class Service:
             self._reusing.ended(outcome)
         else:
             self._publisher.answered(completion.job_id, completion.text, completion.logprobs)
+
+    def _to_be_written(self, outcome: Outcome) -> None:
+        self.in_flight.answered((outcome.job_id, outcome.attempt))
+        self._writer.put(outcome)
 
     def _on_engine_failure(self, error: RunnerError) -> None:
         self.fail(f"the engine failed: {error}")

@@ -8,7 +8,7 @@ import pytest
 from nightmill.jobs.request.parameters import GenerationParams
 from nightmill.jobs.sql.claims import Claim
 from nightmill.worker.assembly.sizes import capacity, interactive_slots
-from nightmill.worker.service.in_flight import InFlight, JobKey
+from nightmill.worker.service.in_flight import MOST_UNWRITTEN, InFlight, JobKey
 
 FIRST: list[JobKey] = [(f"first-{number}", 1) for number in range(3)]
 SECOND: list[JobKey] = [(f"second-{number}", 1) for number in range(50)]
@@ -64,3 +64,54 @@ def test_an_engine_that_has_fewer_slots_than_asked_for_gets_no_more_jobs() -> No
     jobs.resize(capacity(running), interactive_slots(running))
     assert jobs.reserve(1000) == 85
     assert jobs.reserve(1000, interactive=True) == 3
+
+
+def claims_of(keys: Sequence[JobKey], answers: int = 1) -> list[Claim]:
+    params = GenerationParams(n=answers)
+    return [Claim(*key, "", None, params, 5, None) for key in keys]
+
+
+def test_a_job_that_waits_to_be_written_takes_no_place_but_is_in_flight() -> None:
+    jobs, keys = InFlight(8, reserved_slots=1), [(f"job-{number}", 1) for number in range(3)]
+    jobs.fill(jobs.reserve(2), claims_of(keys[:2], answers=3))
+    jobs.fill(jobs.reserve(1, interactive=True), claims_of(keys[2:]), interactive=True)
+    assert (jobs.room, jobs.room_for(True)) == (2, 2)
+    jobs.answered(keys[0])
+    jobs.answered(keys[0])
+    jobs.answered(("another's", 1))
+    assert (jobs.room, jobs.room_for(True)) == (5, 5)
+    jobs.answered(keys[2])
+    assert (jobs.room, jobs.room_for(True)) == (5, 6)
+    assert set(jobs.keys()) == set(keys) and not jobs.idle
+    for key in keys:  # written: that frees nothing twice
+        jobs.remove([key])
+    assert (jobs.room, jobs.room_for(True), jobs.idle) == (8, 9, True)
+
+
+def test_results_that_nobody_writes_end_the_claims() -> None:
+    jobs = InFlight(4)
+    claimed = 0
+    while room := jobs.room:
+        keys = [(f"job-{claimed + number}", 1) for number in range(room)]
+        claimed += room
+        jobs.fill(jobs.reserve(room), claims_of(keys))
+        for key in keys:
+            jobs.answered(key)
+    assert claimed == MOST_UNWRITTEN + 4
+    jobs.remove([(f"job-{number}", 1) for number in range(MOST_UNWRITTEN)])
+    assert jobs.room == 4
+
+
+def test_whoever_waits_for_room_is_woken_by_answers() -> None:
+    jobs, keys = InFlight(8), [(f"job-{number}", 1) for number in range(8)]
+    jobs.fill(jobs.reserve(8), claims_of(keys))
+    taken: list[int] = []
+    thread = threading.Thread(target=lambda: taken.append(jobs.reserve(8)), daemon=True)
+    thread.start()
+    while not jobs._changed._waiters:  # type: ignore[attr-defined]
+        pass
+    jobs.answered(keys[0])
+    assert jobs._changed._waiters  # type: ignore[attr-defined]  # a claim for one place costs as much as for several
+    jobs.answered(keys[1])
+    thread.join(120)
+    assert taken == [2]

@@ -301,6 +301,27 @@ def test_jobs_taken_by_another_worker_are_dropped(build: Callable[..., Bench], c
     assert bench.engine.stats.free_pages == bench.engine.stats.pages
 
 
+def test_the_engine_goes_on_while_results_are_written(
+    build: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = build(ScriptedRunner(), capacity=2)
+    ids = enqueue(bench.client, 6)
+    finish, written = bench.claims.finish, threading.Event()
+
+    def slow(outcomes: Any) -> int:
+        assert written.wait(120)
+        return finish(outcomes)
+
+    monkeypatch.setattr(bench.service._writer, "_write", slow)
+    thread = bench.run(ids)
+    wait_until(lambda: len(bench.service.in_flight.keys()) == len(ids))
+    assert bench.client.stats()["state"] == {"running": 6}
+    written.set()
+    thread.join(120)
+    assert bench.client.stats()["state"] == {"succeeded": 6}
+    assert bench.service.in_flight.room == 2
+
+
 def test_results_wait_for_a_database_that_is_away(
     build: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
