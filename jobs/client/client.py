@@ -335,9 +335,8 @@ class Client(Computations):
     def cancel_batch(self, batch: str) -> tuple[int, int]:
         """Cancel all unfinished jobs of a batch: (cancelled at once, running and asked to stop).
 
-        Raises BatchNotFoundError.
+        A batch that is not there has none.
         """
-        self.batches.store.get(batch)
         return self.batches.store.cancel(batch)
 
     def prune(

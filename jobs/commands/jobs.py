@@ -155,6 +155,8 @@ def cancel(job_ids: tuple[str, ...], batch: str | None, as_json: bool) -> None:
     if not job_ids and batch is None:
         raise click.UsageError("name job ids, or a --batch")
     with Client() as client:
+        if batch is not None:
+            client.get_batch(batch)  # a mistake in its name is told, and nothing cancelled
         named = {name: ids_of(client, name) for name in job_ids}
         states = {one: str(client.cancel(one)) for ids in named.values() for one in ids}
         if batch is not None:

@@ -9,6 +9,7 @@ import pytest
 
 from nightmill.jobs.errors import InvalidTransitionError
 from nightmill.jobs.formats import ResultFile
+from nightmill.jobs.formats.layout import Layout
 from nightmill.jobs.server import batch_processor
 from nightmill.jobs.server.batch_processor import BatchProcessor
 from nightmill.jobs.server.folder import Folder
@@ -204,10 +205,10 @@ def test_results_for_which_there_is_no_room_leave_none_behind(
     """Each try would take as much again of a disk that is full already."""
     batch, keeper, real = world.hand_in(), world.keeper(), ResultFile.__init__
 
-    def open_file(self: ResultFile, *args: Any, errors: bool) -> None:
-        if errors:
+    def open_file(self: ResultFile, *args: Any, layout: Layout) -> None:
+        if layout.errors:
             raise OSError(28, "No space left on device")
-        real(self, *args, errors=errors)
+        real(self, *args, layout=layout)
 
     with monkeypatch.context() as full:
         full.setattr(ResultFile, "__init__", open_file)
