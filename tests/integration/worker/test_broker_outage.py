@@ -15,20 +15,18 @@ from tests.support.servers import REFERENCE, RedisServer, wait_until
 PATIENCE = 120.0
 
 
+def through(redis_server: RedisServer, settings: Settings, *, resend_seconds: float) -> Settings:
+    """A worker of the bundled model, with messages by that server."""
+    chosen = {"broker_url": redis_server.url, "model": demo_model(), "reference": REFERENCE}
+    return settings.model_copy(update=chosen | {"heartbeat_seconds": 0.2, "resend_seconds": resend_seconds})
+
+
 @pytest.mark.slow  # the campaign kills Redis under workers, too
 def test_worker_outlives_its_broker(
     sqlite_settings: Settings, redis_server: RedisServer, tmp_path: Path
 ) -> None:
     """Restarted with what it held, and empty."""
-    settings = sqlite_settings.model_copy(
-        update={
-            "broker_url": redis_server.url,
-            "model": demo_model(),
-            "reference": REFERENCE,
-            "heartbeat_seconds": 0.2,
-            "resend_seconds": 2.0,
-        }
-    )
+    settings = through(redis_server, sqlite_settings, resend_seconds=2.0)
     log = tmp_path / "worker.log"
     with Client(settings) as client, running_worker(client, log, ["--max-sequences", "4"]) as process:
         before = client.enqueue("Count from 1 to 3", max_tokens=2)
@@ -59,15 +57,7 @@ def test_worker_wakes_while_its_broker_is_away(
     sqlite_settings: Settings, redis_server: RedisServer, tmp_path: Path
 ) -> None:
     """So it does when it loads another model: it is the same start."""
-    settings = sqlite_settings.model_copy(
-        update={
-            "broker_url": redis_server.url,
-            "model": demo_model(),
-            "reference": REFERENCE,
-            "heartbeat_seconds": 0.2,
-            "resend_seconds": 0.5,
-        }
-    )
+    settings = through(redis_server, sqlite_settings, resend_seconds=0.5)
     log = tmp_path / "worker.log"
     with Client(settings) as client, running_worker(client, log, ["--idle-seconds", "1"]) as process:
         wait_until(lambda: client.workers()[0].state is WorkerState.SLEEPING, PATIENCE)
