@@ -1,4 +1,4 @@
-"""Whether a database is of this version of Nightmill and can hold it, and what to say of one that is not."""
+"""Checks that a database is of this version of Nightmill and can hold it, and errors for one that is not."""
 
 import re
 

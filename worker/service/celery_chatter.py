@@ -1,4 +1,4 @@
-"""What Celery would write into a worker's log, and helps nobody who runs one."""
+"""Lines of Celery's that help nobody who runs a worker are kept out of its log."""
 
 import logging
 import warnings

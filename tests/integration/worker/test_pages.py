@@ -29,7 +29,7 @@ from tests.support.pages import ALL, PAGES, ROOT, TYPED_IN
 from tests.support.servers import http_server, start_redis, worker_env
 
 RUN = {"sh", "python", "sql", "javascript"}
-SHOWN = {"text", "jsonl", "ini"}
+SHOWN = {"text", "jsonl", "ini", "nginx"}
 """What is there to be looked at. Blocks with further words (rows, errors) are held against the code by
 tests/unit/formats/test_docs.py, the lines for cron by tests/integration/jobs/test_docs.py."""
 NOT_RUN = [
@@ -52,6 +52,8 @@ NOT_RUN = [
     "nightmill worker --models small.gguf,big=hf:Qwen/Qwen2.5-7B-Instruct-GGUF:Q4_K_M --together "
     "--gpu-memory 0.9",
     'pg_dump --format=custom --file=nightmill.dump "$DATABASE_URL"',
+    "CREATE ROLE nightmill LOGIN PASSWORD 'SECRET';",
+    "CREATE ROLE miller LOGIN PASSWORD 'SECRET';",
     "export NIGHTMILL_BROKER_URL=redis://redis.example:6379/0",
     "nightmill pull hf:Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q8_0",
     "nightmill embed papers.parquet --column abstract -o embedded.parquet "
