@@ -233,12 +233,14 @@ def test_a_large_table_takes_the_memory_of_a_small_one(tmp_path: Path) -> None:
 
     options = TableOptions.of({"template": "{{ x }}"})
     assert options is not None
-    peaks = []
+    peaks, sizes = [], []
     for rows in (2_000, 16_000):
         path = tmp_path / f"{rows}.csv"
         path.write_text("id,x\n" + "".join(f"{number},{'word ' * 20}\n" for number in range(rows)))
+        sizes.append(path.stat().st_size)
         tracemalloc.start()
         assert sum(1 for _ in TableFile(path, options=options).rows(NOTHING_SAID)) == rows
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    assert peaks[1] < 1.5 * peaks[0]
+    # Of the further 14,000 rows nothing stays; threads that earlier tests have left may allocate meanwhile.
+    assert peaks[1] - peaks[0] < (sizes[1] - sizes[0]) / 4
